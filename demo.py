@@ -20,14 +20,13 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from common.console import UserError, fit_terminal, format_count
+from common.console import UserError, fit_terminal, format_clock, format_epoch
 from common.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
@@ -146,11 +145,6 @@ def wrap_command(command: str) -> str:
     return " \\\n".join(f"  {line}" for line in lines)
 
 
-def minutes(seconds: float) -> str:
-    """Return a duration such as 1:54."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def tokenize(scripts: Scripts, data: Path) -> str:
     """Tokenize the sample, unless an earlier demo did so with the same scripts.
 
@@ -208,9 +202,12 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
             if scripts.has_ended("monitor"):
                 raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
             metrics = list(read_json_lines(metrics_file))
-            if metrics and metrics[-1]["epoch"] != epoch:
-                epoch, last_change = metrics[-1]["epoch"], time.monotonic()
-            line = describe_progress(metrics, epochs, time.monotonic() - start_time)
+            elapsed = format_clock(time.monotonic() - start_time)
+            line = f"the trainers start and measure their loss before training, {elapsed} elapsed"
+            if metrics:
+                if metrics[-1]["epoch"] != epoch:
+                    epoch, last_change = metrics[-1]["epoch"], time.monotonic()
+                line = format_epoch(metrics[-1]) + ("  measuring the final loss" if epoch >= epochs else "")
             if sys.stdout.isatty():
                 print(f"\r{fit_terminal(line)}\033[K", end="", flush=True)
             elif time.monotonic() >= next_time:
@@ -223,22 +220,6 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
     finally:
         if sys.stdout.isatty():
             print(flush=True)
-
-
-def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
-    """Return one line; pace and time left come from the last 20 reports, including waiting and averaging."""
-    passed, left = f"{minutes(elapsed)} elapsed", ""
-    if not metrics:
-        return f"the trainers start and measure their loss before training, {passed}"
-    recent, last = metrics[-20:], metrics[-1]
-    parts = [f"epoch {last['epoch']}/{epochs}", f"loss {last['loss']:.3f}", format_count(last["alive_peers"], "peer")]
-    if done := last["epoch"] - recent[0]["epoch"]:
-        pace = (last["time"] - recent[0]["time"]) / done  # seconds per epoch
-        parts.append(f"{statistics.mean(entry['samples'] for entry in recent) / pace:.0f} samples/s")
-        left = f", {minutes(pace * (epochs - last['epoch']))} left"
-    if last["epoch"] >= epochs:
-        left = ", measuring the final loss"
-    return "  ".join([*parts, passed + left])
 
 
 def report(output_dir: Path, epochs: int) -> None:
@@ -310,7 +291,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", args.epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
-        print(f"took {minutes(time.monotonic() - start_time)}\n")
+        print(f"took {format_clock(time.monotonic() - start_time)}\n")
         report(output_dir, args.epochs)
 
 

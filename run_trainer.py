@@ -49,11 +49,14 @@ from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
+from training.evaluation import Evaluator
 from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
 from training.preflight import run_preflight
+from training.progress import ProgressDisplay
 from training.ranks import RankGroup, list_gradients, start_ranks
 from training.settings import begin, make_swarm_config, require_attested
+from training.state import TrainerState
 
 
 def main(*groups) -> None:
@@ -70,7 +73,7 @@ def main(*groups) -> None:
 def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> None:
     """Train from loading the data to saving the model. Each rank runs this; only rank 0 talks to the swarm."""
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
-    device, optimizer, callback = ranks.device, None, None
+    device, optimizer = ranks.device, None
 
     # data and model
     with ranks.main_first():  # so that rank 0 reports errors in the data or flags for all ranks
@@ -109,18 +112,22 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
 
     # the loop
     if ranks.is_main:
-        groups = swarm_args, model_args, optimizer_args, averaging_args, data_args, args
-        loaded = dict(model=model, tokenizer=tokenizer, dataset=dataset, corpus=corpus)
-        options = dict(autocast=autocast, scaler=scaler, num_devices=ranks.count, page=page)
-        callback = CollaborativeCallback(swarm, optimizer, groups, **loaded, **options)
+        groups = *groups[:-1], args
+        state = TrainerState(swarm, optimizer, model, tokenizer, dataset, corpus, scaler, groups, ranks.count)
+        callback = CollaborativeCallback(
+            state,
+            evaluator=Evaluator(state, autocast),  # optional, like the next two
+            display=ProgressDisplay(args),
+            page=page,
+        )
         callback.on_train_begin(saved_state)
+    final_epoch = ranks.broadcast(state.final_epoch if ranks.is_main else None)
     epoch = ranks.broadcast_state(model, optimizer.local_epoch if optimizer else 0, scaler)
     seed = data_seed(reader, model_args.seed, epoch)
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
-    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     handle_stop_signals(unsaved="this peer's work since its last checkpoint")
     with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
-        while epoch < max_epoch:
+        while epoch < final_epoch:
             feed.begin_epoch(epoch)
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
             if not ranks.all_continue(loss is not None):
@@ -128,18 +135,16 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
             ranks.average([*list_gradients(model), loss])
             if ranks.is_main:
                 scaler.unscale_(optimizer)
-                # This is the only point of a step where the host waits for the device: non-finite gradients must not
-                # be contributed.
+                # The host waits for the device only here, because non-finite gradients must not be contributed.
                 loss = read_loss(loss, list_gradients(model))
                 if math.isfinite(loss):
-                    optimizer.step(batch_size=callback.batch_size)
+                    optimizer.step(batch_size=state.samples_per_step)
                 scaler.update()
                 optimizer.zero_grad()
                 callback.on_step_end(loss, feed.take_seconds_waited())
-                epoch = optimizer.local_epoch
             else:
                 model.zero_grad()
-            epoch = ranks.broadcast_state(model, epoch, scaler)
+            epoch = ranks.broadcast_state(model, optimizer.local_epoch if optimizer else 0, scaler)
     feed.save_position()
 
     # saving
@@ -152,18 +157,14 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:
-    """Run the forward and backward passes of one step.
-
-    :returns: the mean loss, a scalar tensor on the device, or None if it is time to stop
-    """
+    """Run one step's forward and backward passes; return the mean loss on the device, or None if it is time to stop."""
     mean_loss = torch.zeros((), device=device)
     for _ in range(args.gradient_accumulation_steps):
         batch = next(feed, None)
         if batch is None:
             return None
         with autocast:
-            losses = compute_losses(model, move_batch(batch, device))
-        loss = losses["loss"] / args.gradient_accumulation_steps
+            loss = compute_losses(model, move_batch(batch, device))["loss"] / args.gradient_accumulation_steps
         scaler.scale(loss).backward()
         mean_loss += loss.detach()
     return mean_loss

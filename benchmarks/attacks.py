@@ -52,7 +52,7 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches
 from experiment.model import make_model
 from swarm.credentials import Authority, Invitation
-from training.model import evaluate
+from training.evaluation import evaluate
 from utils import RecordValidator, find_peer_id
 
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each

@@ -34,7 +34,8 @@ from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from swarm.sparse import TopKCompression
-from training.model import evaluate, move_batch
+from training.evaluation import evaluate
+from training.model import move_batch
 
 CPU = torch.device("cpu")
 PEERS, MBITS = 4, 20

@@ -105,14 +105,29 @@ def fit_terminal(line: str) -> str:
     return line
 
 
-def format_duration(seconds: float) -> str:
-    """Return a duration such as 2 h 5 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
-    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
-    return " ".join(parts[:2])
+def format_clock(seconds: float) -> str:
+    """Return a duration such as 1:54 or 2:05:00."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def format_epoch(values: dict) -> str:
+    """Return `epoch 12/128  loss 5.8370  peers 2/2  1.9 s  local samples 384  ETA 1:54`, without unknown parts.
+
+    :param values: an epoch as in a trainer's history.jsonl, or as in a monitor's metrics.jsonl, without `local`
+    """
+    loss, final_epoch, seconds_left = map(values.get, ("loss", "final_epoch", "seconds_left"))
+    is_local = "samples_accumulated" in values
+    parts = [
+        f"epoch {values['epoch']}/{final_epoch}" if final_epoch else f"epoch {values['epoch']}",
+        "" if loss is None else f"loss {loss:.4f}",
+        f"peers {values['averaged_with']}/{values['num_peers' if is_local else 'alive_peers']}",
+        f"{values['epoch_seconds']:.1f} s",
+        f"local samples {values['samples_accumulated']:,}" if is_local else f"samples {values['samples']:,}",
+        f"ETA {format_clock(seconds_left)}" if seconds_left else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 @contextlib.contextmanager

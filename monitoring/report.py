@@ -12,15 +12,16 @@ from pathlib import Path
 import hivemind
 
 from arguments import ReportArguments, SwarmArguments
-from common.console import UserError
+from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from monitoring.history import Contributions, describe_swarm, load_history, pick
-from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
+from monitoring.progress import RunCourse
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
 from training.figures import describe_evaluation, fetch_progress, fetch_records, find_evaluation, format_evaluation
+from training.progress import RECENT_EPOCHS
 from utils import FETCH_TIMEOUT, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("report")
@@ -124,14 +125,10 @@ class RunReport:
             news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
             if begins_anew:
                 news["begins_anew"] = True
-            logger.info(
-                f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
-                f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
-                f"  {format_progress(current.epoch, progress)}  {format_samples(progress)}".rstrip()
-            )
+            logger.info(format_epoch(asdict(current) | progress))
         evaluation = find_evaluation(believable)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):
-            logger.info(f"Validation {format_evaluation(evaluation)}")
+            logger.info(f"validation {format_evaluation(evaluation)}")
             news |= describe_evaluation(evaluation)
         if is_new or (news and self.last):
             self.add_entry(news)

@@ -179,8 +179,8 @@ def test_the_commands_of_the_guides_make_one_swarm(start, tmp_path, tiny_data, m
         "To join this run, give other peers this:",
         r"others may join through --initial_peers /ip4/\S+",
         "Waiting for trainers, checking every",
-        r"Epoch #\d+  loss = \d+\.\d{5}  peers \d",
-        r"Epoch #\d+  loss = \d+\.\d{5}  averaged with 4 of 4 ",
+        r"epoch \d+/\d+  loss \d+\.\d{4}  peers \d/\d  \d+\.\d s  samples \d",
+        r"epoch \d+/\d+  loss \d+\.\d{4}  peers 4/4  \d+\.\d s  local samples \d",
         r"Saved \S+/checkpoint-\d+ ",
         r"Uploaded checkpoint-\d+ to ",
     ):

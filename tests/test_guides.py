@@ -150,7 +150,8 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
 def test_readme_run_by_hand_lasts_minutes():
     """On the machine whose samples per second the README's transcript shows."""
     text = PAGES["README.md"]
-    speed = int(re.search(r"2 peers  (\d+) samples/s", text)[1])
+    seconds, samples = re.search(r"peers 2/2  ([\d.]+) s  samples (\d+)", text).groups()
+    speed = int(samples) / float(seconds)
     section = text.split("## By hand")[1].split("\n## ")[0]
     size, epochs, matchmaking = (
         int(re.search(rf"--{name} (\d+)", section)[1])

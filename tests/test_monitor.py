@@ -40,11 +40,11 @@ def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
         first.publish(make_metrics(2, loss=30.0, mini_steps=6, total_samples=300).dict())
         publish_until_seen(monitor, [second], 2, output_dir, loss=8.0, mini_steps=2)
         publish_until_seen(monitor, [first, second], 3, output_dir, loss=12.0, total_samples=400, skipped_steps=1)
-        wait_until(lambda: monitor.text.count("Epoch #3  loss = 6.00000"), 10, "the log of epoch 3")
+        wait_until(lambda: monitor.text.count("epoch 3  loss 6.0000"), 10, "the log of epoch 3")
         # an observer that joins later looks at once
         flags = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address, "--report_to", "none"]
         late = start("late", "run_aux_peer.py", *flags, "--refresh_period", "inf", "--output_dir", tmp_path / "late")
-        late.wait_for("Epoch #3  loss = 6.00000")
+        late.wait_for("epoch 3  loss 6.0000")
         late.process.send_signal(signal.SIGINT)
         late.assert_clean_end(30)
         monitor.process.send_signal(signal.SIGINT)

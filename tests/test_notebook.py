@@ -88,7 +88,7 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     small = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
     other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
 
-    other.wait_for("Epoch #2")  # now it is known by which flags
+    other.wait_for("epoch 2/")  # now it is known by which flags
     page = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
     more_flags = [*LOOPBACK, *OWN, "--dataset_cache_dir", str(tmp_path / "cache")]
     with FileServer(hosted) as server:

@@ -1,8 +1,4 @@
-"""A model in training: a trial before this peer joins the swarm, the transfer of batches, and the evaluation."""
-
-import logging
-from collections import Counter
-from collections.abc import Iterable
+"""A model in training: a trial before this peer joins the swarm, and the transfer of batches to its device."""
 
 import torch
 import transformers
@@ -16,8 +12,6 @@ from experiment.model import make_model
 from experiment.objectives import compute_losses
 from models.lean_albert import find_labelled_positions
 from text.tokenizers import PROBE
-
-logger = logging.getLogger("model")
 
 
 def make_trained_model(
@@ -83,12 +77,6 @@ def try_out(model: PreTrainedModel, where: str) -> None:
         raise UserError(
             f"the model {kind} collects statistics ({changed[0]}), which peers do not average: use layer norms instead"
         )
-    unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
-    if unused:  # may also be experts that this batch was not routed to
-        more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
-        logger.info(
-            f"no gradient for {', '.join(unused[:2])}{more}: weight decay shrinks parameters that never have one"
-        )
     model.train().zero_grad()
 
 
@@ -104,26 +92,3 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     if batch["attention_mask"].all():
         del batch["attention_mask"]
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-@torch.no_grad()
-def evaluate(
-    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
-) -> dict[str, float]:
-    """Return means: loss (nats per predicted token), accuracy over these, and sop_loss (nats per sequence) if any."""
-    model.eval()
-    sums, labels, rows = Counter(), 0, 0
-    try:
-        for batch in batches:
-            batch = move_batch(batch, device)
-            losses = compute_losses(model, batch)
-            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
-            sums["loss"] += losses[model.objective.token_loss] * count
-            sums["correct"] += losses["correct"]
-            if "sop_loss" in losses:
-                sums["sop_loss"] += losses["sop_loss"] * size
-            labels, rows = labels + count, rows + size
-    finally:  # training continues if the evaluation runs out of memory
-        model.train()
-    result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
-    return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

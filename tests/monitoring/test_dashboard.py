@@ -233,5 +233,5 @@ def test_a_trainer_reports_its_own_curves(start, tmp_path, tiny_data):
     for file in files:
         assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
     log = (logs / "trainer.log").read_text()
-    assert re.findall(r"Epoch #(\d+)", log) == ["1"]
+    assert re.findall(r"epoch (\d+)/", log) == ["1"]
     assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d trainer run " + prefix, log)

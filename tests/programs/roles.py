@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -25,7 +24,8 @@ from swarm.config import SwarmConfig
 from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
-from training.checkpoint import apply_state, load_state
+from training.evaluation import Evaluator
+from training.state import TrainerState
 
 with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
@@ -46,50 +46,45 @@ with clean_end():
         facts[role] = {"names": names, "shapes": shapes, "matrices": at}
         optimizers.append(optimizer)
 
-    class Callback(CollaborativeCallback):
-        def compute_evaluation(self):
+    class MemoryHog(Evaluator):
+        def compute(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
     def make_callback(**more):
-        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
-        arguments = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
-        return Callback(
-            swarm,
-            optimizer,
-            (SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), arguments),
-            model=model,
-            tokenizer=None,
-            dataset={"train": range(100)},
-            corpus={},
-            autocast=contextlib.nullcontext(),
-            scaler=None,
-        )
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
+        args = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
+        groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), args
+        loaded = dict(tokenizer=None, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
+        state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
+        return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
 
     callback = make_callback()
-    torch.save(callback.collect_state(), path := Path(sys.argv[2], "state.pt"))
+    torch.save(callback.state.collect(), path := Path(sys.argv[2], "state.pt"))
     with torch.no_grad():
-        for tensor in callback.state_tensors():
+        for tensor in callback.state.list_tensors():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
     try:
-        callback.on_epoch_end(0.0)
+        callback.on_epoch_end()
     except SystemExit as e:  # no peer is there to send a state
         facts["exit_code"] = e.code
-    apply_state(load_state(path), model, optimizer)
-    facts["is_finite"] = callback.parameters_are_finite()
+    callback.state.load(path)
+    facts["is_finite"] = callback.state.is_finite()
     # 25 of 100 samples, or of 10,000, in 50 s; and 100 epochs of 30 s
     facts["progress"] = []
     for passes in (1.0, 100.0):
         callback = make_callback(num_train_epochs=passes)
         callback.on_step_end(1.0, waited=0.0)
-        callback.train_start = time.monotonic() - 50
-        callback.recent_seconds.append(30.0)
-        facts["progress"].append(callback.measure_progress())
-    facts["lines"] = [make_callback().describe_progress()]
-    for loss in (2.0, math.nan):
+        callback.stats.train_start -= 50
+        callback.stats.recent_seconds.append(30.0)
+        facts["progress"].append(callback.metrics.measure_progress())
+    callback = make_callback()
+    facts["lines"] = [callback.format_progress()]
+    callback.stats.recent_seconds.append(30.0)
+    for loss in (1.0, 2.0, math.nan):
         callback.on_step_end(loss, waited=0.0)
-    facts["lines"].append(callback.describe_progress())
-    facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
+    facts["lines"].append(callback.format_progress())
+    facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)
     swarm.leave(optimizer)

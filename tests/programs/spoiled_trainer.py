@@ -14,12 +14,12 @@ from swarm.processes import clean_end
 end_epoch = CollaborativeCallback.on_epoch_end
 
 
-def spoil(self, now: float) -> None:
-    if self.counters["epochs"] == 3:
+def spoil(self) -> None:
+    if self.stats.epochs == 3:
         with torch.no_grad():
-            for tensor in self.state_tensors():
+            for tensor in self.state.list_tensors():
                 tensor.fill_(float("nan"))
-    end_epoch(self, now)
+    end_epoch(self)
 
 
 CollaborativeCallback.on_epoch_end = spoil

@@ -18,7 +18,8 @@ from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
-from training.model import evaluate, move_batch
+from training.evaluation import evaluate
+from training.model import move_batch
 
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
@@ -210,7 +211,7 @@ def test_ctrl_c_is_obeyed_while_helpers_start(start, tmp_path, tiny_data, helper
     wait_until(lambda: len(trainer.processes()) > helpers, 60, f"{helpers} helpers")
     trainer.interrupt()
     trainer.assert_clean_end(20)
-    assert "Epoch #2" not in trainer.text
+    assert "epoch 2/" not in trainer.text
 
 
 def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):

@@ -478,14 +478,14 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devic
     ]
     files = [tmp_path / "out" / name for name in ("stream.json", "stream_1.json")[:num_devices]]
     trainer = start("first", "run_trainer.py", *flags)
-    trainer.wait_for("Epoch #4 ", 90)
+    trainer.wait_for("epoch 4/", 90)
     trainer.kill()
     trainer.process.wait(10)
     befores = [json.loads(file.read_text()) for file in files]
     before = befores[0]
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
-    trainer.wait_for("Epoch #6 ", 90)
+    trainer.wait_for("epoch 6/", 90)
     trainer.interrupt()
     trainer.assert_clean_end()
     for file, before in zip(files, befores, strict=True):

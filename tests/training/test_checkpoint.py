@@ -320,7 +320,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
 
     second = start_alone(start, "second", tmp_path / "out", prefix, own)
     second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
-    second.wait_for(f"Epoch #{epoch + 3} ")
+    second.wait_for(f"epoch {epoch + 3}/")
     with pytest.raises(UserError):
         lock_folder("--output_dir", tmp_path / "out")
     second.interrupt()
@@ -343,7 +343,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     assert all(trained[name].equal(saved[name]) for name in trained)
 
     anew = start_alone(start, "anew", tmp_path / "out", prefix, own, {"--resume_from_checkpoint": "none"})
-    anew.wait_for("Epoch #2 ")
+    anew.wait_for("epoch 2/")
     anew.kill()
     assert "resuming" not in anew.text
     assert min(history(tmp_path, "out")) == 1 and max(history(tmp_path, "out")) < epoch
@@ -388,7 +388,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
 
     back = start_alone(start, "back", tmp_path / "first", prefix, own)
-    back.wait_for(f"Epoch #{epoch + 3} ", 90)
+    back.wait_for(f"epoch {epoch + 3}/", 90)
     after = history(tmp_path, "first")
     assert [number for number in after if number <= epoch] == [number for number in before if number <= epoch]
     assert [number for number in after if number > epoch][:3] == [epoch + 1, epoch + 2, epoch + 3]

@@ -124,7 +124,7 @@ def start_two_ranks(tmp_path, start, data, *launcher):
         *(*launcher, "run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
         *("--output_dir", tmp_path / "out", "--per_device_train_batch_size", "auto", "--num_devices", 2),
     )
-    script.wait_for("Epoch #2", 120)
+    script.wait_for("epoch 2/", 120)
     processes = psutil.Process(script.session).children(recursive=True)
     ranks = [p for p in [psutil.Process(script.session), *processes] if p.environ().get("RANK") == "1"]
     # of its own: its data's workers, forked, have the same variables

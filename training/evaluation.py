@@ -1,0 +1,92 @@
+"""Evaluation of a model in training on the validation split."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from pydantic.v1 import ValidationError
+from transformers import PreTrainedModel
+
+from experiment.data import make_eval_batches
+from experiment.objectives import compute_losses
+from swarm.local_steps import at_anchor
+from training.devices import is_out_of_memory
+from training.figures import format_evaluation
+from training.model import move_batch
+from training.state import TrainerState
+from utils import Evaluation
+
+logger = logging.getLogger("trainer")
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+) -> dict[str, float]:
+    """Return the loss (nats per predicted token), the accuracy over these tokens, and the number of samples."""
+    model.eval()
+    sums = Counter()
+    try:
+        for batch in batches:
+            batch = move_batch(batch, device)
+            losses, labels = compute_losses(model, batch), len(batch["labelled_positions"])
+            sums["loss"] += losses[model.objective.token_loss] * labels
+            sums["correct"] += losses["correct"]
+            sums["labels"] += labels
+            sums["samples"] += len(batch["input_ids"])
+    finally:  # training continues if the evaluation runs out of memory
+        model.train()
+    labels = max(1, sums["labels"])
+    return {
+        "loss": float(sums["loss"]) / labels,
+        "accuracy": float(sums["correct"]) / labels,
+        "samples": sums["samples"],
+    }
+
+
+class Evaluator:
+    """Measures a trainer's model on the validation split, and keeps the newest result.
+
+    :param autocast: the precision of forward passes
+    """
+
+    def __init__(self, state: TrainerState, autocast: AbstractContextManager):
+        self.state, self.autocast = state, autocast
+        #: the newest evaluation, unless it failed
+        self.last: Evaluation | None = None
+        #: versions of the parameters in the last evaluation
+        self.versions: list[int] = []
+
+    def compute(self) -> dict[str, float]:
+        """Return the result of `evaluate` on the validation split, with the swarm's parameters."""
+        state, args = self.state, self.state.args
+        options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+        batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
+        with self.autocast, at_anchor(state.optimizer.local):
+            return evaluate(state.model, batches, state.model.device)
+
+    def measure(self) -> Evaluation | None:
+        """Evaluate the model with --do_eval, and return the result unless it failed; the same weights only once."""
+        versions = [param._version for param in self.state.model.parameters()]
+        if not self.state.args.do_eval or versions == self.versions:
+            return self.last
+        self.versions, evaluation, start = versions, None, time.monotonic()
+        epoch, entropy = self.state.optimizer.local_epoch, self.state.corpus["unigram_entropy"]
+        try:
+            with self.state.optimizer.tracker.suspend_participation():
+                evaluation = Evaluation(epoch=epoch, unigram_entropy=entropy, **self.compute())
+        except ValidationError as e:
+            logger.warning(f"the evaluation of epoch {epoch} failed: {e}")
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            size = self.state.args.per_device_eval_batch_size
+            logger.warning(f"out of memory in evaluation, skipped: lower --per_device_eval_batch_size (now {size})")
+        else:
+            text = f"{format_evaluation(evaluation)}, unigram entropy {entropy:.4f} nats"
+            logger.info(f"validation {text}, measured in {time.monotonic() - start:.1f} s")
+        self.last = evaluation
+        return evaluation

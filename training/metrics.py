@@ -1,0 +1,142 @@
+"""The metrics of a trainer's epochs: published to the swarm, and written to history.jsonl."""
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+
+import torch
+from pydantic.v1 import ValidationError
+
+from common.files import append_line, read_json_lines, write_file
+from training.figures import describe_evaluation, parse_schedule
+from training.checks import check_epoch_time, check_step_time, warn_of
+from training.progress import measure_progress
+from training.state import EpochStats, TrainerState
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, compute_seconds, make_worker_key
+
+logger = logging.getLogger("trainer")
+
+MAX_DATA_WAIT = 0.1  # share of an epoch that the device may wait for data before a warning
+
+
+class MetricsReporter:
+    """Measures, publishes and writes the epochs of a trainer."""
+
+    def __init__(self, state: TrainerState):
+        self.state, self.swarm, self.optimizer, self.stats = state, state.swarm, state.optimizer, state.stats
+        self.history = Path(state.args.output_dir) / "history.jsonl"
+        #: the metrics of the last epoch
+        self.metrics: dict | None = None
+        self.round_totals = self.read_round_totals()
+
+    def resume(self) -> list[dict]:
+        """Drop the epochs in history.jsonl that will be repeated, and return the others."""
+        lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
+        write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
+        return lines
+
+    def read_round_totals(self) -> dict[str, float]:
+        """Return the seconds and bytes that this peer has spent in rounds so far."""
+        stats, (sent, received) = self.optimizer.stats, self.optimizer.uplink.traffic
+        seconds = {"waiting_seconds": stats.matchmaking_seconds, "averaging_seconds": stats.averaging_seconds}
+        return {**seconds, "bytes_sent": sent, "bytes_received": received}
+
+    def measure_epoch(self) -> None:
+        """Measure the epoch that has just ended, and start the counters of the next one."""
+        optimizer, stats, args, dht = self.optimizer, self.stats, self.state.args, self.swarm.dht
+        stats.last_epoch, stats.epoch = stats.epoch, EpochStats(optimizer.local_epoch)
+        ended = stats.last_epoch
+        seconds = stats.epoch.start - ended.start
+        before, self.round_totals = self.round_totals, self.read_round_totals()
+        stats.epochs += 1
+        stats.recent_seconds.append(seconds / max(1, optimizer.local_epoch - ended.number))
+        if optimizer.stats.group_size > 1:
+            stats.averaged_epochs += 1
+        if ended.mini_steps:
+            stats.last_loss = ended.loss_sum / ended.mini_steps
+        self.metrics = {
+            "epoch": optimizer.local_epoch,
+            "samples_per_second": float(optimizer.tracker.performance_ema.samples_per_second),
+            "samples_accumulated": optimizer.stats.samples,
+            "loss": ended.loss_sum,
+            "mini_steps": ended.mini_steps,
+            "averaged_with": optimizer.stats.group_size,
+            "num_peers": len(optimizer.tracker.present) + 1,
+            "grad_norm": optimizer.opt.grad_norm,
+            "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
+            "total_samples": optimizer.stats.total_samples,
+            "skipped_steps": stats.skipped_steps,
+            "epoch_seconds": seconds,
+            "client_mode": dht.client_mode,
+            **{name: total - before[name] for name, total in self.round_totals.items()},
+        }
+        if username := dht.membership.username if dht.membership else self.swarm.config.username:
+            self.metrics["username"] = username
+        if args.max_steps is not None:
+            self.metrics["final_epoch"] = args.max_steps
+        if stats.epochs == 3:  # earlier ones are not typical: workers start, or this peer joins in the middle of one
+            self.check_times()
+
+    def check_times(self) -> None:
+        """Log a warning if steps or epochs are too short or too long, or if the device waits for data."""
+        metrics, size, waiting = self.metrics, self.state.samples_per_step, self.measure_wait_share()
+        step_seconds = max(0.5, size / max(metrics["samples_per_second"], 1e-9))  # short steps are harmless
+        matchmaking_time = self.optimizer.uplink.timeouts.matchmaking
+        epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
+        warn_of([check_step_time(step_seconds, size), epoch_check])
+        if waiting > MAX_DATA_WAIT:
+            logger.warning(
+                f"the device waits for data {waiting:.0%} of the time: raise --dataloader_num_workers (now "
+                f"{self.state.args.dataloader_num_workers}) if this machine has idle cores"
+            )
+
+    def measure_wait_share(self) -> float:
+        """Return the share of the last epoch in which the device waited for data."""
+        return min(1.0, self.stats.last_epoch.data_wait / max(self.metrics["epoch_seconds"], 1e-9))
+
+    def publish(self, evaluation: Evaluation | None) -> None:
+        """Store this peer's signed metrics of the last epoch in the DHT, without waiting."""
+        more = {"evaluation": evaluation}
+        if self.optimizer.stats.group_size > 1:
+            more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
+        try:
+            metrics = LocalMetrics.parse_obj(self.metrics | more)
+        except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record
+            logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {e}")
+        else:
+            self.swarm.publish_metrics(metrics, self.state.args.statistics_expiration)
+
+    def write(self, evaluation: Evaluation | None) -> dict:
+        """Append the last epoch to history.jsonl, with its evaluation if there is one, and return the line."""
+        stats, metrics = self.stats, self.metrics
+        own = {
+            "loss": stats.last_loss,
+            "time": time.time(),
+            # Samples computed since this process started, and those of them that wait for the next round. Others that
+            # are not in total_samples are lost.
+            "computed_samples": stats.computed_samples - stats.samples_before,
+            "pending_samples": self.optimizer.grad_averager.samples,
+            "longest_step": stats.last_epoch.longest_step,
+            "compute_seconds": compute_seconds(metrics),
+            "data_wait_share": self.measure_wait_share(),
+        }
+        if self.state.model.device.type == "cuda":
+            own["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        line = metrics | own | self.measure_progress() | (describe_evaluation(evaluation) if evaluation else {})
+        append_line(self.history, json.dumps(line))
+        return line
+
+    def measure_progress(self) -> dict[str, float]:
+        """Return the run's progress and the time until this trainer stops, which its data may do before the run."""
+        stats, limit = self.stats, self.state.sample_limit
+        # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
+        schedule, recent = parse_schedule(self.swarm.contract), list(stats.recent_seconds)
+        progress = measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
+        computed, here = stats.computed_samples, stats.computed_samples - stats.samples_before
+        if here and limit < math.inf:
+            left = max(0.0, limit - computed) * (time.monotonic() - stats.train_start) / here
+            if left <= progress.get("seconds_left", left):
+                progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(limit)}
+        return progress

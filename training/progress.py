@@ -1,0 +1,68 @@
+"""The progress of a run, its estimated end, and a trainer's line that shows it."""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from arguments import TrainerArguments
+from common.console import fit_terminal, format_epoch
+from training.figures import TrainingSchedule
+
+logger = logging.getLogger("trainer")
+
+RECENT_EPOCHS = 20  # the median of their times predicts the end of a run
+BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between lines on a terminal, and in a log file
+
+
+def measure_progress(
+    epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
+) -> dict[str, float]:
+    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards.
+
+    :param recent_seconds: the seconds of each of its last RECENT_EPOCHS epochs
+    """
+    progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
+    if schedule.target_batch_size:
+        samples = schedule.count_samples(epoch)
+        progress = {"target_batch_size": schedule.count_samples(epoch + 1) - samples, "swarm_samples": samples}
+    if final_epoch:
+        progress["final_epoch"] = final_epoch
+        if recent:
+            progress["seconds_left"] = max(0, final_epoch - epoch) * statistics.median(recent)
+    return progress
+
+
+class ProgressDisplay:
+    """A trainer's progress: one line that a terminal rewrites, or lines in a log file."""
+
+    def __init__(self, args: TrainerArguments):
+        self.args = args
+        self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
+        self.interval = LOG_INTERVAL if self.bar.disable else BAR_INTERVAL
+        self.next_time = time.monotonic() + self.interval
+
+    def update(self, line: str) -> None:
+        """Show a line if it is time for the next one; a narrow terminal shows the first parts of it."""
+        if time.monotonic() >= self.next_time:
+            self.next_time = time.monotonic() + self.interval
+            if self.bar.disable:
+                logger.info(line)
+            else:
+                self.bar.set_description_str(fit_terminal(line))
+
+    def log_epoch(self, line: dict, is_first: bool) -> None:
+        """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead.
+
+        :param is_first: whether it is this trainer's first epoch
+        """
+        is_selected = line["epoch"] % self.args.logging_steps == 0 or (is_first and self.args.logging_first_step)
+        if self.bar.disable and is_selected:
+            self.next_time = time.monotonic() + self.interval
+            logger.info(format_epoch(line))
+
+    def close(self) -> None:
+        """Remove the terminal's line."""
+        self.bar.close()
