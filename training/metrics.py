@@ -10,8 +10,8 @@ import torch
 from pydantic.v1 import ValidationError
 
 from common.files import append_line, read_json_lines, write_file
-from training.figures import describe_evaluation, parse_schedule
 from training.checks import check_epoch_time, check_step_time, warn_of
+from training.figures import describe_evaluation, parse_schedule
 from training.progress import measure_progress
 from training.state import EpochStats, TrainerState
 from utils import MAX_WORKERS, Evaluation, LocalMetrics, compute_seconds, make_worker_key
