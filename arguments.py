@@ -13,12 +13,12 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.addresses import make_host_maddrs
 from common.console import UserError
-from common.flags import FlagGroup, check_range, check_username, flag, parse_flags
+from common.flags import FlagGroup, check_username, flag, parse_flags
 from common.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -304,7 +304,7 @@ class TrainerArguments(PrecisionArguments):
         2, "Batches (not epochs) per step of this peer, which should take 0.5 to 10 s, as reports follow steps.", ge=1
     )
     device: str = flag(
-        "auto", "cpu, cuda (all visible GPUs), cuda:N, mps or xla (both untested); auto: cuda or, without a GPU, cpu."
+        "auto", "cpu, cuda (all visible GPUs), cuda:N or mps (untested); auto: cuda or, without a GPU, cpu."
     )
     num_devices: int | None = flag(
         None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU.", ge=1
@@ -358,8 +358,8 @@ class TrainerArguments(PrecisionArguments):
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
         super().__post_init__()
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
-            raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device):
+            raise UserError(f"--device {self.device}: not supported, choose auto, cpu, cuda, cuda:N or mps")
 
 
 @dataclass
@@ -388,9 +388,6 @@ class ReportArguments(FlagGroup):
 class MonitorArguments(ReportArguments):
     """The monitor. Read by run_training_monitor.py."""
 
-    watch: bool = flag(
-        False, "Show the swarm of --initial_peers live, as a reader only, instead of monitoring.", excludes="plot"
-    )
     plot: str | None = flag(None, "Draw the loss in a monitor's --output_dir to this PNG file, instead of monitoring.")
 
     def __post_init__(self):
@@ -445,76 +442,6 @@ class ArchiveArguments(FlagGroup):
             self.repo_url = make_repo_id(self.repo_url)
 
 
-@dataclass
-class FinetuneArguments(PrecisionArguments):
-    """Fine-tuning of a trained model. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
-
-    task: str | None = flag(
-        None,
-        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.",
-        aliases=["-t"],
-    )
-    task_file: str | None = flag(
-        None,
-        "Your own task instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
-        '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
-        "fields.",
-    )
-    checkpoint: str | None = flag(
-        None, "Folder of a trained model, or a state.pth next to config.json and tokenizer/.", aliases=["-c"]
-    )
-    model_name: str | None = flag(
-        None, "Another model instead: ruroberta-large, an id on the Hugging Face Hub, or a folder.", aliases=["-m"]
-    )
-    data_dir: str = flag(
-        ".",
-        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, except RuCoLA, come from the Hub.",
-        aliases=["-d"],
-    )
-    output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")
-    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
-    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
-    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.")
-    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
-    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
-    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.")
-    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.")
-    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.")
-    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.")
-    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.task is None) == (self.task_file is None):
-            raise UserError("give either --task or --task_file")
-        if (self.checkpoint is None) == (self.model_name is None):
-            raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
-        check_range(self, "learning_rate", above=0, at_most=1e3)
-        check_range(self, "max_grad_norm", above=0)
-        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
-
-
-@dataclass
-class PredictArguments:
-    """Predictions of a tuned model. Read by predict_on_lidirus.py; names are RuLeanALBERT's."""
-
-    model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
-    arch: str = flag(
-        "lean_albert", "Tokenizer: an id or folder, or lean_albert for the one saved with the model.", aliases=["-a"]
-    )
-    data_dir: str = flag(
-        ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
-    )
-    batch_size: int = flag(32, "Samples per forward pass.")
-    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.")
-
-    def __post_init__(self):
-        check_range(self, "batch_size", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
-
-
 #: dataclasses of each script, in the order in which its functions take them
 SHARED_ARGS = (ModelArguments, OptimizerArguments, AveragingArguments)
 TRAINER_ARGS = (SwarmArguments, *SHARED_ARGS, DataArguments, TrainerArguments)
@@ -530,7 +457,7 @@ BASIC_FLAGS = {
     *("matchmaking_time", "average_state_every", "local_steps", "compression", "dataset_path", "train_file"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "fp16", "do_eval"),
     *("eval_steps", "max_eval_samples", "save_steps", "output_dir", "preflight", "wandb_project", "refresh_period"),
-    *("watch", "store_checkpoints", "assist_in_averaging"),
+    *("store_checkpoints", "assist_in_averaging"),
 }
 
 #: lists that may have no value: guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
@@ -558,9 +485,7 @@ def begin_new_run(groups: dict[type, FlagGroup]) -> None:
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
     found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
-    swarm, monitor, trainer = map(found.get, (SwarmArguments, MonitorArguments, TrainerArguments))
-    if monitor and monitor.watch and not swarm.initial_peers:
-        raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    swarm, trainer = map(found.get, (SwarmArguments, TrainerArguments))
     if trainer and trainer.num_train_epochs and found[DataArguments].streaming:
         raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")
     if swarm and not swarm.experiment_prefix and not swarm.initial_peers:

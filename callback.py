@@ -43,11 +43,11 @@ from training.checkpoint import (
     save_model,
     write_readme,
 )
+from training.checks import check_epoch_time, check_step_time, warn_of
 from training.devices import all_finite, is_out_of_memory
 from training.figures import describe_evaluation, fetch_records, format_evaluation, parse_schedule, perplexity
 from training.model import evaluate
 from training.page_client import format_join
-from training.preflight import check_epoch_time, check_step_time, warn_of
 from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds, make_worker_key
 
 logger = logging.getLogger("trainer")
@@ -485,7 +485,7 @@ class CollaborativeCallback:
 
     def parameters_are_finite(self) -> bool:
         """Return whether the parameters and moments are finite; 8-bit moments are checked by their scales."""
-        return all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point())
+        return bool(all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point()))
 
     def collect_state(self) -> dict:
         """Return this trainer's whole state, see training/checkpoint.py."""

@@ -47,11 +47,12 @@ from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
+from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
 from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
-from training.preflight import prepare_start, run_preflight
-from training.ranks import DeviceGroup, list_gradients, start_ranks
+from training.preflight import run_preflight
+from training.ranks import RankGroup, list_gradients, start_ranks
 from training.settings import begin, make_swarm_config, require_attested
 
 
@@ -66,7 +67,7 @@ def main(*groups) -> None:
         train(ranks, *begin(groups, ranks, kept_at=Path(args.output_dir) / KEY_FILE))
 
 
-def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> None:
+def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> None:
     """Train from loading the data to saving the model. Each rank runs this; only rank 0 talks to the swarm."""
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
     device, optimizer, callback = ranks.device, None, None
@@ -118,7 +119,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     handle_stop_signals(unsaved="this peer's work since its last checkpoint")
-    with ranks.catch_failure() as failure, stop_when_out_of_memory(args, device, model):
+    with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < max_epoch:
             feed.begin_epoch(epoch)
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
@@ -146,8 +147,8 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
         callback.on_train_end()
         ranks.end()
         swarm.leave(optimizer)
-        is_saved = callback.save_results(with_evaluation=not failure.error)
-        raise SystemExit(failure.code or not is_saved)
+        is_saved = callback.save_results(with_evaluation=not ranks.failure)
+        raise SystemExit(ranks.exit_code or not is_saved)
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:

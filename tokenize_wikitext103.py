@@ -104,6 +104,11 @@ class TokenizeArguments(FlagGroup):
 def main():
     (args,) = parse_arguments(TokenizeArguments, description=__doc__)
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
+    objective = args.objective
+    if objective not in KINDS:  # an objective of your own, which reuses a kind
+        from experiment.objectives import OBJECTIVES
+
+        args.objective = OBJECTIVES[objective].kind.name
     kind = KINDS[args.objective]
     # a second dataset for an existing tokenizer, which stays in its folder
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
@@ -156,7 +161,7 @@ def main():
     paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
     print(
         "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to start one:\n"
-        f"python run_trainer.py {paths} --objective {args.objective}"
+        f"python run_trainer.py {paths} --objective {objective}"
     )
 
 

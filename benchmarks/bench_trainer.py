@@ -152,10 +152,10 @@ def run_plain(args: argparse.Namespace) -> None:
 
     from experiment.objectives import compute_losses
     from training.model import move_batch
-    from training.prefetch import DeviceFeed
+    from training.prefetch import PrefetchLoader
 
     model, device, autocast, optimizer, batches = prepare(args)
-    feed, meter = DeviceFeed(batches, device), Meter(args)
+    feed, meter = PrefetchLoader(batches, device), Meter(args)
 
     def compute(batch: dict, accumulation: int) -> None:
         with autocast:
@@ -214,10 +214,10 @@ def run_transformers(args: argparse.Namespace) -> None:
 
     from experiment.objectives import compute_losses
     from training.model import move_batch
-    from training.prefetch import DeviceFeed
+    from training.prefetch import PrefetchLoader
 
     model, device, _, optimizer, batches = prepare(args)
-    feed, meter = DeviceFeed(batches, device), Meter(args)
+    feed, meter = PrefetchLoader(batches, device), Meter(args)
 
     class Batches(torch.utils.data.IterableDataset):
         def __iter__(self):

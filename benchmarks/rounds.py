@@ -155,7 +155,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         averaging,
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
-        client_mode=dht.client_mode,
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],

@@ -28,22 +28,27 @@ from swarm.sparse import TopKCompression, compress_sparse_step
 ADAM_BETA1 = 0.9  # decay of the first moment
 ADAM_EPSILON = 1e-6  # added to the root of the second moment
 
+#: the groups of parameters, in the order in which peers exchange them
+GROUPS = {"matrices": {"decayed": True}, "others": {"decayed": False}}
+
+
+def choose_group(name: str, param: nn.Parameter) -> str:
+    """Return the name of a parameter's group in GROUPS.
+
+    The shape decides, because the usual list of names for norms and biases misses ALBERT's `full_layer_layer_norm`.
+    """
+    return "matrices" if param.ndim >= 2 else "others"
+
 
 def make_param_groups(model: nn.Module) -> list[dict]:
-    """Return two groups, with and without weight decay, each in the order of `model.named_parameters()`.
-
-    Only matrices are decayed. The shape decides, because the usual list of names for norms and biases misses ALBERT's
-    `full_layer_layer_norm.weight`.
-    """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    return [
-        {
-            "params": [param for _, param in named if (param.ndim >= 2) is decayed],
-            "names": [name for name, param in named if (param.ndim >= 2) is decayed],
-            "decayed": decayed,
-        }
-        for decayed in (True, False)
-    ]
+    """Return the trained parameters in their groups, each in the order of `model.named_parameters()`."""
+    groups = {group: {"params": [], "names": [], **options} for group, options in GROUPS.items()}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            group = groups[choose_group(name, param)]
+            group["params"].append(param)
+            group["names"].append(name)
+    return list(groups.values())
 
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
@@ -76,9 +81,8 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
 
     make, _ = choose_optimizer(args)
     decays = [args.weight_decay if group["decayed"] else 0.0 for group in param_groups]
-    optimizer = make(
-        [{"params": g["params"], "weight_decay": decay} for g, decay in zip(param_groups, decays, strict=True)]
-    )
+    groups = zip(param_groups, decays, strict=True)
+    optimizer = make([{"params": group["params"], "weight_decay": decay} for group, decay in groups])
     initialize_optimizer_state_(optimizer)
     optimizer.grad_norm = 0.0
     optimizer.register_step_pre_hook(clip)
@@ -128,7 +132,6 @@ def make_optimizer(
         local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[config.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
-        client_mode=not auxiliary and swarm.dht.client_mode,
     )
 
 
@@ -143,17 +146,22 @@ def make_contract(
 
     :param flags: the shared flags, see `describe_shared`
     """
-    decayed, undecayed = make_param_groups(model)
-    names = decayed["names"] + undecayed["names"]
+    groups = make_param_groups(model)
+    names = [name for group in groups for name in group["names"]]
     frozen = sum(not param.requires_grad for param in model.parameters())
-    shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
+    shapes = [tuple(param.shape) for group in groups for param in group["params"]]
+    # the last group is the rest
+    kinds = [
+        f"{len(group['names'])} {'with' if group['decayed'] else 'without'} decay {digest(group['names'])}"
+        for group in groups[:-1]
+    ]
     terms = {
         "model": describe_architecture(model),
         # peers send no frozen weights, so these must match from the start
         "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
-        "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
+        "parameter groups": ", ".join(kinds),
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
         "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}",

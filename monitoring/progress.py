@@ -1,4 +1,4 @@
-"""The progress of a run and its estimated end, for logs, files, dashboards, the status page and --watch."""
+"""The progress of a run and its estimated end, for logs, files, dashboards and the status page."""
 
 import math
 import statistics

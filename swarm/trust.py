@@ -23,6 +23,7 @@ from utils import LocalMetrics, filter_plausible_records, make_worker_key
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
+FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
 MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
@@ -94,8 +95,9 @@ class PeerTrust:
         self.silent_since: dict[bytes, float] = {}
         self.banned_until: dict[bytes, float] = {}
         self.unawaited_until: dict[bytes, float] = {}
-        #: how often each peer was banned, and how many rounds it has missed in a row
-        self.bans, self.missed_rounds = Counter(), Counter()
+        #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
+        self.last_bans: dict[bytes, tuple[float, float]] = {}
+        self.missed_rounds = Counter()
         #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
         self._updated_at = 0.0
 
@@ -157,13 +159,14 @@ class PeerTrust:
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
         for peer, violation in violations.items():
-            peer_id = peer.to_bytes()
-            if self.banned_until.get(peer_id, 0.0) > get_dht_time():
+            peer_id, now = peer.to_bytes(), get_dht_time()
+            if self.banned_until.get(peer_id, 0.0) > now:
                 continue
-            seconds = BAN_SECONDS * 4 ** self.bans[peer_id]
-            self.banned_until[peer_id] = get_dht_time() + seconds
+            last, ended = self.last_bans.get(peer_id, (0.0, 0.0))
+            seconds = 4 * last if now < ended + FORGIVEN_AFTER * last else BAN_SECONDS
+            self.banned_until[peer_id] = now + seconds
+            self.last_bans[peer_id] = seconds, now + seconds
             self.silent_since.pop(peer_id, None)
-            self.bans[peer_id] += 1
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:

@@ -2,8 +2,6 @@
 
 A ping through a full uplink took longer than 3 s, and its peer was taken for dead (note 43). So everything that
 averagers send passes one pacer, and the queue stays here, where the next message can overtake it.
-
-    python benchmarks/rounds.py --short
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from swarms import (
     SHARED,
     TRAINER,
@@ -22,6 +22,11 @@ from training.checkpoint import find_checkpoints
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
 CLIENT = ("--client_mode", "--group_size", 3)
+
+
+def test_plain_aux_peer_needs_no_model_code():
+    code = "import sys, run_aux_peer; print({'experiment', 'models', 'text'} & {*sys.modules})"
+    assert run_python("-c", code, expect=0).stdout == "set()\n"
 
 
 def start_aux(start, prefix: str, name: str = "aux", others=()):
@@ -155,17 +160,9 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
 def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
     """It stops before its start if trainers are there, or else once the first ones have joined."""
     prefix = make_prefix()
-    command = [
-        "run_aux_peer.py",
-        "--experiment_prefix",
-        prefix,
-        *LOOPBACK,
-        "--refresh_period",
-        0.5,
-        "--report_to",
-        "none",
-    ]
-    command += [*flags({name: value for name, value in TRAINER.items() if name in SHARED}), "--assist_in_averaging"]
+    command = ["run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5]
+    command += flags({name: value for name, value in TRAINER.items() if name in SHARED})
+    command += ["--report_to", "none", "--assist_in_averaging"]
     command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)

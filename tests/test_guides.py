@@ -12,7 +12,7 @@ from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
-from training.preflight import check_epoch_time
+from training.checks import check_epoch_time
 from utils import find_peer_id, make_validators
 
 GROUPS = load_groups()

@@ -160,15 +160,11 @@ def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
     "flag, value",
     [
         *(("--report_to", "wandb"), ("--refresh_period", 0), ("--output_dir", ROOT / "LICENSE"), ("--no_such_flag", 1)),
-        *(("--watch", True), ("--logging_dir", ROOT / "LICENSE")),
+        ("--logging_dir", ROOT / "LICENSE"),
     ],
 )
 def test_monitor_refuses_wrong_flags_in_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
-
-
-def test_watch_alone_names_what_it_needs():
-    assert refuse(run_training_monitor, "--watch").startswith("--watch needs --initial_peers")
 
 
 @pytest.fixture

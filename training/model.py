@@ -95,10 +95,10 @@ def try_out(model: PreTrainedModel, where: str) -> None:
 def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Return the model's inputs on the device, with the positions of the labels, and no mask if there is no padding.
 
-    Both are found here on the host, because the GPU would have to wait for it. Attention is fastest without a mask.
+    Both are found on the host, because the GPU would have to wait for them. Attention is fastest without a mask.
     """
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # like DeviceFeed: from other memory, the host would wait for the copy
+    if device.type == "cuda":  # like PrefetchLoader: from other memory, the host would wait for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():

@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from arguments import FinetuneArguments
 from common.console import UserError
 from experiment.tasks import (
     TASKS,
@@ -30,7 +29,16 @@ from experiment.tasks import (
     make_examples,
     predict_majority,
 )
-from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
+from finetune_mlm import (
+    FinetuneArguments,
+    Row,
+    collate,
+    compute_logits,
+    compute_losses,
+    encode,
+    load_pretrained,
+    order_batches,
+)
 
 CPU = torch.device("cpu")
 

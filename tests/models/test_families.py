@@ -250,23 +250,20 @@ def test_a_mixture_of_experts_is_kept_busy(write):
     assert losses["loss"] > losses["lm_loss"] + 0.1
 
 
-def make_word_tokenizer() -> PreTrainedTokenizerFast:
+def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
     """Of 57 words, the special ones in an order of their own."""
     pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
     backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
     names = dict(pad_token="<pad>", sep_token="</s>", eos_token="</s>", mask_token="<mask>", unk_token="<unk>")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **more)
 
 
 def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
     """It counts positions from behind the token of padding, which is the tokenizer's, not its default."""
-    pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
-    backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
-    names = dict(pad_token="<pad>", cls_token="<s>", sep_token="</s>", mask_token="<mask>", unk_token="<unk>")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer = make_word_tokenizer(cls_token="<s>")
     model = make_model(ModelArguments(write("roberta")), tokenizer).eval()
     longest = find_longest_sequence(model)
-    assert (model.config.pad_token_id, longest, model.config.vocab_size) == (6, 33, len(pieces))
+    assert (model.config.pad_token_id, longest, model.config.vocab_size) == (6, 33, 57)
     assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
     ids = torch.full((1, longest), 5)
     model(input_ids=ids)

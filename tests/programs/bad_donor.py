@@ -96,6 +96,7 @@ def main() -> None:
         prefix=f"{args.experiment_prefix}_state_averager",
         params=[{"params": [torch.nn.Parameter(torch.full([args.numbers], -777.0))]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         offload_optimizer=True,
         custom_gradients=True,
         min_matchmaking_time=2.0,

@@ -29,9 +29,11 @@ def main() -> None:
 
     run_trainer.make_trained_model, run_trainer.move_batch = keep_model, keep_rows
     with run_trainer.clean_end():
-        run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
-        path = os.path.join(folder, f"rank{os.environ.get('RANK', 0)}.pt")
-        torch.save({"weights": dict(models[-1].named_parameters()), "rows": rows}, path)
+        try:
+            run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
+        finally:  # rank 0 ends with its exit code
+            path = os.path.join(folder, f"rank{os.environ.get('RANK', 0)}.pt")
+            torch.save({"weights": dict(models[-1].named_parameters()), "rows": rows}, path)
 
 
 if __name__ == "__main__":

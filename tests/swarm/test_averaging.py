@@ -1,5 +1,6 @@
 """Rounds with known gradients: the average, and the gradients after a failed round."""
 
+import itertools
 import json
 import os
 import re
@@ -177,6 +178,54 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
     # nor does the group that has formed end an epoch early
     assert all(epochs(first)[epoch]["samples"] + epochs(second)[epoch]["samples"] >= 128 for epoch in joint)
     stop(first, second)
+
+
+def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
+    """One of two survivors has all averages of the last round, and steps; the other one loads that step or state."""
+    prefix, flags = make_prefix(), ("--group_size", 3, "--others", 2)
+    one = start_peer(start, "one", prefix, 1.0, 16, flags=flags)
+    two = start_peer(start, "two", prefix, 2.0, 16, [one], flags)
+    one_id = one.json_lines()[0]["maddrs"][0].rpartition("/")[2]
+    dying = start_peer(start, "dying", prefix, 6.0, 16, [one], (*flags, "--dies_for_all_but", one_id))
+    joint = wait_until(lambda: len(both := joint_epochs(one, two)) >= 2 and both, 90, "epochs of the survivors")
+    broken = joint[0] - 2  # the last epoch of three
+    assert broken - 1 <= max(epochs(dying)) <= broken and epochs(one)[broken]["averaged_with"] == 3
+    assert re.search(f"(made the step to|loaded the state of) epoch {broken} ", two.text)
+    assert epochs(two)[broken]["averaged_with"] == 1
+    for epoch in epochs(one).keys() & epochs(two).keys():
+        assert epochs(one)[epoch]["parameter"] == pytest.approx(epochs(two)[epoch]["parameter"], rel=1e-6)
+    for peer in (one, two):
+        line = epochs(peer)[joint[-1]]
+        assert line["total_samples"] == 16 * line["steps"]
+    stop(one, two)
+
+
+def test_overlapping_rounds_average_and_a_third_peer_loads_a_state_that_most_confirm(start):
+    """Rounds run in the background: all peers apply the same averages, and a peer that is alone says so. No two states
+    are the same there, so that a new peer looks for one that is near those of most contributors."""
+    prefix, flags = make_prefix(), ("--overlap", "--group_size", 3, "--begin", 1000)
+    one = start_peer(start, "one", prefix, 1.0, 32, flags=(*flags, "--others", 1))
+    two = start_peer(start, "two", prefix, 3.0, 32, [one], (*flags, "--others", 1))
+    wait_until(lambda: min(max(epochs(peer), default=0) for peer in (one, two)) >= 10, 90, "ten epochs")
+    known = [peer.json_lines()[0]["maddrs"][0].rpartition("/")[2] for peer in (one, two)]
+    three = start_peer(start, "three", prefix, 2.0, 32, [one], (*flags, "--known", *known))
+    three.wait_for("loaded the state of epoch", 60)
+    wait_until(lambda: len([line for line in epochs(three).values() if line["averaged_with"] == 3]) >= 2, 60, "rounds")
+    first = next(iter(epochs(three).values()))
+    assert first["epoch"] > 10
+    of_one = [line for line in epochs(one).values() if abs(line["epoch"] - first["epoch"]) <= 1]
+    assert min(abs(first["anchor"] - line["anchor"]) for line in of_one) < 5 < 1000 - first["anchor"]
+    stop(two, three)
+    last = max(epochs(one))
+    wait_until(lambda: max(epochs(one)) > last + 3, 60, "epochs of one peer")
+    stop(one)
+    assert [epochs(one)[epoch]["averaged_with"] for epoch in sorted(epochs(one))[-2:]] == [1, 1]
+    # until the third has come, both have the same parameters after each round, and each step is a mean of 1 and 3
+    anchors = [[line["anchor"] for line in epochs(peer).values() if line["epoch"] < 10] for peer in (one, two)]
+    common = [value for value in anchors[0] if value != 1000 and min(abs(value - other) for other in anchors[1]) < 1e-2]
+    assert len(common) >= 4, anchors
+    steps = [a - b for a, b in itertools.pairwise(anchors[0])]
+    assert sum(1 < step < 3 for step in steps) >= 4, steps
 
 
 def test_late_peers_are_in_the_next_round(start):

@@ -1,17 +1,21 @@
 """The way into the network: the public address, the bandwidth."""
 
+import asyncio
 import contextlib
 import http.server
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
-from swarm.addresses import get_host_port
+from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.reachability import ask_to_dial_back
 from training.settings import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
@@ -65,6 +69,34 @@ def test_a_public_address_that_is_of_no_use_is_one_line(text):
         announce_public_address(SwarmArguments("run"), url)
     [line] = str(error.value).splitlines()
     assert "--use_google_dns" in line
+
+
+@pytest.mark.parametrize("maddr", ["/ip4/203.0.113.7", "/dns4/example.org/tcp", "203.0.113.7:31337"])
+def test_address_without_a_port_is_one_line(maddr):
+    check_multiaddrs("--announce_maddrs", ["/ip4/203.0.113.7/tcp/31337", "/ip6/::1/udp/31337/quic"])
+    with pytest.raises(UserError, match="--announce_maddrs '.*' is not an address such as /ip4/203.0.113.1/tcp/31337 "):
+        check_multiaddrs("--announce_maddrs", [maddr])
+
+
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        ({"seen_at": ["203.0.113.7"], "reached": True}, [("203.0.113.7", True)]),
+        ({"seen_at": ["203.0.113.7", "::1"], "reached": 1}, [("203.0.113.7", False)]),
+        ({"seen_at": ["203.0.113.7"]}, []),
+        ({"seen_at": [], "reached": False}, []),
+        ({"seen_at": ["nowhere"], "reached": True}, []),
+        ({"reached": True}, []),
+        ([], []),
+    ],
+)
+def test_answers_of_other_peers_about_reachability_are_checked(answer, expected):
+    async def call(*_) -> BytesValue:
+        return BytesValue(value=json.dumps(answer).encode())
+
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+    assert asyncio.run(ask_to_dial_back([address], [31337], None, node)) == expected
 
 
 def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):

@@ -116,7 +116,7 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
-    local.take_pending(sent)
+    local.record_averaged(sent)
     local.move_anchor([torch.full((5,), 3.0)])
     assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step

@@ -1,5 +1,6 @@
 """Closed runs: members take part, and all calls of other peers are rejected and counted, and have no effect."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,7 +27,7 @@ from swarm.config import SwarmConfig, make_config
 from swarm.credentials import Authority, MembershipCredential, load_invitation, parse_credential
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.membership import RPC_SHOW_CREDENTIAL, AccessDeniedError, explain_denial
+from swarm.membership import RPC_SHOW_CREDENTIAL, AccessDeniedError, Membership, explain_denial
 from swarm.reachability import DIAL_BACK, MEASURE
 from training.settings import discover_settings
 from utils import RecordValidator
@@ -220,6 +221,23 @@ def test_expired_credential_without_authority_affects_only_its_owner(tmp_path):
         assert "the credential in `invite` has expired" in answer
         assert two.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == f"{2**17} bytes"
         assert one.run_coroutine(find_own_fault) is None
+
+
+def test_unreadable_member_list_delays_only_renewals(tmp_path):
+    prefix, authority, peer_id = make_prefix(), Authority(str(tmp_path / "authority.pem")), PeerID(b"ada")
+    try:
+        membership = Membership.from_authority(authority, prefix, None)
+    finally:
+        leave()
+    due = MembershipCredential(prefix, peer_id.to_bytes(), "ada", get_dht_time() + 40, lifetime=100.0)
+    request = MSGPackSerializer.dumps([authority.sign(b"pass", astuple(due)), b""])
+    for is_readable in (True, False):
+        if not is_readable:
+            authority.member_list.write_text("{")
+        answer = asyncio.run(membership.serve_exchange(request, peer_id))
+        reason, credential, _, renewed = MSGPackSerializer.loads(answer)
+        assert reason == b"" and credential and bool(renewed) == is_readable
+    assert membership.is_authenticated(peer_id)
 
 
 def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
