@@ -1,6 +1,6 @@
 # make demo      two peers on this machine learn English together, two to three minutes
 # make test      the tests, in minutes; make test-all: the slow ones too
-# make lint      style, lengths, and the direction of imports
+# make lint      style, words, and the conventions of tests/test_conventions.py
 # make setup     what all of them do first: .venv with everything in it
 #
 # PYTHON=python3.12   another interpreter than python3 (3.11, 3.12 or 3.13) for .venv
@@ -27,6 +27,7 @@ test-all: setup
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
+	@.venv/bin/python tests/check_words.py
 	@.venv/bin/python -m pytest -q tests/test_conventions.py
 
 setup: .venv/complete

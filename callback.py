@@ -16,11 +16,12 @@ from monitoring.trainer import TrainerPage
 from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
+from training.figures import describe_evaluation, perplexity
 from training.metrics import MetricsReporter
 from training.page_client import format_join
 from training.progress import ProgressDisplay
 from training.state import EpochStats, TrainerState
-from utils import Evaluation, describe_evaluation, perplexity
+from utils import Evaluation
 
 logger = logging.getLogger("trainer")
 
@@ -74,7 +75,6 @@ class CollaborativeCallback:
             others = format_count(len(tracker.present), "other peer")
             logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
             optimizer.load_state_from_peers()
-        self.state.back_up()
         self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:
@@ -149,8 +149,6 @@ class CollaborativeCallback:
             self.page.add(line)
         if self.display:
             self.display.log_epoch(line, is_first=self.stats.epochs == 1)
-        if self.is_due(self.args.backup_every_epochs):
-            self.state.back_up()
         if self.is_due(self.args.save_steps):
             self.state.save()
 

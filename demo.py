@@ -26,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from common.console import UserError, format_clock, format_epoch
+from common.console import UserError, fit_terminal, format_clock, format_epoch
 from common.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
@@ -34,12 +34,11 @@ TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
-# A group of two is full, and averages at once. An epoch takes about a second: peers must check the progress more often
-# than every 3 s, the default. AdamW has a high rate; the real run's LAMB needs larger batches and thousands of epochs.
+# A group of two is full, and averages at once. AdamW has a high rate; the real run's LAMB needs larger batches and
+# thousands of epochs.
 SHARED = (
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
-    "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
-    "--default_refresh_period 0.5 --target_group_size 2 --average_state_every 16"
+    "--matchmaking_time 2 --target_group_size 2 --average_state_every 16"
 )
 TRAINER = (
     f"run_trainer.py {HERE} {SHARED} --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
@@ -71,12 +70,12 @@ class Scripts:
         self.output_dir, self.stop = output_dir, stop
         self.running: dict[str, subprocess.Popen] = {}
 
-    def start(self, name: str, what: str, command: str, environment: dict[str, str], is_shown: bool = True) -> None:
+    def start(self, name: str, what: str, command: str, is_shown: bool = True, **environment: str) -> None:
         """Print and start `python {command}`; its output goes to {name}.log."""
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
             settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-            print(wrap_command(f"{settings}{shlex.quote(format_path(sys.executable))} {command}"), flush=True)
+            print(wrap_command(f"{settings}{shlex.quote(os.path.relpath(sys.executable))} {command}"), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -88,6 +87,7 @@ class Scripts:
             )
 
     def log(self, name: str) -> Path:
+        """Return the path of a script's log."""
         return self.output_dir / f"{name}.log"
 
     def has_ended(self, name: str) -> bool:
@@ -106,6 +106,7 @@ class Scripts:
             raise KeyboardInterrupt
 
     def wait(self, name: str, seconds: float) -> None:
+        """Wait until the script has ended."""
         deadline = time.monotonic() + seconds
         while not self.has_ended(name):
             if time.monotonic() > deadline:
@@ -133,34 +134,6 @@ class Scripts:
             process.wait()
 
 
-class ProgressLine:
-    """One line of a terminal, rewritten each time; in a file, a new line every ten seconds."""
-
-    def __init__(self):
-        self.is_terminal, self.next_time, self.text = sys.stdout.isatty(), 0.0, ""
-
-    def show(self, text: str) -> None:
-        if self.is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r{text[:width]}\033[K", end="", flush=True)
-        elif time.monotonic() >= self.next_time and text != self.text:
-            self.next_time = time.monotonic() + 10
-            print(text, flush=True)
-        self.text = text
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.is_terminal and self.text:
-            print(flush=True)
-
-
-def format_path(path: str | Path) -> str:
-    """Return the path, relative if it is inside the project's folder."""
-    return os.path.relpath(path) if Path(path).absolute().is_relative_to(ROOT) else str(path)
-
-
 def wrap_command(command: str) -> str:
     """Wrap a command to the terminal's width with backslashes, and keep each flag next to its value."""
     width = min(110, shutil.get_terminal_size().columns) - 4
@@ -179,104 +152,84 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     """
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
     corpus = data / "dataset" / "corpus.json"
-    sources = [ROOT / "demo.py", ROOT / "tokenize_wikitext103.py", ROOT / "sample_data" / "austen.txt.xz"]
-    sources += (ROOT / "text").glob("*.py")
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("text/*.py"), ROOT / "sample_data" / "austen.txt.xz"]
     if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
         return flags
     shutil.rmtree(data, ignore_errors=True)
-    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}", {})
+    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}")
     scripts.wait("tokenize", STALL_LIMIT)
     return flags
 
 
-def fill_in(**model: str) -> list[str]:
-    """Return the words that a model predicts for those in brackets.
+def show_sentences(model: Path) -> None:
+    """Print the trained model's predictions of some masked words, by a pipeline of transformers."""
+    from transformers import logging, pipeline
 
-    :param model: flags of ModelArguments
-    """
-    import torch
+    import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
 
-    from arguments import ModelArguments
-    from experiment.model import find_objective, make_model
-    from text.tokenizers import load_tokenizer
-
-    args = ModelArguments(**model)
-    tokenizer = load_tokenizer(args.tokenizer_path, find_objective(args).kind)
-    filler, words = make_model(args, tokenizer).eval(), []
+    logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
+    logging.disable_progress_bar()
+    predict = pipeline("fill-mask", str(model))
+    print("\nThree sentences that the model has not read, a word masked, and what it puts there:")
     for sentence in SENTENCES:
-        batch = tokenizer(sentence.replace("[", "").replace("]", ""), return_tensors="pt")
-        place = batch.char_to_token(sentence.index("["))
-        labels = torch.full_like(batch["input_ids"], -100)
-        labels[0, place], batch["input_ids"][0, place] = batch["input_ids"][0, place].clone(), tokenizer.mask_token_id
-        with torch.no_grad():
-            logits = filler(**batch, labels=labels, sentence_order_label=torch.zeros(1, dtype=torch.long))
-        words.append(tokenizer.decode(logits["prediction_logits"][0].argmax()).strip())
-    return words
-
-
-def show_sentences(config_path: str, data: Path, trained: Path) -> None:
-    """Print the model's predictions of some masked words, before and after training."""
-    tokenizer_path = str(data / "tokenizer")
-    before = fill_in(config_path=config_path, tokenizer_path=tokenizer_path)
-    after = fill_in(model_name_or_path=str(trained), tokenizer_path=tokenizer_path)
-    print(
-        "\nThree sentences that it has not read, a word masked: what it put there at the first epoch, and at the last:"
-    )
-    for sentence, first, last in zip(SENTENCES, before, after, strict=True):
         start, word, end = re.split(r"[\[\]]", sentence)
-        is_right = "right" if last == word else f"it is {word!r}"
-        print(f"  {start}____{end}  {first!r}, then {last!r} ({is_right})", flush=True)
+        answer = predict(f"{start}{predict.tokenizer.mask_token}{end}")[0]["token_str"]
+        print(f"  {start}____{end}  {answer!r} ({'right' if answer == word else f'it is {word!r}'})", flush=True)
 
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
-    """Start the monitor, or the auxiliary peer instead.
-
-    :returns: the --initial_peers flag and its addresses, for new peers
-    """
+    """Start the monitor, or the auxiliary peer instead, and return the --initial_peers flag for the others."""
+    command = f"{command} --output_dir {shlex.quote(str(folder))}"
     # by default, the dashboard's data would be in the user's home
-    environment = {"TRACKIO_DIR": str(folder / "trackio")}
-    scripts.start("monitor", what, f"{command} --output_dir {shlex.quote(str(folder))}", environment)
-    deadline = time.monotonic() + STALL_LIMIT
-    text = ""
+    scripts.start("monitor", what, command, TRACKIO_DIR=str(folder / "trackio"))
+    deadline, text = time.monotonic() + STALL_LIMIT, ""
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
             raise UserError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
         scripts.pause(0.1)
         text = scripts.log("monitor").read_text()
-    print(f"\nThe run's page, until it ends: http://127.0.0.1:{found[1][1]}")
-    return found[0].group()
+    join, page = found
+    print(f"\nThe run's page, until it ends: http://127.0.0.1:{page[1]}")
+    return join.group()
 
 
 def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) -> None:
-    """Show the swarm's progress until both trainers have ended."""
-    epoch, last_change = 0, time.monotonic()
-    with ProgressLine() as line:
+    """Show the progress until both trainers have ended: in one line of a terminal, or in a file every ten seconds."""
+    epoch, last_change, next_time = 0, time.monotonic(), 0.0
+    try:
         while not all([scripts.has_ended(name) for name in TRAINERS]):
             if scripts.has_ended("monitor"):
                 raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
             metrics = list(read_json_lines(metrics_file))
+            elapsed = format_clock(time.monotonic() - start_time)
+            line = f"the trainers start and measure their loss before training, {elapsed} elapsed"
             if metrics:
                 if metrics[-1]["epoch"] != epoch:
                     epoch, last_change = metrics[-1]["epoch"], time.monotonic()
-                line.show(format_epoch(metrics[-1]) + ("  measuring the final loss" if epoch >= epochs else ""))
-            else:
-                elapsed = format_clock(time.monotonic() - start_time)
-                line.show(f"the trainers start and measure their loss before training, {elapsed} elapsed")
+                line = format_epoch(metrics[-1]) + ("  measuring the final loss" if epoch >= epochs else "")
+            if sys.stdout.isatty():
+                print(f"\r{fit_terminal(line)}\033[K", end="", flush=True)
+            elif time.monotonic() >= next_time:
+                next_time = time.monotonic() + 10
+                print(line, flush=True)
             if time.monotonic() - last_change > STALL_LIMIT:
                 logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
                 raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
             scripts.pause(0.5)
+    finally:
+        if sys.stdout.isatty():
+            print(flush=True)
 
 
-def report(output_dir: Path, config_path: str, epochs: int) -> None:
+def report(output_dir: Path, epochs: int) -> None:
     """Print the outcome from the trainers' files; raise a UserError if the demo failed."""
     from safetensors.numpy import load_file
 
     folders = [output_dir / name for name in TRAINERS]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    histories = [{entry["epoch"]: entry for entry in read_json_lines(folder / "history.jsonl")} for folder in folders]
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in folders]
+    first, second = ({line["epoch"]: line for line in read_json_lines(folder / "history.jsonl")} for folder in folders)
+    weights, others = (load_file(folder / "model" / "model.safetensors") for folder in folders)
 
     final_loss = max(summary["final_loss"] for summary in summaries)
     start_loss, entropy = summaries[0]["start_loss"], summaries[0]["unigram_entropy"]
@@ -288,14 +241,14 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
     # equal gradient norms prove that both peers used one average, independently of the logs
     averaged = [
         epoch
-        for epoch in set(histories[0]) & set(histories[1])
-        if all(history[epoch]["averaged_with"] == 2 for history in histories)
-        and math.isclose(*(history[epoch]["grad_norm"] for history in histories), rel_tol=SAME_GRADIENT)
+        for epoch in first.keys() & second.keys()
+        if first[epoch]["averaged_with"] == second[epoch]["averaged_with"] == 2
+        and math.isclose(first[epoch]["grad_norm"], second[epoch]["grad_norm"], rel_tol=SAME_GRADIENT)
     ]
-    difference = max(float(abs(weights[0][name] - weights[1][name]).max()) for name in weights[0])
+    difference = max(float(abs(weights[name] - others[name]).max()) for name in weights)
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    trackio = format_path(Path(sys.executable).with_name("trackio"))
+    trackio = os.path.relpath(Path(sys.executable).with_name("trackio"))
     print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
@@ -303,7 +256,7 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
     print(f"checkpoint: {folders[0] / 'model'}")
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
-    show_sentences(config_path, output_dir / "data", folders[0] / "model")
+    show_sentences(folders[0] / "model")
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
@@ -312,37 +265,38 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
         raise UserError(f"the model has not learned more than word frequencies, see {logs}")
 
 
-def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
-    start_time = time.monotonic()
+def run(args: argparse.Namespace, stop: threading.Event) -> None:
+    """Run the demo; raise a UserError if it fails."""
+    start_time, output_dir = time.monotonic(), Path(args.output_dir)
     lock_folder("--output_dir", output_dir)
     for path in output_dir.iterdir():
         if path.name not in (".lock", "data"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
         data_flags = tokenize(scripts, output_dir / "data")
-        what, command, trainer = "Start the monitor, whom others find first", MONITOR, TRAINER
-        if behind_firewalls:
+        shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {args.epochs}"
+        what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
+        if args.clients:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
-            tokenizer = re.search(r"--tokenizer_path .+", data_flags).group()
-            command = f"{AUX_PEER} --config_path {shlex.quote(config_path)} --total_steps {epochs} {tokenizer}"
-            trainer = f"{TRAINER} --client_mode"
+            command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
+            trainer = f"{TRAINER} --client_mode {shape}"
         initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
             is_first = name == TRAINERS[0]
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
-            command = f"{trainer} --config_path {shlex.quote(config_path)} --total_steps {epochs} {data_flags}"
-            command += f" --output_dir {folder} {initial_peers}"
-            scripts.start(name, what, command, TRAINER_ENVIRONMENT, is_shown=is_first)
+            command = f"{trainer} {data_flags} --output_dir {folder} {initial_peers}"
+            scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
         print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
-        watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
+        watch(scripts, output_dir / "monitor" / "metrics.jsonl", args.epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {format_clock(time.monotonic() - start_time)}\n")
-        report(output_dir, config_path, epochs)
+        report(output_dir, args.epochs)
 
 
 def main() -> int:
+    """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
     parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm")
@@ -357,7 +311,7 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: stop.set())
     try:
-        run(Path(args.output_dir), args.config_path, args.epochs, args.clients, stop)
+        run(args, stop)
     except KeyboardInterrupt:
         print("stopped, no process is left", flush=True)
         return 130

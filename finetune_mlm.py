@@ -25,8 +25,61 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arguments import FinetuneArguments, parse_arguments
-from common.console import UserError, edge, first_line, setup_logging, suggest
+from arguments import SHORTEST_INSTANCE, PrecisionArguments, parse_arguments
+from common.console import UserError, edge, setup_logging, suggest
+from common.flags import check_range, flag
+
+
+@dataclass
+class FinetuneArguments(PrecisionArguments):
+    """Fine-tuning of a trained model. Names and defaults are RuLeanALBERT's."""
+
+    task: str | None = flag(
+        None,
+        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.",
+        aliases=["-t"],
+    )
+    task_file: str | None = flag(
+        None,
+        "Your own task instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
+        '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
+        "fields.",
+    )
+    checkpoint: str | None = flag(
+        None, "Folder of a trained model, or a state.pth next to config.json and tokenizer/.", aliases=["-c"]
+    )
+    model_name: str | None = flag(
+        None, "Another model instead: ruroberta-large, an id on the Hugging Face Hub, or a folder.", aliases=["-m"]
+    )
+    data_dir: str = flag(
+        ".",
+        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, except RuCoLA, come from the Hub.",
+        aliases=["-d"],
+    )
+    output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")
+    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
+    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
+    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.")
+    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
+    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
+    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.")
+    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.")
+    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.")
+    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.")
+    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.task is None) == (self.task_file is None):
+            raise UserError("give either --task or --task_file")
+        if (self.checkpoint is None) == (self.model_name is None):
+            raise UserError("give either --checkpoint FOLDER or --model-name NAME")
+        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "learning_rate", above=0, at_most=1e3)
+        check_range(self, "max_grad_norm", above=0)
+        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
+
 
 GROUPS = (FinetuneArguments,)
 
@@ -37,10 +90,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch.nn.functional import log_softmax
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from common.files import lock_folder, write_file
 from experiment.optimizer import make_param_groups
@@ -54,8 +106,8 @@ from experiment.tasks import (
     load_task_file,
     predict_majority,
 )
-from models.build import find_longest_sequence, warn_of_weights
-from models.ruleanalbert import load_ruleanalbert
+from models.build import find_longest_sequence
+from models.pretrained import Pretrained, check_tokenizer, load_folder, load_old_checkpoint, load_weights
 from text.batches import group_by_length
 from training.checkpoint import save_model
 
@@ -69,141 +121,43 @@ MODEL_NAMES = {"ruroberta-large": "ai-forever/ruRoberta-large"}
 # ---------------------------------------------------------------- model
 
 
-@dataclass
-class Pretrained:
-    """The source of the weights: a folder or an id for from_pretrained, or a loaded RuLeanALBERT."""
-
-    name: str
-    config: transformers.PretrainedConfig
-    tokenizer: transformers.PreTrainedTokenizerBase
-    encoder: torch.nn.Module | None = None
-    #: whether unused weights were reported, because each seed loads the weights again
-    is_reported: bool = False
-
-
 def load_pretrained(args: FinetuneArguments) -> Pretrained:
     """Load the config and tokenizer of --checkpoint or --model-name, or raise a UserError."""
     name = args.checkpoint or MODEL_NAMES.get(args.model_name, args.model_name)
-    path, flag = Path(name), "--checkpoint" if args.checkpoint else "--model-name"
-    if path.is_dir() and (path / "state.pth").is_file():
-        path = path / "state.pth"
-    if path.is_file():
-        return load_old_checkpoint(path)
+    path = Path(name)
+    state = path / "state.pth" if path.is_dir() else path
+    if state.is_file():
+        return load_old_checkpoint(state)
     if args.checkpoint and not (path / "config.json").is_file():
         raise UserError(
             f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
             "checkpoint-N, or a state.pth next to config.json and tokenizer/"
         )
     cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
-    return load_folder(name, f"{flag} {name}", cure)
-
-
-def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
-    """Load the config and tokenizer of a folder or id, or raise a UserError."""
-    transformers.utils.logging.set_verbosity_error()  # it warns of the new head
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return Pretrained(str(name), config, load_tokenizer(name))
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{what} cannot be loaded ({first_line(e)}): {cure}") from e
-
-
-def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or id; the errors are those of from_pretrained."""
-    names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
-    if [(Path(name) / file).is_file() for file in names] == [True, True, False]:
-        # AutoTokenizer would replace the normalizer of RuLeanALBERT by that of AlbertTokenizer
-        return transformers.PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=False)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-def load_old_checkpoint(path: Path) -> Pretrained:
-    """Load a state.pth of RuLeanALBERT, with config.json and tokenizer/ in the same folder, as in its guide."""
-    for part in ("config.json", "tokenizer/tokenizer.json"):
-        if not (path.parent / part).is_file():
-            raise UserError(f"--checkpoint {path} needs {path.parent / part}: get it from the source of the state")
-    try:
-        model = load_ruleanalbert(path.parent / "config.json", path)
-        tokenizer = load_tokenizer(path.parent / "tokenizer")
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"--checkpoint {path} cannot be loaded: {first_line(e)}") from e
-    return Pretrained(str(path), model.config, tokenizer, model.albert)
-
-
-def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
-    """Raise a UserError if the tokenizer does not fit the model.
-
-    :param is_own: whether it is a checkpoint of this project, in which both vocabularies of an ALBERT have the same
-        size; pretrained models may have rounded it up
-    """
-    pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
-    is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
-    if pieces > rows or (is_exact and pieces != rows):
-        raise UserError(
-            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, use the "
-            "tokenizer that it was trained with"
-        )
-    if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
-        raise UserError(f"the tokenizer of {pretrained.name} cannot pad or has no fast version: choose another model")
+    return load_folder(name, f"--{'checkpoint' if args.checkpoint else 'model-name'} {name}", cure)
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
     """Return the pretrained encoder with a new head, initialized by torch's generator, or raise a UserError."""
-    config = pretrained.config
+    config, has_span_head = pretrained.config, task.head in ("spans", "entities")
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     if getattr(config, "is_decoder", False):
         # a BERT trained with --objective clm: its first token, which the head reads, must attend to all others
         config.is_decoder = False
     config.num_labels = 1 if task.head == "choices" else len(task.labels)
     if task.head == "classes":
-        config.id2label = {i: str(label) for i, label in enumerate(task.labels)}
-        config.label2id = {str(label): i for i, label in enumerate(task.labels)}
+        config.id2label = dict(enumerate(map(str, task.labels)))
+        config.label2id = {label: i for i, label in config.id2label.items()}
     for name, value in config.to_dict().items():
-        # LeanALBERT has dropout only before the head
-        exists = config.model_type != "lean_albert" or name == "classifier_dropout_prob"
-        if exists and name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, int | float):
+        if name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, int | float):
             setattr(config, name, dropout)
-    auto_class = AutoModelForSequenceClassification if task.head in ("classes", "choices") else AutoModel
+    auto_class = AutoModel if has_span_head else AutoModelForSequenceClassification
     if pretrained.encoder is None:
         model = load_weights(auto_class, pretrained)
     else:
         model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.base_model.load_state_dict(pretrained.encoder.state_dict())
-    if task.head in ("classes", "choices"):
-        return model
-    return SpanModel(model, len(task.labels) if task.head == "spans" else None, dropout)
-
-
-def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = False) -> torch.nn.Module:
-    """Load a model, and raise a UserError if weights are missing, which from_pretrained silently initializes.
-
-    :param is_tuned: whether the head must be among the weights
-    """
-    try:
-        options = dict(config=pretrained.config, dtype=torch.float32, output_loading_info=True)
-        model, info = auto_class.from_pretrained(pretrained.name, trust_remote_code=False, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise UserError(
-            f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model"
-        ) from e
-    # some models are trained without a pooler
-    encoder = {param for name, param in model.base_model.named_parameters() if "pooler" not in name}
-    absent = {name: param for name, param in model.named_parameters() if name in info["missing_keys"]}
-    missing = [name for name, param in absent.items() if is_tuned or param in encoder]
-    if missing:
-        raise UserError(
-            f"{pretrained.name} has no weights for {len(missing)} of its tensors ({missing[0]}, ...): give a folder "
-            "whose weights and config.json belong together"
-        )
-    if not pretrained.is_reported:
-        inside, prefix = {*model.base_model.parameters()}, f"{model.base_model_prefix}."
-        # heads are ignored: the task's head is new, and the pretraining head is unused
-        lacking = [name for name, param in absent.items() if param in inside]
-        unused = [name for name in info["unexpected_keys"] if name.startswith(prefix)]
-        warn_of_weights(pretrained.name, model, lacking, unused)
-        pretrained.is_reported = True
-    return model
+    return SpanModel(model, None if task.head == "entities" else len(task.labels), dropout) if has_span_head else model
 
 
 # ---------------------------------------------------------------- batches
@@ -234,16 +188,11 @@ def choose_length(model: torch.nn.Module, wanted: int) -> int:
 def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
     """Return the rows, and the number of texts truncated to `max_length` tokens."""
     has_types = (getattr(pretrained.config, "type_vocab_size", 0) or 0) > 1
+    options = dict(truncation="longest_first", max_length=max_length, return_token_type_ids=has_types)
     rows, cut = [], 0
     for example in examples:
-        firsts, seconds = zip(*example.texts, strict=True)
-        encoded = pretrained.tokenizer(
-            list(firsts),
-            None if seconds[0] is None else list(seconds),
-            truncation="longest_first",
-            max_length=max_length,
-            return_token_type_ids=has_types,
-        )
+        firsts, seconds = map(list, zip(*example.texts, strict=True))
+        encoded = pretrained.tokenizer(firsts, None if seconds[0] is None else seconds, **options)
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
         # char_to_token returns one token per character, but the tokens "▁" and "а" may both start at the letter
@@ -285,9 +234,9 @@ def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dic
 
 def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits [rows, answers] in fp32, and `right`."""
-    batch = dict(batch)
-    right, possible = batch.pop("right"), batch.pop("possible")
-    logits = model(**batch).logits.float().view(right.shape)
+    inputs = dict(batch)
+    right, possible = inputs.pop("right"), inputs.pop("possible")
+    logits = model(**inputs).logits.float().view(right.shape)
     return logits.masked_fill(~possible, torch.finfo(torch.float32).min), right
 
 
@@ -295,8 +244,7 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the negative log probability of all right answers together, [rows], or 0 if none is left."""
     # not -inf, because a row of -inf has no gradient
     masked = log_softmax(logits, dim=1).masked_fill(~right, torch.finfo(logits.dtype).min)
-    log_probability = masked.logsumexp(dim=1)
-    return -log_probability.masked_fill(~right.any(dim=1), 0.0)
+    return -masked.logsumexp(dim=1).masked_fill(~right.any(dim=1), 0.0)
 
 
 def order_batches(rows: list[Row], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
@@ -306,6 +254,7 @@ def order_batches(rows: list[Row], batch_size: int, generator: np.random.Generat
 
 
 def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return the context of --fp16 or --bf16."""
     precision = torch.float16 if args.fp16 else torch.bfloat16
     return torch.autocast(device.type, precision, enabled=args.fp16 or args.bf16)
 
@@ -383,15 +332,9 @@ def tune(
                 predictions = predict(model, rows["validation"], task, pretrained.tokenizer, args.batch_size, device)
             metrics = {name: float(value) for name, value in task.measure(examples["validation"], predictions).items()}
             score = next(iter(metrics.values()))
-            result["history"].append(
-                {
-                    "epoch": epoch,
-                    "train_loss": loss_sum.item() / len(rows["train"]),
-                    "train_accuracy": right_sum.item() / len(rows["train"]),
-                    **metrics,
-                }
-            )
-            bar.set_postfix({"loss": f"{result['history'][-1]['train_loss']:.3f}", next(iter(metrics)): f"{score:.3f}"})
+            loss, accuracy = (total.item() / len(rows["train"]) for total in (loss_sum, right_sum))
+            result["history"].append({"epoch": epoch, "train_loss": loss, "train_accuracy": accuracy, **metrics})
+            bar.set_postfix({"loss": f"{loss:.3f}", next(iter(metrics)): f"{score:.3f}"})
             if not best_state or score > next(iter(result["metrics"].values())):
                 result |= {"best_epoch": epoch, "metrics": metrics}
                 best_state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
@@ -411,28 +354,29 @@ def describe_settings(args: FinetuneArguments) -> dict:
     return settings
 
 
-def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
-    """Return the seeds in results.json."""
+def load_results(args: FinetuneArguments, file: Path) -> list[dict]:
+    """Return the seeds in results.json, or raise a UserError if it is broken or has other settings."""
     try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        results = json.loads(file.read_text(encoding="utf-8"))
         seeds, settings = results["seeds"], dict(results["settings"])
         format_table(results)  # checks the fields of each seed
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise UserError(
-            f"{folder / 'results.json'} cannot be read ({e!r}): remove it, or choose another --output_dir"
-        ) from e
+        raise UserError(f"{file} cannot be read ({e!r}): remove it, or choose another --output_dir") from e
     wanted = json.loads(json.dumps(describe_settings(args)))
     if different := [name for name in wanted if settings.get(name) != wanted[name]]:
         raise UserError(
-            f"{folder / 'results.json'} was made with a different {', '.join(different)}: choose another --output_dir, "
-            "or remove it"
+            f"{file} was made with a different {', '.join(different)}: choose another --output_dir, or remove it"
         )
     return seeds
 
 
 def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: dict, counts: dict) -> dict:
+    """Return the content of results.json.
+
+    :param majority: the metrics of always predicting the most frequent answer
+    """
     names = list(seeds[0]["metrics"])
     values = {name: [seed["metrics"][name] for seed in seeds] for name in names}
     return {
@@ -450,13 +394,13 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
 
 def format_table(results: dict) -> str:
     """Format each metric's mean and spread, the score of the most frequent answer, and then the seeds."""
-    columns = ("mean", "deviation", "lowest", "highest", "most frequent answer")
-    lines = [f"{results['task'] + ', validation':24}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)]
+    layout = "{:24}{:>7}{:>12}{:>9}{:>10}{:>23}"
+    title = f"{results['task']}, validation"
+    lines = [layout.format(title, "mean", "deviation", "lowest", "highest", "most frequent answer")]
     for name, mean in results["mean"].items():
         values = [seed["metrics"][name] for seed in results["seeds"]]
         row = (mean, results["standard_deviation"][name], min(values), max(values), results["majority"].get(name))
-        cells = ["-" if value is None else f"{value:.3f}" for value in row]
-        lines.append(f"{name:24}" + "".join(f"{cell:>{len(c) + 3}}" for c, cell in zip(columns, cells, strict=True)))
+        lines.append(layout.format(name, *("-" if value is None else f"{value:.3f}" for value in row)))
     for seed in results["seeds"]:
         epochs = f"epoch {seed['best_epoch']} of {len(seed['history'])}"
         score = seed["metrics"][results["metric"]]
@@ -465,6 +409,7 @@ def format_table(results: dict) -> str:
 
 
 def main(args: FinetuneArguments) -> None:
+    """Tune a model with each seed, and write and print the results."""
     setup_logging("finetune")
     if args.task is not None and args.task not in TASKS:
         known = f"tasks: {', '.join(TASKS)}; --task_file: your own"
@@ -477,25 +422,23 @@ def main(args: FinetuneArguments) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
-    folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
-    check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    check_tokenizer(pretrained)
     # errors of the model must appear before anything is written
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
+    folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     lock_folder("--output_dir", folder)
-    seeds = load_results(args, folder)
+    seeds = load_results(args, folder / "results.json")
 
     rows, counts = {}, {"examples": {}, "texts_cut": {}}
     for split, part in examples.items():
-        rows[split], cut = encode(part, pretrained, max_length)
-        counts["examples"][split], counts["texts_cut"][split] = len(part), cut
-    sizes = ", ".join(f"{len(part):,} {split}" for split, part in examples.items())
-    cut = sum(counts["texts_cut"].values())
-    logger.info(
-        f"{task.name}: {sizes}; {cut:,} texts are longer than {max_length} tokens and were cut; {device}"
-        + ("" if "test" in rows else "; no test data, so no predictions")
-    )
+        counts["examples"][split] = len(part)
+        rows[split], counts["texts_cut"][split] = encode(part, pretrained, max_length)
+    sizes = ", ".join(f"{len(part):,} {split}" for split, part in rows.items())
+    lengths = f"{sum(counts['texts_cut'].values()):,} texts are longer than {max_length} tokens and were cut"
+    missing = "" if "test" in rows else "; no test data, so no predictions"
+    logger.info(f"{task.name}: {sizes}; {lengths}; {device}{missing}")
     majority = predict_majority(task, examples)
 
     for seed in range(args.num_seeds):

@@ -10,16 +10,36 @@ The second command writes one file, for one peer. Send it to Ada over a private 
     python invite.py --authority_key authority.pem --revoke ada
 
 A revocation reaches the run within a minute: through that monitor, if it runs on this machine, or through the peers in
---initial_peers. --list shows all invitations. The key decides who is a member: keep it, and the member list next to it,
-on one machine, and back both up.
+--initial_peers. Without --username and --revoke, the script lists all invitations. The key decides who is a member:
+keep it, and the member list next to it, on one machine, and back both up.
 """
 
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import InviteArguments, SwarmArguments, parse_arguments
+from arguments import SwarmArguments, parse_arguments
 from common.console import UserError, edge, format_count
+from common.flags import FlagGroup, check_username, flag
+
+
+@dataclass
+class InviteArguments(FlagGroup):
+    """Invitations to closed runs."""
+
+    authority_key: str = flag("authority.pem", "Key file that signs credentials, as the run's monitor created it.")
+    experiment_prefix: str = flag("", "Name of the run. Default: the key's only run.", aliases=["--run_id"])
+    username: str | None = flag(None, "Invite a member with this name.", excludes="revoke")
+    expires: str = flag("30d", "With --username: validity of the credential and its renewals: 30d, 12h, 45m, 90s.")
+    out: str | None = flag(None, "With --username: file for the invitation. Default: NAME.invite.")
+    revoke: str | None = flag(None, "Revoke all invitations of the member with this name.")
+    initial_peers: list[str] = flag([], "With --revoke: peers of the run to notify, if its monitor runs elsewhere.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_username("username", self.username)
+
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge(interrupted="no invitation was written"):
@@ -68,7 +88,7 @@ def revoke(args: InviteArguments) -> None:
 
 
 def show_members(args: InviteArguments) -> None:
-    for prefix, run in Authority(args.authority_key).read_members().items():
+    for prefix, run in read_members(args).items():
         for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))
             state = f"expired {expires}" if member["expires"] <= time.time() else f"expires {expires}"
@@ -76,19 +96,32 @@ def show_members(args: InviteArguments) -> None:
             print(f"{prefix}  {member['username']}  {peer_id}  {state}")
 
 
+def read_members(args: InviteArguments) -> dict[str, dict]:
+    """Return the members of each run that the key has served, or raise a UserError if there is none."""
+    # Authority would create a missing key
+    runs = Authority(args.authority_key).read_members() if Path(args.authority_key).exists() else {}
+    if not runs:
+        raise UserError(
+            f"--authority_key {args.authority_key} has served no run yet: start its monitor first, or give "
+            "--experiment_prefix"
+        )
+    return runs
+
+
 def find_run(args: InviteArguments) -> str:
     """Return the run of --experiment_prefix, or the only one that the key has served, or raise a UserError."""
     if args.experiment_prefix:
         return args.experiment_prefix
-    runs = sorted(Authority(args.authority_key).read_members()) if Path(args.authority_key).exists() else []
+    runs = sorted(read_members(args))
     if len(runs) != 1:
-        which = f"has served {' and '.join(runs)}" if runs else "has served no run yet: start its monitor first"
-        raise UserError(f"--authority_key {args.authority_key} {which}, or give --experiment_prefix")
+        raise UserError(
+            f"--authority_key {args.authority_key} has served {' and '.join(runs)}: give --experiment_prefix"
+        )
     return runs[0]
 
 
 def main(args: InviteArguments) -> None:
-    (show_members if args.list else revoke if args.revoke else invite)(args)
+    (invite if args.username else revoke if args.revoke else show_members)(args)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,32 @@ correlation and accuracy.
 
 import json
 import logging
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from arguments import PredictArguments, parse_arguments
+from arguments import SHORTEST_INSTANCE, parse_arguments
 from common.console import UserError, edge, first_line, setup_logging
+from common.flags import check_range, flag
+
+
+@dataclass
+class PredictArguments:
+    """Predictions of a tuned model. Names are RuLeanALBERT's."""
+
+    model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
+    arch: str = flag(
+        "lean_albert", "Tokenizer: an id or folder, or lean_albert for the one saved with the model.", aliases=["-a"]
+    )
+    data_dir: str = flag(
+        ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
+    )
+    batch_size: int = flag(32, "Samples per forward pass.")
+    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.")
+
+    def __post_init__(self):
+        check_range(self, "batch_size", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
+
 
 GROUPS = (PredictArguments,)
 
@@ -28,16 +50,8 @@ from transformers import AutoModelForSequenceClassification
 
 from common.files import write_file
 from experiment.tasks import TASKS, format_predictions, load_examples
-from finetune_mlm import (
-    Pretrained,
-    check_tokenizer,
-    choose_length,
-    encode,
-    load_folder,
-    load_tokenizer,
-    load_weights,
-    predict,
-)
+from finetune_mlm import choose_length, encode, predict
+from models.pretrained import Pretrained, check_tokenizer, load_folder, load_tokenizer, load_weights
 
 logger = logging.getLogger("finetune")
 
@@ -66,11 +80,12 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
                 f"--arch {args.arch} has {len(pretrained.tokenizer):,} pieces that are not the {len(tokenizer):,} of "
                 "the run's tokenizer: give lean_albert, which takes that one"
             )
-    check_tokenizer(pretrained, is_own=pretrained.config.model_type == "lean_albert")
+    check_tokenizer(pretrained)
     return pretrained, load_weights(AutoModelForSequenceClassification, pretrained, is_tuned=True)
 
 
 def main(args: PredictArguments) -> None:
+    """Write the predictions, and print the scores if the data have labels."""
     setup_logging("finetune")
     task = TASKS["lidirus"]
     pretrained, model = load_tuned(args)

@@ -20,43 +20,83 @@ import logging
 
 from arguments import AUX_PEER_ARGS as GROUPS
 from arguments import parse_arguments
-from common.console import edge, log_to_folder, setup_logging
+from common.console import UserError, edge, log_to_folder, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from monitoring.observer import Observer
-from swarm.processes import clean_end
-from training.settings import begin
+from monitoring.page import open_page
+from monitoring.reader import RunReader, require_reachable
+from monitoring.report import RunReport
+from swarm.joining import Swarm
+from swarm.processes import clean_end, handle_stop_signals
+from training.settings import begin, make_swarm_config
 
 logger = logging.getLogger("aux")
 
 
 def main(*groups) -> None:
     """Run the auxiliary peer with instances of GROUPS."""
-    _, args, *_ = groups
     setup_logging("aux")
-    if args.logging_dir:
-        log_to_folder("aux peer", args.logging_dir)
+    if groups[1].logging_dir:
+        log_to_folder("aux peer", groups[1].logging_dir)
     membership, groups = begin(groups)
-    observer = Observer(membership, *groups)
-    stop = observer.begin()
-    logger.info(f"others may join through --initial_peers {' '.join(observer.swarm.list_maddrs())}")
-    optimizer = observer.optimizer
+    swarm_args, args, archive_args, *_ = groups
+    if swarm_args.client_mode:
+        raise UserError("--client_mode is for trainers: others must be able to reach an auxiliary peer")
+    if archive_args.repo_url:
+        from monitoring.hub import require_token  # and torch
+
+        require_token()
+
+    # join the swarm: from here on, this peer connects new peers and relays
+    report, page = RunReport(args, swarm_args), open_page(swarm_args)
+    swarm = Swarm.join(make_swarm_config(swarm_args), membership)
+    reader = RunReader(swarm, report, groups, args.refresh_period)
+    require_reachable(swarm)
+    swarm.warn_of_local_addresses()
+
+    # the model
+    optimizer = archive = None
+    if args.assist_in_averaging or archive_args.store_checkpoints:
+        from monitoring.auxiliary import make_auxiliary  # slow imports that a plain relay does not need
+
+        optimizer, archive, reader.contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
+
+    # threads, which must not start before all helper processes are forked
+    report.start_dashboard()
+    stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
+    if page:
+        page.serve(swarm.dht, lambda: reader.describe() | (archive.describe() if archive else {}), report.history)
+    reader.start()
+    logger.info(f"others may join through --initial_peers {' '.join(swarm.list_maddrs())}")
+
+    # the loop
     while not stop.is_set():
-        metrics = observer.step()
+        metrics = reader.take_news()
+        if archive:
+            # a copy, because the reader's thread changes the history, and empties it if the run starts over
+            archive.step(metrics, list(report.history))
         if args.assist_in_averaging:
             optimizer.step()
             if metrics:
-                sent, received = (count / 1e6 for count in observer.dht.uplink.traffic)
-                stats = optimizer.stats
-                logger.info(
-                    f"helped in {stats.succeeded} rounds, {stats.failed} failed; sent {sent:,.1f} MB, "
-                    f"received {received:,.1f} MB"
-                )
+                log_rounds(swarm, optimizer)
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
-    observer.finish()
+
+    if archive:
+        archive.finish()
+    reader.finish()
+    swarm.leave(optimizer)
+
+
+def log_rounds(swarm: Swarm, optimizer) -> None:
+    """Log how often this peer has helped, and how much it has sent."""
+    sent, received = (count / 1e6 for count in swarm.dht.uplink.traffic)
+    stats = optimizer.stats
+    logger.info(
+        f"helped in {stats.succeeded} rounds, {stats.failed} failed; sent {sent:,.1f} MB, received {received:,.1f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ The same on a laptop's CPU, alone, on the sample corpus:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python run_trainer.py --experiment_prefix tiny --config_path configs/demo.json --per_device_train_batch_size 32 \\
-        --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60
+        --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
+        --matchmaking_time 2
 
 Flags that all peers must share are inherited from --initial_peers unless they are set (training/settings.py). The same
 command resumes after any stop or crash: from the newest checkpoint in --output_dir, or from the swarm if that is ahead.
@@ -38,6 +39,7 @@ from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
 from monitoring.dashboards import require_wandb
 from monitoring.page import open_page
+from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
 from swarm.membership import Membership
@@ -45,13 +47,14 @@ from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
+from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
 from training.evaluation import Evaluator
 from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
-from training.preflight import prepare_start, run_preflight
+from training.preflight import run_preflight
 from training.progress import ProgressDisplay
-from training.ranks import DeviceGroup, list_gradients, start_ranks
+from training.ranks import RankGroup, list_gradients, start_ranks
 from training.settings import begin, make_swarm_config, require_attested
 from training.state import TrainerState
 
@@ -67,7 +70,7 @@ def main(*groups) -> None:
         train(ranks, *begin(groups, ranks, kept_at=Path(args.output_dir) / KEY_FILE))
 
 
-def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> None:
+def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> None:
     """Train from loading the data to saving the model. Each rank runs this; only rank 0 talks to the swarm."""
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
     device, optimizer = ranks.device, None
@@ -89,7 +92,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
         if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
             dataset["train"].begin(data_seed(f"{swarm.dht.peer_id} {time.time()}", model_args.seed))
         contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
-        swarm.agree_on(contract, averaging_args.metadata_expiration)
+        swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)
         optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args)
     ranks.connect()
@@ -123,7 +126,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
     seed = data_seed(reader, model_args.seed, epoch)
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     handle_stop_signals(unsaved="this peer's work since its last checkpoint")
-    with ranks.catch_failure() as failure, stop_when_out_of_memory(args, device, model):
+    with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < final_epoch:
             feed.begin_epoch(epoch)
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
@@ -149,8 +152,8 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
         callback.on_train_end()
         ranks.end()
         swarm.leave(optimizer)
-        is_saved = callback.save_results(with_evaluation=not failure.error)
-        raise SystemExit(failure.code or not is_saved)
+        is_saved = callback.save_results(with_evaluation=not ranks.failure)
+        raise SystemExit(ranks.exit_code or not is_saved)
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:

@@ -5,24 +5,23 @@ checkpoints.
 Start it on a machine that others can reach, and send its --initial_peers line to new peers:
 
     python run_training_monitor.py --experiment_prefix my_albert --host_maddrs /ip4/0.0.0.0/tcp/31337 \\
-        --identity_path monitor.id
+        --identity_path monitor.id --status_port 8080
 
 On one machine, to try it out:
 
     python run_training_monitor.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2
 
 It reads the signed metrics that trainers publish after each epoch. It writes to --output_dir: metrics.jsonl (one line
-per epoch, another for a later evaluation), learning_curve.png, and at the end (Ctrl-C) summary.json.
-With --store_checkpoints it also downloads and saves the swarm's state every few epochs. It then needs the trainers'
-model, optimizer and averaging flags, and sends those that it has to new peers, which need not set them.
+per epoch, another for a later evaluation), learning_curve.png, and at the end (Ctrl-C) summary.json. With --status_port
+it shows the run in any browser. With --store_checkpoints it also downloads and saves the swarm's state every few
+epochs. It then needs the trainers' model, optimizer and averaging flags, and sends those that it has to new peers,
+which need not set them.
 
-To watch a swarm from any terminal without joining it, and to plot the metrics of a monitor:
+To plot the metrics of a monitor:
 
-    python run_training_monitor.py --watch --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -36,21 +35,81 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from monitoring.curves import plot_run
 from monitoring.history import load_history
-from monitoring.observer import Observer
-from monitoring.watch import watch_swarm
+from monitoring.page import open_page
+from monitoring.reader import RunReader, require_reachable
+from monitoring.report import RunReport
 from swarm.joining import Swarm
-from swarm.processes import clean_end
+from swarm.processes import clean_end, handle_stop_signals
 from training.page_client import format_join
-from training.settings import begin
+from training.settings import begin, make_swarm_config
 
 logger = logging.getLogger("monitor")
 
 
+def main(*groups) -> None:
+    """Run the monitor with instances of GROUPS, or draw the metrics of an earlier one."""
+    swarm_args, args, *_ = groups
+    setup_logging("monitor", args.logging_dir)
+    if args.plot:
+        plot(args.plot, args.output_dir, swarm_args.experiment_prefix)
+        return
+    membership, groups = begin(groups)
+    swarm_args, args, archive_args, *_ = groups
+    if swarm_args.client_mode:
+        raise UserError("--client_mode is for trainers: others must be able to reach a monitor")
+    if archive_args.repo_url:
+        from monitoring.hub import require_token  # and torch
+
+        require_token()
+
+    # start the DHT: from here on, this peer welcomes new peers
+    report, page = RunReport(args, swarm_args), open_page(swarm_args)
+    swarm = Swarm.join(make_swarm_config(swarm_args), membership)
+    reader = RunReader(swarm, report, groups, args.refresh_period)
+    if archive_args.store_checkpoints:
+        require_reachable(swarm)
+    swarm.warn_of_local_addresses()
+    flags = reader.flags
+    print_how_to_join(swarm, flags)
+
+    # the model, whose states to archive
+    optimizer = archive = None
+    if archive_args.store_checkpoints:
+        from monitoring.auxiliary import make_auxiliary  # slow imports that a monitor alone does not need
+
+        optimizer, archive, reader.contract = make_auxiliary(swarm, groups)
+
+    # threads, which must not start before all helper processes are forked
+    report.start_dashboard()
+    stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
+    if page:
+        page.serve(swarm.dht, lambda: reader.describe() | (archive.describe() if archive else {}), report.history)
+    reader.start()
+
+    # the loop; the reader's thread writes metrics.jsonl, and draws the curve
+    logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
+    while not stop.wait(min(1.0, args.refresh_period)):
+        metrics = reader.take_news()
+        if archive:
+            # a copy, because the reader's thread changes the history, and empties it if the run starts over
+            archive.step(metrics, list(report.history))
+        if reader.flags != flags:  # the first trainers have joined
+            flags = reader.flags
+            print_how_to_join(swarm, flags)
+
+    if archive:
+        archive.finish()
+    reader.finish()
+    swarm.leave(optimizer)
+
+
 def print_how_to_join(swarm: Swarm, flags: str) -> None:
-    """Print the addresses of this peer and a trainer's command that uses them.
+    """Print the addresses of this peer and a trainer's command that uses them, unless it accepts no connections.
 
     :param flags: the flags that must match on all peers
     """
+    if swarm.dht.client_mode:
+        return
     maddrs = swarm.list_maddrs()
     peers, command = " ".join(maddrs), format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
     print(
@@ -72,32 +131,6 @@ def plot(file: str, output_dir: str, prefix: str) -> None:
     if not Path(file).absolute().parent.is_dir() or Path(file).is_dir() or not plot_run(history, prefix, Path(file)):
         raise UserError(f"--plot {file} cannot be written: name a file in a folder that exists")
     print(f"{len(history):,} points up to epoch {history[-1]['epoch']:,} in {file}")
-
-
-def main(*groups) -> None:
-    """Run the monitor with instances of GROUPS."""
-    swarm, args, *_ = groups
-    setup_logging("monitor", args.logging_dir)
-    if args.plot:
-        plot(args.plot, args.output_dir, swarm.experiment_prefix)
-        return
-    if args.watch:  # its peer id must differ from the monitor's, even if both have the same --identity_path
-        groups = dataclasses.replace(swarm, identity_path=None), *groups[1:]
-    membership, groups = begin(groups)
-    if args.watch:
-        watch_swarm(groups[0], membership, args.refresh_period)
-        return
-    observer = Observer(membership, *groups)
-    if not observer.dht.client_mode:
-        print_how_to_join(observer.swarm, observer.flags)
-    stop = observer.begin()
-    logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
-    flags = observer.flags
-    while not stop.wait(min(1.0, args.refresh_period)):
-        observer.step()
-        if observer.flags != flags and not observer.dht.client_mode:
-            print_how_to_join(observer.swarm, flags := observer.flags)
-    observer.finish()
 
 
 if __name__ == "__main__":

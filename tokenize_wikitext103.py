@@ -26,13 +26,24 @@ on --num_proc.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from arguments import TokenizeArguments, parse_arguments
+from arguments import (
+    DEFAULT_DATASET_PATH,
+    DEFAULT_TOKENIZER_PATH,
+    LARGEST_SEED,
+    OBJECTIVES,
+    SHORTEST_INSTANCE,
+    parse_arguments,
+)
 from common.console import UserError, edge
 from common.files import unfinished_folder
+from common.flags import FlagGroup, flag
 from common.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
 from text.hosting import check_archive, make_archive
@@ -43,9 +54,61 @@ from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenize
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 
 
+@dataclass
+class TokenizeArguments(FlagGroup):
+    """Tokenization of a dataset."""
+
+    objective: OBJECTIVES = flag(
+        "mlm_sop",
+        "Kind of sequences. mlm_sop: segment pairs, for ALBERT and LeanALBERT, also usable by BERT; mlm: full "
+        "blocks of text, for BERT, RoBERTa and similar models; clm: full blocks with no special token except an end "
+        "token after each document, for GPT-2, Llama and similar models.",
+    )
+    corpus: Literal["wikitext103", "sample"] = flag(
+        "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample included in this repository."
+    )
+    text_files: list[str] = flag(
+        [],
+        "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz, UTF-8. A document is "
+        "a JSON line, a row, or a file (an article of a file in WikiText format).",
+    )
+    text_column: str = flag("text", "Field of a JSON line or a row that holds the text.")
+    tokenizer: str = flag("albert/albert-large-v2", "Tokenizer to use: a name on the Hugging Face Hub or a folder.")
+    train_tokenizer: bool = flag(
+        False, "Train a tokenizer on the text instead: Unigram as ALBERT's; for clm BPE of bytes, as GPT-2's."
+    )
+    vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of tokens in the vocabulary.", ge=100)
+    cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
+    keep_accents: bool = flag(False, "With --train_tokenizer: keep accents; Russian needs them. Always kept for clm.")
+    language: str = flag("english", "Language of the text, for splitting it into sentences.")
+    seq_length: int = flag(512, "Maximum number of tokens of a sequence.", ge=SHORTEST_INSTANCE)
+    seed: int = flag(42, "Seed of the split, the cuts and the swaps.", ge=0, le=LARGEST_SEED)
+    num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.", ge=1)
+    dataset_cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.", aliases=["--cache_dir"])
+    dataset_path: str = flag(DEFAULT_DATASET_PATH, "Folder to write the dataset to; must not exist yet.")
+    tokenizer_path: str = flag(DEFAULT_TOKENIZER_PATH, "Folder to write the tokenizer to; must not exist yet.")
+    archive: str | None = flag(None, "Archive for dataset and tokenizer, also existing ones: NAME.tar.gz or NAME.tar.")
+    archive_shards: int = flag(
+        1,
+        "With --archive NAME.tar.gz: number of parts, NAME-00000-of-0000N.tar.gz, with an index, NAME.json.",
+        requires="archive NAME.tar.gz",
+        ge=1,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
+            raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
+
+
 def main():
     (args,) = parse_arguments(TokenizeArguments, description=__doc__)
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
+    objective = args.objective
+    if objective not in KINDS:  # an objective of your own, which reuses a kind
+        from experiment.objectives import OBJECTIVES
+
+        args.objective = OBJECTIVES[objective].kind.name
     kind = KINDS[args.objective]
     # a second dataset for an existing tokenizer, which stays in its folder
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
@@ -55,7 +118,7 @@ def main():
             print(f"{dataset_path} and {tokenizer_path} exist already: packing them unchanged")
             return make_archive(dataset_path, tokenizer_path, args)
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
-    load_sentence_splitter(args.language, args.sentence_splitter)
+    load_sentence_splitter(args.language)
 
     source, splits = load_splits(args)
     with contextlib.ExitStack() as stack:
@@ -70,7 +133,7 @@ def main():
                 tokenizer = train(splits["train"], args)
             else:
                 cure = "--train_tokenizer, or --tokenizer with a folder"
-                tokenizer = load_tokenizer(args.tokenizer, kind, args.cache_dir, cure)
+                tokenizer = load_tokenizer(args.tokenizer, kind, args.dataset_cache_dir, cure)
             tokenizer.save_pretrained(unfinished_tokenizer)
             # tokenize with the saved files, which the peers will load
             tokenizer = load_tokenizer(unfinished_tokenizer, kind)
@@ -98,14 +161,14 @@ def main():
     paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
     print(
         "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to start one:\n"
-        f"python run_trainer.py {paths} --objective {args.objective}"
+        f"python run_trainer.py {paths} --objective {objective}"
     )
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
-    for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
+    for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
-            raise UserError(f"{path} already exists: remove it, or give another {flag}")
+            raise UserError(f"{path} already exists: remove it, or give another {name}")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
@@ -121,7 +184,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
     else:
         # raw, because the other version replaces rare words by <unk>
         name = ["Salesforce/wikitext", "wikitext-103-raw-v1"]
-        return load_hub_splits(name, "text", args.cache_dir, "--corpus sample or --text_files")
+        return load_hub_splits(name, "text", args.dataset_cache_dir, "--corpus sample or --text_files")
     if not documents:
         raise UserError(f"there is no text in {source}: give files that are not empty")
     return source, split_documents(documents, args)

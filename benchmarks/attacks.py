@@ -5,26 +5,21 @@
     python benchmarks/attacks.py --attacks nan huge --epochs 12
     python benchmarks/attacks.py --closed
 
-With --closed the run is closed and the attacker is not a member. If the attack is on rounds, it uses a forged
-invitation.
-
-Real processes on loopback: a monitor, three trainers of the demo model, and after some epochs hostile_peer.py, which
-describes the kinds. Weights, data order and batches per epoch are the same with and without it; batches are paced
-(paced_trainer.py), so that a fourth trainer takes no time from the others. A kind takes about a minute, all of them
-half an hour. What a row says:
-    acts       how often the attacker did what it is there for; an attack that did not happen does no harm
-    epochs     that the honest trainers have reached, of those asked for
+A swarm consists of a monitor, three trainers of the demo model and, after some epochs, hostile_peer.py. The honest
+peers are the same with and without it, and their batches are paced (paced_trainer.py). A kind takes about a minute,
+all of them half an hour. With --closed, the attacker is not a member, or has a forged invitation. Columns:
+    acts       number of acts of the attacker; an attack without acts proves nothing
+    epochs     reached by the honest trainers, of --epochs
     averaged   epochs since the attack that all honest trainers averaged together, of those reached
-    loss       validation loss of the worst honest model at the end (the undisturbed swarm's at the same epoch)
+    loss       validation loss of the worst honest model at the end (that of the undisturbed swarm at the same epoch)
     kept       progress kept: (loss at the start - loss) / (loss at the start - the undisturbed swarm's)
-    longest    longest epoch of an honest trainer, in usual ones: the first round with the attacker / all later ones.
-               What was still waited for in the end counts
-    apart      largest difference between weights of two honest models at the end; or which are not finite
-    exit       exit codes of the honest trainers; they are given 30 s to end by themselves, by Ctrl-C if need be
-    named by   honest trainers that name the attacker in a warning; with ! tracebacks in their logs
-    notes      what the attacker says of its last act; states that the honest trainers have taken over since; and what
-               became of a trainer that joined then, of the monitor, and of memory (PSS, the highest and before); with
-               --closed, the lines in which honest peers have counted refused calls, and the attacker's last words
+    longest    longest epoch of an honest trainer, as a multiple of the usual one: the first round with the attacker /
+               all later ones, with the unfinished epoch at the end
+    apart      largest difference between the weights of two honest models at the end, or the models that are not finite
+    exit       exit codes of the honest trainers, which get Ctrl-C and have 30 s to end
+    named by   honest trainers that name the attacker in a warning; with ! if their logs have tracebacks
+    notes      the attacker's last act; states that honest trainers loaded; the results of a joining trainer and of the
+               monitor; memory (PSS, the highest and before); with --closed, refused calls and the attacker's last words
 """
 
 import argparse
@@ -65,7 +60,7 @@ PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
 START_SECONDS, END_SECONDS = 300.0, 30.0
 NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on joining peers
 PAIRS = ("pair_ahead",)  # attacks of two peers
-EARLY = ("contract_first",)  # before any trainer is there
+EARLY = ("contract_first",)  # attacks before any trainer has joined
 MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # peers with measured memory
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 5 --total_steps 1000000 "
@@ -107,7 +102,7 @@ class Swarm:
         return [*self.common, *data, *TRAINER, *own, *identity, *more]
 
     def invite(self, name: str) -> Path:
-        """The file of an invitation for who has this identity; an attacker's own authority has signed the latter's."""
+        """Write an invitation for this identity, and return its path; a forged authority signs the attacker's."""
         identity, path = self.identities / f"{name}.id", self.folder / f"{name}.invite"
         if not identity.exists():
             new = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=RSAPrivateKey().to_bytes())
@@ -174,10 +169,10 @@ def list_honest() -> list[str]:
 
 
 class Judge:
-    """The validation loss of models, measured the same way for all."""
+    """A judge that measures the validation loss of all models in the same way."""
 
     def __init__(self, args: argparse.Namespace):
-        torch.set_num_threads(1)  # others compute too
+        torch.set_num_threads(1)  # the swarm needs the other cores
         model_args = ModelArguments(config_path="configs/demo.json", tokenizer_path=args.tokenizer_path, seed=args.seed)
         data_args = DataArguments(dataset_path=args.dataset_path)
         tokenizer, splits, _ = load_data(model_args, data_args, needs_validation=True)
@@ -185,7 +180,7 @@ class Judge:
         options = dict(batch_size=32, max_samples=128)
         self.batches = list(make_eval_batches(splits["validation"], tokenizer, data_args, **options))
         self.start_loss = self.measure()
-        #: of the undisturbed swarm, by epoch
+        #: losses of the undisturbed swarm, by epoch
         self.losses: dict[int, float] = {}
 
     def measure(self, folder: Path | None = None) -> float:
@@ -209,11 +204,11 @@ class Course:
 
     swarm: Swarm
     codes: list[int | None]  # exit codes of the honest trainers
-    began: float | None  # when the attacker first did something, or a newcomer came; None: there was no attack
-    ended: float  # when the honest trainers were asked to end, or had
+    began: float | None  # the time of the first act, or of a new peer's start; None without an attack
+    ended: float  # the time at which the honest trainers ended, or got Ctrl-C
     attacker: Script | None
     newcomer: Script | None
-    memory: list[float]  # MB, of who is in MEMORY
+    memory: list[float]  # MB of the peer in MEMORY
 
     @property
     def acts(self) -> list[dict]:
@@ -233,8 +228,8 @@ def find_peer(script: Script) -> str:
 def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identities: Path, seconds: float) -> Course:
     """Run one swarm from start to end.
 
-    :param kind: of the attack; None: none
-    :param seconds: at most, for the epochs after the attack
+    :param kind: the kind of attack, or None
+    :param seconds: the time limit of the epochs after the attack
     """
     swarm = Swarm(args, folder, identities)
     course = Course(swarm, [], None, 0.0, None, None, [])
@@ -287,7 +282,7 @@ def watch(course: Course, kind: str | None) -> None:
 
 
 def list_spans(course: Course) -> list[tuple[float, float]]:
-    """End and seconds of each epoch of each honest trainer, and of what it was still waiting for in the end."""
+    """Return the end and the seconds of each epoch of each honest trainer, with the unfinished one at the end."""
     spans = []
     for lines, code in zip(course.swarm.histories(), course.codes, strict=True):
         times = [line["time"] for line in lines]
@@ -298,7 +293,7 @@ def list_spans(course: Course) -> list[tuple[float, float]]:
 
 
 def find_longest(course: Course, usual: float) -> tuple[float, float]:
-    """The longest epoch in usual ones: of those under way when the attack began, and of all later ones."""
+    """Return the longest epoch, as a multiple of the usual one: during the start of the attack, and later."""
     later, first = [], []
     for lines in course.swarm.histories():
         borders = [line["time"] for line in lines if line["time"] > (course.began or 0)]
@@ -405,7 +400,7 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
     judge.learn_usual(folder / "none" / list_honest()[0])
     usual = statistics.median(seconds for _, seconds in list_spans(course))
     print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f} nats")
-    # where the machine has other work, peers are taken for dead without any attack
+    # if the machine has other work, peers are excluded without any attack
     print(f"{count_rounds(course)} epochs averaged by all; the processors were busy for {psutil.cpu_percent():.0f} %\n")
     print(f"| {TITLES} |\n{'|---' * len(TITLES.split('|'))}|")
     rows = [describe(None, course, judge, usual)]
@@ -414,7 +409,7 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
         seconds = PATIENCE * usual * (args.epochs - args.attack_after)
         try:
             course = run_swarm(args, kind, folder / kind, identities, seconds)
-        except AssertionError as e:  # from Script: the other rows are still worth having
+        except AssertionError as e:  # from Script; the other rows follow
             print(f"{kind}: {e}", file=sys.stderr)
             continue
         rows.append(describe(kind, course, judge, usual))
@@ -428,17 +423,17 @@ def main() -> None:
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     kinds = hostile_peer.KINDS
     parser.add_argument("--attacks", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
-    parser.add_argument("--epochs", type=int, default=16, help="that the honest trainers are to reach")
-    parser.add_argument("--attack_after", type=int, default=4, help="epochs; then the attacker is started")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
-    parser.add_argument("--closed", action="store_true", help="a run for members alone, and the attacker is a stranger")
+    parser.add_argument("--epochs", type=int, default=16, help="epochs of the honest trainers")
+    parser.add_argument("--attack_after", type=int, default=4, help="epochs before the attacker starts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
+    parser.add_argument("--closed", action="store_true", help="make a closed run; the attacker is not a member")
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
-    processes.IS_FORKING = True  # or each swarm spends half a minute on imports
+    processes.IS_FORKING = True  # otherwise each swarm takes half a minute for imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     try:
         rows = measure(args)
-    finally:  # also what was about to start; and nobody interrupts this
+    finally:  # with the children that have just started, and without interruption
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):

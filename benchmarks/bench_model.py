@@ -5,10 +5,10 @@
     python benchmarks/bench_model.py --shape albert-large --batch_size 16 --device cuda --bf16
     python benchmarks/bench_model.py --models transformers_sdpa lean --compile
 
-A step is a forward and a backward pass over made-up tokens of which 15 % carry a label, without padding. The models
-take turns; times are medians, ratios to the first model are medians of the ratios within a turn. Kept are all tensors
-that autograd holds after the forward pass, each storage once, the parameters apart. Peak is of the whole step, weights
-and gradients included, and only a GPU tells it.
+A step is a forward and a backward pass over random tokens without padding, of which 15 % have a label. The models take
+turns; times are medians, and ratios to the first model are medians of the ratios within a turn. "kept" is the size of
+all tensors that autograd holds after the forward pass, without parameters. "peak" is the memory of the whole step with
+weights and gradients, on a GPU only.
 """
 
 import argparse
@@ -164,8 +164,7 @@ def main() -> None:
 
 
 def find_mfu(shape: dict, name: str, tokens_per_second: float, gpu: str) -> float:
-    """Share of the GPU's bf16 peak that the model's own arithmetic takes, recomputation not counted; means something
-    with --bf16 alone."""
+    """Return the share of the GPU's bf16 peak that the model's arithmetic takes (for --bf16), without recomputation."""
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"] * (2 if "gated" in name else 1)
     products = 4 * hidden**2 + hidden * intermediate + hidden * shape["intermediate_size"] + 2 * LENGTH * hidden
     labelled = 1.0 if name in ("transformers_sdpa", "transformers_eager") else 0.15

@@ -1,7 +1,6 @@
-"""What a step of 8-bit LAMB costs beside torch_optimizer's Lamb, at ALBERT-large's 18 million parameters on the CPU,
-where the swarm's optimizer steps; and what libraries have of it, as far as they are installed.
+"""Compare a step of 8-bit LAMB with torch_optimizer's Lamb and other libraries, at ALBERT-large's size on the CPU.
 
-    pip install bitsandbytes torchao
+    pip install bitsandbytes torchao      # optional
     OMP_NUM_THREADS=1 python benchmarks/bench_optimizer.py
 
 It takes half a minute.
@@ -90,7 +89,7 @@ def measure_quantizers() -> None:
 
 
 def compare_lambs() -> None:
-    """How far two equal steps move weights of two sizes, as a share of their norm: equally far with a trust ratio."""
+    """Print how far two equal steps move weights of two scales, relative to their norm."""
     try:
         import bitsandbytes
     except ImportError:

@@ -1,28 +1,25 @@
-"""Samples per second of the trainer, alone and in a swarm of two, compared with a plain loop and transformers' Trainer.
+"""Compare the trainer's samples per second, alone and in a swarm of two, with a plain loop and transformers' Trainer.
 
     pip install accelerate                                    # for transformers' Trainer; without: --no_transformers
     python benchmarks/bench_trainer.py --families bert albert --turns 3
     python benchmarks/bench_trainer.py --families bert --shape bert-base --seq_length 512 --device cuda --bf16 \\
         --batch_size 32 --vocab_size 30000
 
-All compute the same: the model of the family, batches of the sample corpus, gradients summed over what a swarm of one
-calls an epoch, clipped, AdamW. They take turns, each in processes of its own, on a CPU with one thread a process:
+All train the same model with AdamW, on the same batches of the sample corpus. They take turns, each in its own
+processes, with one thread per process on a CPU:
 
     plain           a loop of thirty lines, see run_plain
-    transformers    transformers.Trainer, with the same forward pass, which computes logits at labels alone
+    transformers    transformers.Trainer, with the same forward pass, which computes logits at labels only
     one             run_trainer.py as the only peer
-    two             two of them in one swarm: what each of them computes. On one GPU they share it.
+    two             two of them in one swarm, each measured; on one GPU, they share it
 
-The plain loop chooses, at its first turn, how many samples take --epoch_seconds, and how many batches a step of a
-second. Rates are taken between ends of epochs, behind the first ones; those of run_trainer.py from its history.jsonl. A
-ratio is to the plain loop of the same turn, and of several turns the median counts. A process starts in 10 to 30
-seconds and measures for --epochs x --epoch_seconds: a turn of a family takes about four times both.
+In its first turn, the plain loop chooses the samples of an epoch of --epoch_seconds, and the batches of a step of one
+second. Rates are taken between ends of epochs, without the first ones. A ratio compares with the plain loop of the same
+turn; the median of the turns counts. A turn of a family takes about four times the start of a process (10 to 30 s) and
+--epochs x --epoch_seconds. If a CPU has other work, compare the samples per CPU second of a process with its helpers.
 
-Samples per CPU second, of a process with all its helpers, are the figure to look at on a CPU that others use as well.
-
-FLOP are those of the matrix products of a forward and a backward pass, as torch counts them while it computes some
-batches: weights that layers share count as often as they are used, logits where they are computed, padding is included.
-MFU is FLOP per sample x samples/s, as a share of what the GPU's data sheet promises for dense bf16.
+FLOP are those of the matrix products of a forward and a backward pass with padding, as torch counts them. MFU is FLOP
+per sample x samples/s, as a share of the GPU's dense bf16 peak by its data sheet.
 """
 
 import argparse
@@ -54,7 +51,7 @@ SHAPES = {
 OBJECTIVES = {"albert": "mlm_sop", "lean_albert": "mlm_sop", "bert": "mlm", "roberta": "mlm", "distilbert": "mlm"}
 OBJECTIVES |= {"gpt2": "clm", "llama": "clm"}
 WAYS = ["plain", "transformers", "one", "two"]
-# epochs that are not measured: in the first ones processes start, and find each other
+# epochs that are not measured, because processes start and find each other
 WARM_UP = 1
 
 
@@ -66,7 +63,7 @@ def make_config(family: str, shape: str, length: int) -> dict:
         sizes = dict(dim=hidden, n_layers=layers, n_heads=heads, hidden_dim=inner, max_position_embeddings=length)
     else:
         sizes = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner)
-        # RoBERTa counts positions from behind the number of the token of padding
+        # RoBERTa's positions start after the number of the padding token
         sizes["max_position_embeddings"] = length + 16 * (family == "roberta")
     if family in ("albert", "lean_albert"):
         sizes["embedding_size"] = 128
@@ -74,7 +71,7 @@ def make_config(family: str, shape: str, length: int) -> dict:
 
 
 def make_data(args: argparse.Namespace, objective: str) -> dict[str, str]:
-    """Flags that name the sample corpus, tokenized for this objective, once for all runs of the benchmark."""
+    """Tokenize the sample corpus for this objective, once for all runs, and return the flags that name it."""
     folder = Path(args.folder) / f"{objective}-{args.seq_length}-{args.vocab_size}"
     flags = {"--dataset_path": str(folder / "dataset"), "--tokenizer_path": str(folder / "tokenizer")}
     if not (folder / "dataset").is_dir():
@@ -86,11 +83,11 @@ def make_data(args: argparse.Namespace, objective: str) -> dict[str, str]:
     return flags
 
 
-# --- what the trainer is compared with, each in a process of its own --------------------------------------------------
+# --- the other ways, each in its own process --------------------------------------------------------------------------
 
 
 class Meter:
-    """Counts samples, tokens and time from the first end of an epoch that is measured to the last one."""
+    """A meter of samples, tokens and time, from the first measured end of an epoch to the last one."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.ends, self.samples = args, [], 0
@@ -105,13 +102,13 @@ class Meter:
     def end_epoch(self, waited: float) -> bool:
         """Return whether that was the last epoch.
 
-        :param waited: seconds for data since the end before
+        :param waited: seconds spent waiting for data since the previous end
         """
         self.ends.append((time.monotonic(), self.samples, waited, time.process_time()))
         return len(self.ends) > WARM_UP + self.args.epochs - 1
 
     def report(self, **more) -> None:
-        """One line of JSON for the process that compares."""
+        """Print the results as a line of JSON."""
         import torch
 
         first, *rest = self.ends[WARM_UP - 1 :]
@@ -129,7 +126,7 @@ class Meter:
 
 
 def prepare(args: argparse.Namespace) -> tuple:
-    """(model, its device, autocast, optimizer, endless batches): what run_trainer.py makes of the same flags."""
+    """Return the model, its device, autocast, the optimizer and endless batches, as run_trainer.py makes them."""
     from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
     from experiment.data import load_data, make_train_batches
     from experiment.optimizer import make_local_optimizer, make_param_groups
@@ -155,10 +152,10 @@ def run_plain(args: argparse.Namespace) -> None:
 
     from experiment.objectives import compute_losses
     from training.model import move_batch
-    from training.prefetch import DeviceFeed
+    from training.prefetch import PrefetchLoader
 
     model, device, autocast, optimizer, batches = prepare(args)
-    feed, meter = DeviceFeed(batches, device), Meter(args)
+    feed, meter = PrefetchLoader(batches, device), Meter(args)
 
     def compute(batch: dict, accumulation: int) -> None:
         with autocast:
@@ -192,10 +189,10 @@ def run_plain(args: argparse.Namespace) -> None:
 
 
 def choose_sizes(args: argparse.Namespace, compute) -> dict[str, int]:
-    """Samples that take --epoch_seconds, and how many batches a step of one second has."""
+    """Choose the samples of an epoch of --epoch_seconds, and the number of batches in a step of one second."""
     import torch
 
-    # on a CPU that others use as well, seconds of this process
+    # CPU seconds of this process, because a CPU may have other work
     clock = time.monotonic if args.device.startswith("cuda") else time.process_time
     for _ in range(3):
         compute()
@@ -217,10 +214,10 @@ def run_transformers(args: argparse.Namespace) -> None:
 
     from experiment.objectives import compute_losses
     from training.model import move_batch
-    from training.prefetch import DeviceFeed
+    from training.prefetch import PrefetchLoader
 
     model, device, _, optimizer, batches = prepare(args)
-    feed, meter = DeviceFeed(batches, device), Meter(args)
+    feed, meter = PrefetchLoader(batches, device), Meter(args)
 
     class Batches(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -243,14 +240,14 @@ def run_transformers(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(
             output_dir=folder,
-            per_device_train_batch_size=1,  # of what is a whole batch already
+            per_device_train_batch_size=1,  # an item is a whole batch
             gradient_accumulation_steps=args.target_batch_size // args.batch_size,
             max_steps=10**6,
-            max_grad_norm=0.0,  # the optimizer clips by itself
+            max_grad_norm=0.0,  # the optimizer clips
             bf16=args.bf16,
             use_cpu=device.type == "cpu",
-            dataloader_num_workers=0,  # the batches have workers of their own
-            accelerator_config={"dispatch_batches": False},  # or it cuts each tensor to as many entries as rows
+            dataloader_num_workers=0,  # the batches have their own workers
+            accelerator_config={"dispatch_batches": False},  # otherwise it cuts each tensor to the number of rows
             remove_unused_columns=False,
             save_strategy="no",
             logging_strategy="no",
@@ -265,7 +262,7 @@ def run_transformers(args: argparse.Namespace) -> None:
             optimizers=(optimizer, None),
             callbacks=[EndOfEpoch()],
         )
-        # it keeps its console lines for itself
+        # its console lines must not mix with the results
         with contextlib.redirect_stdout(sys.stderr):
             trainer.train()
     meter.report()
@@ -285,7 +282,7 @@ def run_child(args: argparse.Namespace, way: str, own: dict) -> dict:
 
 
 def start_trainer(args, own: dict, folder: Path, prefix: str, peers: list[str], count: int) -> subprocess.Popen:
-    """A trainer as users start it; its output goes to folder/log."""
+    """Start a trainer as users do; its output goes to folder/log."""
     folder.mkdir(parents=True)
     flags = {
         **{f"--{name}": own[name] for name in ("config_path", "dataset_path", "tokenizer_path")},
@@ -315,7 +312,7 @@ def read_lines(folder: Path) -> list[dict]:
 
 
 def run_swarm(args: argparse.Namespace, own: dict, count: int) -> dict:
-    """Return the mean of these trainers over --epochs with all of them."""
+    """Return the means over these trainers and --epochs joint epochs."""
     prefix = f"benchmark_{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         folders = [Path(name) / str(number) for number in range(count)]
@@ -369,7 +366,7 @@ def in_rounds(line: dict) -> float:
 
 
 def find_joint(lines: list[dict], count: int) -> list[dict]:
-    """The epochs since all have taken part, behind those of the start."""
+    """Return the joint epochs, without the first ones."""
     return [line for line in lines if line["averaged_with"] == count][WARM_UP - 1 :]
 
 
@@ -384,7 +381,7 @@ def check_alive(processes: list[subprocess.Popen], folders: list[Path]) -> None:
 
 
 def compare(args: argparse.Namespace, family: str) -> None:
-    """All ways in turn; prints each turn, then the medians."""
+    """Run all ways in turn; print each turn, then the medians."""
     config = Path(args.folder) / f"{family}-{args.shape}-{args.seq_length}.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps(make_config(family, args.shape, args.seq_length)))
@@ -429,14 +426,13 @@ def compare(args: argparse.Namespace, family: str) -> None:
 
 
 def find_medians(name: str, results: list[dict], plain: list[dict]) -> tuple[float, float]:
-    """Of a rate, and of its ratio to the plain loop's, turn by turn."""
+    """Return the medians of a rate, and of its ratio to the plain loop's in the same turn."""
     ratios = [values[name] / other[name] for values, other in zip(results, plain, strict=True)]
     return statistics.median(values[name] for values in results), statistics.median(ratios)
 
 
 def find_peak() -> float:
-    """FLOP/s of this GPU by its data sheet; NaN where that is not known. Asked in another process: CUDA contexts cost
-    memory."""
+    """Return the FLOP/s of this GPU by its data sheet, or NaN. Another process asks: a CUDA context takes memory."""
     from bench_model import PEAK_FLOPS
 
     question = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
@@ -449,17 +445,17 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--seq_length", type=int, default=64)
-    parser.add_argument("--vocab_size", type=int, default=4000, help="of the tokenizer that is made, at most")
+    parser.add_argument("--vocab_size", type=int, default=4000, help="maximum vocabulary of the tokenizer")
     parser.add_argument("--batch_size", type=int, default=16, help="samples per forward pass")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the first GPU that is visible")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the first visible GPU")
     parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--num_workers", type=int, help="processes that prepare batches; default: 0, on a GPU 4")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3, help="that are measured in each turn")
-    parser.add_argument("--epoch_seconds", type=float, default=10, help="of the plain loop")
+    parser.add_argument("--epochs", type=int, default=3, help="measured epochs in each turn")
+    parser.add_argument("--epoch_seconds", type=float, default=10, help="seconds of an epoch of the plain loop")
     parser.add_argument("--no_transformers", action="store_true", help="skip transformers' Trainer")
-    parser.add_argument("--folder", default="outputs/bench_trainer", help="for data and configurations")
-    # what a process of this script is told
+    parser.add_argument("--folder", default="outputs/bench_trainer", help="folder for data and configurations")
+    # flags for the processes of this script
     for name, kind in dict(way=str, config_path=str, dataset_path=str, tokenizer_path=str, flop=float).items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     for name in ("target_batch_size", "accumulation"):
@@ -469,7 +465,7 @@ def main() -> None:
     if args.num_workers is None:
         args.num_workers = 4 if args.device.startswith("cuda") else 0
     if args.device == "cuda":
-        # transformers' Trainer and run_trainer.py take all that are visible
+        # transformers' Trainer and run_trainer.py use all visible GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if args.way:
         {"plain": run_plain, "transformers": run_transformers}[args.way](args)

@@ -5,24 +5,23 @@
     python benchmarks/chaos.py --minutes 2 --faults kill stop --trainers 3
     python benchmarks/chaos.py --minutes 10 --mbits 20 --rtt_ms 75 --large
 
-A monitor and the trainers train undisturbed, then with a fault every --fault_every seconds, then undisturbed again, and
-end with Ctrl-C. The faults:
-    kill       kill -9 of all processes of a trainer, which is started again with the same command after a few seconds
-    main       the same, but of its main process alone: its helpers have to end themselves
-    stop       SIGSTOP of all its processes for 20 s, as a laptop that is closed
-    partition  half of the trainers cut off from the others for 20 s; needs root (see tests/netlab.py), or is left out
-Batches are paced (paced_trainer.py), so that the cores are not the bottleneck and a trainer computes at the same speed
-whatever becomes of the others. --large takes a model of 14 M parameters and epochs of about 40 s, of which averaging
-takes half at 20 Mbit/s; undisturbed phases are three times as long then, and faults half as frequent.
+A monitor and the trainers run undisturbed, then with a fault every --fault_every seconds, then undisturbed again, and
+end with Ctrl-C. Batches are paced (paced_trainer.py). The faults:
+    kill       kill -9 of all processes of a trainer, and the same command again a few seconds later
+    main       the same for its main process only: its helpers have to end by themselves
+    stop       SIGSTOP of all its processes for 20 s, like a closed laptop
+    partition  half of the trainers cut off from the others for 20 s; only with root (see tests/netlab.py)
+--large takes a model of 14 M parameters and epochs of about 40 s, half of it for averaging at 20 Mbit/s. Undisturbed
+phases are then three times as long, and faults half as frequent.
 
 Figures:
-    goodput          samples that reached an optimizer step / samples computed. What a killed trainer had computed since
-                     its last epoch is its own loss and stands apart; what waits for the next round is not lost
-    throughput kept  samples per second and live trainer that reached a step, relative to the undisturbed swarm. Not
-                     live: killed, until its loop begins again; frozen; and the epoch that a kill cut short
-    worst stall      longest time that a live trainer waited for an epoch beyond what the trainers that it could reach
-                     needed for their samples; and the longest time in which its loop stood still
-    recovery         from the restart (or thaw, or healing) to the next epoch averaged by all that are live
+    goodput          samples that reached an optimizer step / samples computed. Pending samples are not lost, and those
+                     of a killed trainer since its last epoch do not count
+    throughput kept  samples per second and live trainer that reached a step, relative to the undisturbed swarm. A
+                     trainer is not live until its loop starts, while frozen, and in an epoch that a kill cut short
+    worst stall      longest time that a live trainer waited for an epoch after the trainers that it could reach had the
+                     samples; and the longest time without a step of its loop
+    recovery         from the restart, thaw or healing to the next epoch averaged by all live trainers
     agreement        largest difference between any two trainers' weights at the end
 """
 
@@ -58,12 +57,12 @@ TRAINER = (
 
 
 class Trainer:
-    """One place in the swarm: a command, run again after each kill, and when it was away."""
+    """A trainer: its command, which runs again after each kill, its runs and the times at which it was frozen."""
 
     def __init__(self, name: str, folder: Path, command: list, prefix: list[str]):
         self.name, self.folder, self.prefix = name, folder, prefix
         self.command = [*command, "--output_dir", folder]
-        self.runs: list[dict] = []  # started, ready, ended: times; log, and history once it has ended
+        self.runs: list[dict] = []  # the times started, ready and ended; the history after the end
         self.frozen: list[list[float]] = []  # [from, to]
         folder.mkdir()
 
@@ -73,7 +72,7 @@ class Trainer:
         self.script = Script(log, *self.command, prefix=self.prefix)
 
     def look(self) -> None:
-        """Note the time at which the loop begins."""
+        """Record the time at which the loop starts."""
         if self.runs[-1]["ready"] is None and "until epoch" in self.script.text:
             self.runs[-1]["ready"] = time.time()
 
@@ -81,7 +80,7 @@ class Trainer:
         return self.runs[-1]["ended"] is None and self.script.process.poll() is not None
 
     def note_end(self) -> None:
-        """After a kill: keep the history, whether the next run appends to the file or starts it over."""
+        """Keep the history of a run that has ended; the next run starts a new file."""
         self.runs[-1].update(ended=time.time(), history=self.read_history())
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "history.jsonl").rename(self.folder / f"history-{len(self.runs) - 1}.jsonl")
@@ -103,7 +102,7 @@ class Chaos:
     def __init__(self, args: argparse.Namespace, net: netlab.Net | None, folder: Path):
         self.args, self.net, self.folder = args, net, folder
         self.random = random.Random(args.seed)
-        self.events: list[dict] = []  # time, kind, names; and until: when it was undone
+        self.events: list[dict] = []  # the time, kind, names and end of each fault
         self.partitions: list[list] = []  # [from, to, names cut off]
         self.pending: list[tuple[float, Callable[[], None]]] = []
         self.begin = time.time()
@@ -150,10 +149,7 @@ class Chaos:
             script.kill()
 
     def wait_for_joint_epoch(self, seconds: float) -> dict | None:
-        """The first epoch from now on that all trainers have averaged, or None when there is none in time.
-
-        :param seconds: of a small model
-        """
+        """Return the next epoch that all trainers average, or None after this time (for a small model)."""
         begin, seconds = time.time(), seconds * (3 if self.args.large else 1)
 
         def find() -> dict | None:
@@ -172,7 +168,7 @@ class Chaos:
     # --- faults
 
     def work(self) -> None:
-        """Do what is due, and look after the trainers."""
+        """Run the actions that are due, and restart trainers that have ended."""
         for due, action in list(self.pending):
             if time.time() >= due:
                 self.pending.remove((due, action))
@@ -193,8 +189,8 @@ class Chaos:
         self.pending.append((time.time() + seconds, action))
 
     def strike(self, kind: str) -> None:
-        """One fault, and when it is to be undone."""
-        # whoever is there and trains; a partition takes half of all
+        """Cause a fault, and schedule its end."""
+        # only live trainers, except for a partition, which takes half of all
         able = [t for t in self.trainers if t.runs[-1]["ready"] and not t.runs[-1]["ended"]]
         able = [t for t in able if not (t.frozen and t.frozen[-1][1] is None)]
         if kind == "partition":
@@ -239,18 +235,18 @@ class Chaos:
         self.later(RESTART_AFTER if kind in ("kill", "main") else FAULT_SECONDS, undo)
 
     def run_phase(self, name: str, seconds: float, kinds: list[str] = ()) -> list[float]:
-        """Let the time pass, with faults if any; returns begin and end."""
+        """Wait, with these kinds of faults, and return the times of the begin and the end."""
         begin, bag = time.time(), []
         self.say(f"{name} for {seconds:.0f} s")
         psutil.cpu_percent()
         for number in range(int(seconds / self.args.fault_every) if kinds else 0):
-            if not bag:  # each kind as often as the others
+            if not bag:  # all kinds are equally frequent
                 bag = self.random.sample(kinds, len(kinds))
             self.later((number + 0.2) * self.args.fault_every, partial(self.strike, bag.pop()))
         while time.time() < begin + seconds or self.pending:
             self.work()
             time.sleep(0.1)
-        # where the machine has other work, phases cannot be compared
+        # if the machine has other work, phases cannot be compared
         self.say(f"the processors were busy for {psutil.cpu_percent():.0f} % of the time")
         return [begin, time.time()]
 
@@ -264,11 +260,11 @@ def overlap(a: list[float], b: list[float]) -> float:
 
 
 def gains(trainer: Trainer) -> list[dict]:
-    """For each epoch of each run: begin, end; samples reached, lost and pending then; the loop's longest standstill."""
+    """Return for each epoch of each run the begin and end, the samples reached and lost, and the longest step."""
     result = []
     for run, lines in trainer.histories():
         begin = run["ready"]
-        # a run may continue from what a checkpoint has counted
+        # a run may continue from the counts of a checkpoint
         last = None
         for line in lines:
             if last is None:
@@ -285,9 +281,9 @@ def gains(trainer: Trainer) -> list[dict]:
 
 
 def live_intervals(trainer: Trainer, end: float, epoch_seconds: float, is_strict: bool = False) -> list[list[float]]:
-    """When a trainer trained: its loop runs, it is not frozen, and no kill cuts the epoch short (two epochs at most).
+    """Return the times in which a trainer was live: its loop ran, it was not frozen, and no kill cut the epoch short.
 
-    :param is_strict: also without the epoch in which it was frozen, whose samples come late
+    :param is_strict: whether to exclude also the epoch in which it was frozen, whose samples come late
     """
     result = []
     for run, lines in trainer.histories():
@@ -306,7 +302,7 @@ def live_intervals(trainer: Trainer, end: float, epoch_seconds: float, is_strict
 
 
 def count_reached(trainers: list[Trainer], phase: list[float]) -> float:
-    """Samples that reached a step, an epoch's spread evenly over its time."""
+    """Return the samples that reached a step in this phase; those of an epoch are spread evenly over its time."""
     return sum(
         gain["reached"] * overlap([gain["begin"], gain["end"]], phase) / (gain["end"] - gain["begin"])
         for trainer in trainers
@@ -321,14 +317,14 @@ def throughput(trainers: list[Trainer], phase: list[float], epoch_seconds: float
 
 
 def find_stalls(chaos: Chaos, phase: list[float], rate: float, epoch_seconds: float) -> list[dict]:
-    """For each epoch of each trainer in the phase: seconds beyond those in which the samples can have come together.
+    """Return for each epoch of each trainer in the phase the seconds after its samples could have been complete.
 
-    :param rate: samples per second of one undisturbed trainer, rounds included
+    :param rate: samples per second of one undisturbed trainer, with rounds
     """
     live = {t.name: live_intervals(t, phase[1], epoch_seconds, is_strict=True) for t in chaos.trainers}
 
     def supply(name: str, begin: float, end: float) -> float:
-        """Samples of those that the trainer can reach, itself included."""
+        """Return the samples of the trainers that this one can reach, and its own."""
         borders = sorted({begin, end, *(x for f, t, _ in chaos.partitions for x in (f, t) if begin < x < end)})
         samples = 0.0
         for part in zip(borders, borders[1:], strict=False):
@@ -342,7 +338,7 @@ def find_stalls(chaos: Chaos, phase: list[float], rate: float, epoch_seconds: fl
     for trainer in chaos.trainers:
         epochs = gains(trainer)
         spans = [(gain["begin"], gain["end"], gain["epoch"]) for gain in epochs]
-        # the epoch that a kill, or the phase's end, cut short: it may have stood still already
+        # with the epoch that a kill or the phase's end cut short, which may have stalled
         for run, lines in trainer.histories():
             if run["ready"]:
                 last = lines[-1] if lines else dict(time=run["ready"], epoch=-1)
@@ -350,7 +346,7 @@ def find_stalls(chaos: Chaos, phase: list[float], rate: float, epoch_seconds: fl
         for begin, end, epoch in spans:
             if begin is None or end <= phase[0] or begin >= phase[1] or end <= begin:
                 continue
-            # it had to catch up first: that is its recovery
+            # catching up after a freeze counts as recovery
             if any(overlap(frozen, [begin, end]) for frozen in trainer.frozen):
                 continue
             needed = begin
@@ -361,7 +357,7 @@ def find_stalls(chaos: Chaos, phase: list[float], rate: float, epoch_seconds: fl
 
 
 def find_standstills(chaos: Chaos, phase: list[float]) -> list[dict]:
-    """The loops' longest times between two steps, without those in which they were frozen."""
+    """Return the loops' longest times between two steps, without the time in which they were frozen."""
     standstills = []
     for trainer in chaos.trainers:
         for gain in gains(trainer):
@@ -373,7 +369,7 @@ def find_standstills(chaos: Chaos, phase: list[float]) -> list[dict]:
 
 
 def find_recovery(chaos: Chaos, event: dict, end: float, epoch_seconds: float) -> float | None:
-    """Seconds from the end of a fault to the first epoch that the victims have averaged with all that are live."""
+    """Return the seconds from the end of a fault to the first epoch that its victims average with all live trainers."""
     live = [live_intervals(trainer, end, epoch_seconds) for trainer in chaos.trainers]
     done = []
     for trainer in chaos.trainers:
@@ -482,7 +478,7 @@ def run(args: argparse.Namespace, net: netlab.Net | None, folder: Path) -> dict:
         chaos.say(f"epoch {joint['epoch']} averaged by all" if joint else "no epoch averaged by all within 120 s")
         memory.append(measure_memory(chaos))
         phases["undisturbed again"] = chaos.run_phase("undisturbed", args.undisturbed)
-        # all end with the same epoch: some time after it has begun, when its parameters have been averaged
+        # all end in the same epoch, after its parameters have been averaged
         chaos.wait_for_joint_epoch(120)
         time.sleep(4)
         for trainer in chaos.trainers:
@@ -507,17 +503,22 @@ def main() -> None:
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     parser.add_argument("--trainers", type=int, default=4)
-    parser.add_argument("--target_batch_size", type=int, default=512, help="about 8 s of four trainers")
+    parser.add_argument(
+        "--target_batch_size",
+        type=int,
+        default=512,
+        help="samples: 8 s of four trainers",
+    )
     parser.add_argument("--target_group_size", type=int, default=16)
-    parser.add_argument("--minutes", type=float, default=5, help="of the chaos")
-    parser.add_argument("--undisturbed", type=float, default=60, help="seconds before the chaos, and again after it")
-    parser.add_argument("--fault_every", type=float, default=30, help="seconds")
+    parser.add_argument("--minutes", type=float, default=5, help="minutes with faults")
+    parser.add_argument("--undisturbed", type=float, default=60, help="seconds without faults, before and after")
+    parser.add_argument("--fault_every", type=float, default=30, help="seconds between two faults")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
-    parser.add_argument("--rtt_ms", type=float, default=20, help="of each path, where the network is emulated")
-    parser.add_argument("--mbits", type=float, default=100, help="of each peer, up and down, likewise")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the schedule")
+    parser.add_argument("--rtt_ms", type=float, default=20, help="of each path of the emulated network")
+    parser.add_argument("--mbits", type=float, default=100, help="of each peer there, up and down")
     parser.add_argument("--json", type=Path, help="file for the raw figures")
-    parser.add_argument("--flags", default="", help="more flags for all trainers, in one word")
+    parser.add_argument("--flags", default="", help="more flags for all trainers, as one word")
     parser.add_argument("--large", action="store_true", help="14 M parameters, epochs of about 40 s at 20 Mbit/s")
     args = parser.parse_args()
     if args.large:

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/checks.py
     OMP_NUM_THREADS=1 python benchmarks/checks.py --millions 60 --peers 8
 
-In one process and without a network: one peer averages its part of the gradients of all, and takes back what the others
-have averaged; the same with hivemind's classes and with ours (swarm/guard.py); and once a round, what is new: the
-sketch of the parameters, the signature of the standing, and the signatures of the others.
+In one process and without a network, a peer averages its part of all gradients, and receives the averages of the
+others: with hivemind's classes and with ours (swarm/guard.py). It also measures the sketch of the parameters and the
+signatures, once a round.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from swarm.matchmaking import is_signed, sign_round_state
 from utils import find_peer_id
 
 TURNS = 7
-PART = 2**17  # numbers, as hivemind cuts them
+PART = 2**17  # numbers in a part, as in hivemind
 MAX_WEIGHT = 512
 
 
@@ -46,7 +46,7 @@ async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
 
 
 def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
-    """Register what each of the others has averaged."""
+    """Register the averages of the other peers."""
     container = (VerifyingContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
     if is_guarded:
         container.configure(RoundSettings(), own_index=0)
@@ -67,9 +67,9 @@ def measure(function) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=14.0, help="parameters")
+    parser.add_argument("--millions", type=float, default=14.0, help="millions of parameters")
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--epoch_seconds", type=float, default=20.0, help="to compare with")
+    parser.add_argument("--epoch_seconds", type=float, default=20.0, help="seconds of the epoch in the last line")
     args = parser.parse_args()
     numbers, peers = int(args.millions * 1e6), args.peers
     gradients, parameters = torch.randn(peers, numbers // peers), torch.randn(numbers)

@@ -1,4 +1,4 @@
-"""Measure the costs of a closed run: the exchange of credentials, and its epochs next to those of an open run.
+"""Measure the costs of a closed run: the exchange of credentials, and its epochs compared with those of an open run.
 
     python benchmarks/credentials.py
     python benchmarks/credentials.py --pairs 3 --epochs 12
@@ -83,11 +83,11 @@ def measure_epochs(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=0, help="of an open and a closed swarm, in turn")
-    parser.add_argument("--epochs", type=int, default=12, help="of each swarm")
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of an open and a closed swarm")
+    parser.add_argument("--epochs", type=int, default=12, help="epochs of each swarm")
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     parser.set_defaults(attack_after=4)
     args = parser.parse_args()
     measure_epochs(args) if args.pairs else measure_calls()

@@ -7,15 +7,14 @@
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --model MODEL --mbits 1 --pace 0.4 --minutes 10 --seeds 0 \\
         --runs 3 "3 --local_steps 25 --local_steps_from 0 --compression sparse"
 
-A run is a number of trainers and flags for them; each begins with a monitor of its own, and ends after --samples of the
-whole swarm or after --minutes. The first trainer measures the validation loss now and then, all others at the end. The
-row of a run:
-    loss        validation loss of the first trainer's model at the end, and in terms of the first run's
-    samples     of all trainers together that are in the model
+A run is a number of trainers and their flags. It has its own monitor, and ends after --samples of the whole swarm or
+after --minutes. The first trainer measures the validation loss regularly. Columns:
+    loss        validation loss of the first trainer's model at the end, and its ratio to the first run's
+    samples     of all trainers that are in the model
     computing   share of the trainers' time, from their third epoch on
-    MB sent     by a trainer on the average, for rounds and states
---mbits takes an emulated network (tests/netlab.py, needs root), where each batch of --large waits for --pace seconds
-instead of a GPU's work: two cores are no bottleneck then.
+    MB sent     by a trainer on average, for rounds and states
+--mbits emulates a network (tests/netlab.py, needs root). With --pace, a batch waits instead of a GPU's work, so that
+the cores are not the bottleneck.
 """
 
 import argparse
@@ -101,7 +100,8 @@ class Run:
 
     def report(self) -> dict:
         histories = [self.read(trainer) for trainer in self.trainers]
-        computed = Counter()  # by epoch: where epochs are short, the swarm computes more than a batch until all know
+        # by epoch; in short epochs, the swarm computes more than a batch before all peers know
+        computed = Counter()
         for lines in histories:
             computed.update({line["epoch"]: line["samples_accumulated"] for line in lines})
         samples = dict(zip(sorted(computed), accumulate(computed[epoch] for epoch in sorted(computed)), strict=True))
@@ -136,19 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    parser.add_argument("--runs", nargs="+", default=RUNS, help="number of trainers and flags of theirs, in one word")
+    parser.add_argument("--runs", nargs="+", default=RUNS, help="number of trainers and their flags, as one word")
     parser.add_argument("--samples", type=int, default=51_200)
-    parser.add_argument("--minutes", type=float, default=30, help="a run at most")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the initial weights")
+    parser.add_argument("--minutes", type=float, default=30, help="time limit of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the initial weights")
     parser.add_argument("--target_batch_size", type=int, default=128)
-    parser.add_argument("--batch_size", type=int, default=16, help="of a trainer's steps")
+    parser.add_argument("--batch_size", type=int, default=16, help="samples of a trainer's step")
     parser.add_argument("--eval_steps", type=int, default=25, help="epochs between two measurements")
     parser.add_argument("--eval_samples", type=int, default=512)
-    parser.add_argument("--model", help="folder of a model that all go on from, instead of a new one")
-    parser.add_argument("--large", action="store_true", help="14 M parameters")
+    parser.add_argument("--model", help="folder of a model to continue from, instead of a new one")
+    parser.add_argument("--large", action="store_true", help="train a model of 14 M parameters")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that each batch waits")
-    parser.add_argument("--mbits", type=float, help="of each peer, up and down, on an emulated network")
-    parser.add_argument("--rtt_ms", type=float, default=75, help="of each path there")
+    parser.add_argument("--mbits", type=float, help="Mbit/s of each peer, up and down, on an emulated network")
+    parser.add_argument("--rtt_ms", type=float, default=75, help="milliseconds of each path there")
     parser.add_argument("--picture", type=Path, help="file for all curves")
     parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args()

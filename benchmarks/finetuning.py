@@ -3,9 +3,8 @@
     python demo.py --config_path configs/lean-demo.json
     python benchmarks/finetuning.py --models demo_output/trainer1/model
 
-The task: does sentence B follow sentence A in a novel, or come from another novel? Training and validation are
-different chapters. Each model is tuned by finetune_mlm.py, as a user would, and so is its twin from scratch: the same
-shape and tokenizer, random weights. Further models: their folders behind the first.
+The task: sentence B follows sentence A in a novel, or comes from another novel. Training and validation use different
+chapters. finetune_mlm.py tunes each model, and its twin with random weights and the same shape and tokenizer.
 """
 
 import argparse
@@ -25,11 +24,11 @@ from models import lean_albert  # noqa: F401  make_twin opens its models
 from text.documents import load_sentence_splitter, read_text, split_chapters
 
 ROOT = Path(__file__).resolve().parents[1]
-CHARACTERS = 200  # of a sentence
+CHARACTERS = 200  # maximum length of a sentence
 
 
 def read_novels() -> list[list[list[str]]]:
-    """Novels of the sample corpus, as chapters of sentences."""
+    """Return the novels of the sample corpus as lists of chapters, which are lists of sentences."""
     novels = []
     find_sentences = load_sentence_splitter("english")
     for chapter in split_chapters(read_text(ROOT / "sample_data" / "austen.txt.xz")):
@@ -40,7 +39,7 @@ def read_novels() -> list[list[list[str]]]:
 
 
 def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -> Path:
-    """The task's two CSV files and the JSON file that describes it."""
+    """Write the task's two CSV files and the JSON file that describes it, and return the path of the latter."""
     generator = random.Random(seed)
     pairs = {"train": [], "validation": []}
     novels = read_novels()
@@ -55,7 +54,7 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
             for first, second in (pair for chapter in novel for pair in itertools.pairwise(chapter)):
                 follows = generator.random() < 0.5
                 second = second if follows else generator.choice(others)
-                # of long sentences what is nearest to where they meet
+                # long sentences are cut at their far ends
                 rows.append((first[-CHARACTERS:], second[:CHARACTERS], int(follows)))
         generator.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""One peer that attacks a run, in one of many ways. benchmarks/attacks.py starts it and measures what it has done.
+"""A peer that attacks a run, in one of many ways. benchmarks/attacks.py starts it and measures the damage.
 
     python benchmarks/hostile_peer.py flip 0.4 --experiment_prefix tiny ...  (flags of run_trainer.py)
 
-Most attackers are run_trainer.py, paced as the honest ones (0.4 seconds per batch), with a few functions replaced
-before its helpers are forked. The others, in hostile_strangers.py, train nothing and only speak to the DHT. Each prints
-a line of JSON for each thing that it has done: an attack that never came to pass harms nobody.
+Most attackers are run_trainer.py, paced like the honest trainers (0.4 seconds per batch), with a few functions replaced
+before its helpers are forked. The others, in hostile_strangers.py, do not train and only use the DHT. Each prints a
+line of JSON for each act.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from swarm.matchmaking import EarlyStartMatchmaking, parse_round_state
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
 
-# --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------
+# --- false parts and false averages in rounds -------------------------------------------------------------------------
 
 
 def make_noise(part: torch.Tensor) -> torch.Tensor:
-    """100 times the part's norm."""
+    """Return noise of 100 times the part's norm."""
     noise = torch.randn_like(part)
     return noise * (100 * part.norm() / noise.norm())
 
@@ -51,12 +51,12 @@ SPOILS = {
     "flip": lambda part: -10 * part,
     "noise": make_noise,
     "zeros": torch.zeros_like,  # with a weight of 1e9
-    "shape": lambda part: part[1:],  # the first part alone
+    "shape": lambda part: part[1:],  # for the first part only
 }
 
 
 class HostileSender(FailFastAllReduceRunner):
-    """Takes part in rounds, and gives nothing that an average could use."""
+    """A runner that sends false parts in rounds."""
 
     kind: str
     content = "gradients"
@@ -81,13 +81,14 @@ class HostileSender(FailFastAllReduceRunner):
             yield message
 
     def spoil(self, message: averaging_pb2.AveragingData, part: torch.Tensor) -> None:
-        # as it is: in 16 bits, hivemind would send 65504 for all that is larger
+        # uncompressed, because hivemind's 16 bits end at 65504
         sent = SPOILS[self.kind](part)
         message.tensor_part.CopyFrom(serialize_torch_tensor(sent))
         if self.kind == "zeros":
             message.weight = 1e9
         if sent.shape == part.shape:
-            part.copy_(sent)  # what comes back is the difference to it: so this peer's state remains that of the others
+            # the answer is the difference to this part, so this peer keeps the state of the others
+            part.copy_(sent)
 
     async def rpc_aggregate_part(self, stream, context):
         if self.is_hostile and self.kind == "silence":
@@ -97,7 +98,7 @@ class HostileSender(FailFastAllReduceRunner):
 
 
 class HostileReducer(FailFastAllReduceRunner):
-    """Averages as it should, and gives out something else."""
+    """A runner that averages correctly, and sends something else."""
 
     kind: str
 
@@ -127,7 +128,7 @@ def send(kind: str, content: str = "gradients") -> None:
 def reduce(kind: str) -> None:
     HostileReducer.kind = kind
     swarm.averager.FailFastAllReduceRunner = HostileReducer
-    claim_bandwidth(PLAUSIBLE_MBITS[1])  # the whole average is left to this peer
+    claim_bandwidth(PLAUSIBLE_MBITS[1])  # so that this peer averages everything
 
 
 def claim_bandwidth(mbits: float) -> None:
@@ -135,7 +136,7 @@ def claim_bandwidth(mbits: float) -> None:
 
 
 def claim_and_fall_silent(mbits: float) -> None:
-    """Say that the line is so slow that a round would last for years, and send nothing in it."""
+    """Claim an uplink that would make a round last for years, and send nothing."""
     schedule = GradientAverager.schedule_step
 
     def schedule_step(self):
@@ -147,12 +148,11 @@ def claim_and_fall_silent(mbits: float) -> None:
     send("silence")
 
 
-# --- as a leader: what it says that its followers have said -----------------------------------------------------------
+# --- false data of followers, as a leader -----------------------------------------------------------------------------
 
 
 class HostileLeader(EarlyStartMatchmaking):
-    """Follows nobody, declares to start sooner than others, and gives each follower a standing of its own, far behind:
-    so that all believe that the group continues from this peer's state."""
+    """A leader that starts first, and forges its followers' states as far behind its own."""
 
     async def look_for_group(self, step):
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = 1.0
@@ -180,14 +180,11 @@ def lead() -> None:
     poison_state()
 
 
-# --- as one that is ahead, and as a donor: which state it gives -------------------------------------------------------
+# --- false states, as a peer that is ahead and as a donor -------------------------------------------------------------
 
 
 def poison_state(ahead: int = 0) -> None:
-    """Give noise for the weights.
-
-    :param ahead: of how many epochs later than this peer's own it says that state is
-    """
+    """Serve noise for the weights, as a state that is ahead by this number of epochs."""
     get_current_state = StateAverager.get_current_state
 
     def get_poisoned_state(self):
@@ -204,7 +201,7 @@ def poison_state(ahead: int = 0) -> None:
 
 
 def declare_states(change) -> None:
-    """Announce states of other epochs than this peer's, by this function of them."""
+    """Announce states of other epochs: the result of this function for the true epoch."""
     before = StateAverager.state_sharing_priority
     StateAverager.state_sharing_priority = property(
         before.fget, lambda self, epoch: before.fset(self, float(change(epoch)))
@@ -212,7 +209,7 @@ def declare_states(change) -> None:
 
 
 def announce_progress(ahead: int) -> None:
-    """Report that this peer is so many epochs ahead of itself, and has that state."""
+    """Report an epoch that is ahead of this peer's by this number, and a state of that epoch."""
     store, announced = swarm.dht.DHT.store, set()
 
     def store_ahead(self, key, value, *args, **kwargs):
@@ -229,7 +226,7 @@ def announce_progress(ahead: int) -> None:
 
 
 def conspire(honest_epochs: int = 6, ahead: int = 2) -> None:
-    """Work for some epochs, then report later ones, and serve an invented state of them: all that conspire the same."""
+    """Work for some epochs, then report later ones and serve an invented state, the same for all that conspire."""
     store, get_current_state = swarm.dht.DHT.store, StateAverager.get_current_state
     first, announced = math.inf, set()
 
@@ -269,7 +266,7 @@ def donate() -> None:
 
 
 def give_endlessly() -> None:
-    """Instead of the blocks that are asked for."""
+    """Send an endless state instead of the requested blocks."""
 
     async def give_blocks(self, *_):
         note("begins an endless state")
@@ -305,7 +302,7 @@ def main() -> None:
         paced_trainer.main()
     else:
         del sys.argv[1]  # seconds per batch
-        hostile_strangers.main(kind, *run_trainer.parse_arguments(*run_trainer.GROUPS))
+        hostile_strangers.main(kind, *run_trainer.parse_arguments(*paced_trainer.GROUPS))
 
 
 if __name__ == "__main__":

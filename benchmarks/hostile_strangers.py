@@ -25,24 +25,21 @@ from swarm.optimizer_state import StateAverager
 from swarm.processes import handle_stop_signals, shut_down
 
 ABSURD_EPOCH = 10**9
-LIFETIME = 600.0  # seconds of records, as the trainers' own
-STAYING = 5  # peers of fresh keys that stay; of more of them, each leaves when it has stored its record
+LIFETIME = 600.0  # seconds of a record, as of the trainers' records
+STAYING = 5  # peers with new keys that stay; if there are more, each leaves after it has stored its record
 STAYED: list[hivemind.DHT] = []
 
 
 def note(act: str, **facts) -> None:
-    """Tell attacks.py what was done; from any of this peer's processes."""
+    """Print an act for attacks.py; any process of this peer may call this."""
     print(json.dumps(dict(act=act, time=time.time(), **facts)), flush=True)
 
 
-# --- records of fresh keys --------------------------------------------------------------------------------------------
+# --- records with new keys --------------------------------------------------------------------------------------------
 
 
 def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[bytes], dict], count: int) -> None:
-    """So many values, each by a peer with a fresh key: nobody takes a record from another one.
-
-    :param make_value: of that peer's id
-    """
+    """Store this number of values, each by a peer with a new key, because a peer can store only its own records."""
     stored, peers, initial_peers = 0, [], list(map(str, dht.initial_peers))
     for _ in range(count):
         signer = RSASignatureValidator(private_key := RSAPrivateKey())
@@ -56,16 +53,16 @@ def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[bytes]
 
 
 def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
-    """Where the swarm is; somewhere, in a closed run."""
+    """Return the swarm's epoch, or any number in a closed run."""
     entry = dht.get(f"{prefix}_progress", latest=True)
     return max(item.value["epoch"] for item in entry.value.values() if item.value) if entry else 5
 
 
-# --- what it stores ---------------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 async def give_to_all(node: DHTNode, records: list[DHTRecord]) -> int:
-    """Give these records to each peer that this one knows; returns how often one was stored."""
+    """Send these records to each known peer, and return how often one was stored."""
     stored = 0
     for peer in list(node.protocol.routing_table.peer_id_to_uid):
         answer = await node.protocol.call_store(
@@ -86,7 +83,7 @@ async def give_plain_values(_: hivemind.DHT, node: DHTNode, keys: tuple[str, ...
 
 
 def store_plain_values(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
-    """Where groups form, and where states are offered: a value that has no subkeys, and outlives all that have some."""
+    """Store a value without subkeys, which lives longer than all with subkeys, under the keys of groups and states."""
     keys = (f"{prefix}_grad_averager.0b", f"{prefix}_state_averager.all_averagers")
     note("stores plain values", stored=dht.run_coroutine(partial(give_plain_values, keys=keys)))
 
@@ -111,7 +108,7 @@ def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 
 
 def claim_samples(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
-    """From now on, a whole batch twice a second, and that the next one is a matter of microseconds."""
+    """Claim a whole batch twice a second, and the next one within microseconds."""
     batch, own_key = int(terms.get("target_batch_size", 160)), RSASignatureValidator().local_public_key
 
     def claim() -> None:
@@ -126,7 +123,7 @@ def claim_samples(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 
 
 def publish_contracts(dht: hivemind.DHT, prefix: str, terms: dict, count: int = 5) -> None:
-    contract = dict(joined=0.0, contract=terms | {"target_batch_size": "1"}, flags="")  # as old as can be
+    contract = dict(joined=0.0, contract=terms | {"target_batch_size": "1"}, flags="")  # the oldest possible
     publish(dht, "contracts", f"{prefix}_run", lambda _: contract, count)
 
 
@@ -156,13 +153,13 @@ def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini
     publish(dht, "metrics", f"{prefix}_metrics", lambda _: metrics, count)
 
 
-# --- what it asks for -------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 async def ask_for_states(_: hivemind.DHT, node: DHTNode, prefix: str) -> tuple[int, int]:
-    """Runs in the DHT's process: ask for 60 states at once; returns how many of them came, and bytes of all."""
+    """Request 60 states at once, and return how many arrived and their bytes. Runs in the DHT's process."""
     found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
-    # in a closed run, those whom it is connected with
+    # in a closed run, the connected peers
     peers = [PeerID(peer) for peer in found.value] if found else [info.peer_id for info in await node.p2p.list_peers()]
     donors, size, whole = itertools.cycle(peers), 0, 0
 
@@ -208,7 +205,7 @@ STRANGERS = {
 
 
 def main(kind: str, swarm, *groups) -> None:
-    """Strike once, and stay: a stranger that has left is found out by whoever asks it."""
+    """Attack once, and stay, because peers would notice that this one has left."""
     signer = RSASignatureValidator()
     dht = hivemind.DHT(
         initial_peers=swarm.initial_peers,

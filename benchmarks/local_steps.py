@@ -1,16 +1,16 @@
-"""Training between rounds, in one process: peers take H local steps each, average what has changed, and step together.
+"""Simulate rounds of local steps in one process: peers take H local steps each, average the changes, and step together.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     OMP_NUM_THREADS=1 python benchmarks/local_steps.py
     OMP_NUM_THREADS=1 python benchmarks/local_steps.py --all batch=16,lr=2e-3 --settings local=1 local=25,density=0.03
 
-Four simulated peers of 64 samples a step train ALBERT of configs/demo.json by AdamW. DiLoCo (arXiv 2311.08105): a peer
-offers what H local steps have changed, offers are averaged by samples, and SGD with Nesterov momentum steps the anchor
-that all go on from. SparseLoCo (2508.15706): of the offer the largest entries of each chunk are sent in a few bits, and
-the rest is kept for the next round. A setting is a list of fields of `Setting`; without --settings a table of them.
+Four simulated peers of 64 samples a step train ALBERT of configs/demo.json with AdamW. In DiLoCo (arXiv 2311.08105), a
+peer offers the change of its H local steps, offers are averaged by samples, and SGD with Nesterov momentum steps the
+common anchor. In SparseLoCo (2508.15706), an offer holds the largest entries of each chunk in a few bits, and the rest
+waits for the next round. A setting is a list of fields of `Setting`; without --settings, the table is measured.
 
 Bytes are those that a peer sends in a group of four, offers and averages (see swarm/sparse.py; dense: 16 bits).
-Seconds are what 20 Mbit/s take for them, beside --seconds_per_step of a GPU.
+Seconds are their time at 20 Mbit/s plus --seconds_per_step of a GPU.
 """
 
 import argparse
@@ -45,7 +45,7 @@ EVALUATE_EVERY = 200  # steps
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One run. `begin`: synchronous steps before the first local ones; `local`: steps of a peer between two rounds."""
+    """The setting of a run, with `begin` synchronous steps and then `local` steps of each peer between two rounds."""
 
     local: int = 25
     begin: int = 0
@@ -56,13 +56,13 @@ class Setting:
     momentum: float = 0.5
     density: float = 0.0  # 0: dense
     bits: int = 2
-    answer_density: float = 1.0  # of an average, of which the largest entries come back
+    answer_density: float = 1.0  # density of the averages that are sent back
     answer_bits: int = 4
     error_decay: float = 1.0
-    lost: float = 0.0  # share of the offers that are not averaged, and of the averages that do not arrive
-    lost_rounds: float = 0.0  # share of the rounds in which that happens to all peers
-    ramp: float = 0.0  # H is at most this share of the steps so far; 0: no matter
-    fast: float = 1.0  # how much faster than the others the first peer is
+    lost: float = 0.0  # share of the offers and averages that do not arrive
+    lost_rounds: float = 0.0  # share of the rounds that fail for all peers
+    ramp: float = 0.0  # upper bound on H as a share of the steps so far; 0: none
+    fast: float = 1.0  # speed of the first peer relative to the others
     peers: int = PEERS
     batch: int = 64  # samples of a peer in a step
     seed: int = 0
@@ -82,14 +82,14 @@ TABLE = [
 
 
 class Worker:
-    """The model, whose parameters and gradients are one vector each, and the batches of each peer."""
+    """A model with its parameters and gradients as one vector each, and the batches of each peer."""
 
     def __init__(self, args: argparse.Namespace, seed: int, batch: int):
         data = DataArguments(dataset_path=args.dataset_path)
         model_args = ModelArguments("configs/demo.json", tokenizer_path=args.tokenizer_path, seed=seed)
         tokenizer, splits, _ = load_data(model_args, data, needs_validation=True)
         self.model = make_model(model_args, tokenizer)
-        for module in self.model.modules():  # one kernel instead of eight, and the same function
+        for module in self.model.modules():  # the same function in one kernel instead of eight
             if type(getattr(module, "activation", None)).__name__ == "NewGELUActivation":
                 module.activation = torch.nn.GELU(approximate="tanh")
         self.model.set_attn_implementation("sdpa_float32")
@@ -110,11 +110,11 @@ class Worker:
         self.model.train()
 
     def shuffle(self, phase: int) -> None:
-        """Begin each peer's order of batches: the same ones for all settings."""
+        """Restart each peer's batches, which are the same for all settings."""
         self.batches = [self.make_batches(peer, phase) for peer in range(PEERS)]
 
     def add_gradient(self, peer: int) -> float:
-        """Of a peer's next batch, added to `gradient`; returns the masked-LM loss."""
+        """Add the gradient of a peer's next batch, and return its masked-LM loss."""
         with torch.autocast("cpu", torch.bfloat16):
             losses = compute_losses(self.model, move_batch(next(self.batches[peer]), CPU))
         losses["loss"].backward()
@@ -127,7 +127,7 @@ class Worker:
 
 
 def attend_in_float32(module, query, key, value, attention_mask, **options) -> tuple[torch.Tensor, None]:
-    """In bfloat16 the backward pass of torch's attention takes five times as long on a CPU."""
+    """Compute attention in float32; in bfloat16 its backward pass takes five times as long on a CPU."""
     with torch.autocast("cpu", enabled=False):
         output = scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=attention_mask)
     return output.transpose(1, 2), None
@@ -137,7 +137,7 @@ AttentionInterface.register("sdpa_float32", attend_in_float32)
 
 
 class AdamW:
-    """torch's, of one vector. State: the moments and their number of steps."""
+    """AdamW for one vector, as in torch."""
 
     def __init__(self, size: int):
         self.mean, self.square, self.count = torch.zeros(size), torch.zeros(size), 0
@@ -158,15 +158,14 @@ class AdamW:
 
 
 def measure_agreement(offers: list[torch.Tensor]) -> float:
-    """Mean cosine of two peers' offers: of their sum's length what is more than of vectors at right angles."""
+    """Return the mean cosine between two peers' offers."""
     directions = torch.stack([offer / offer.norm().clamp_min(1e-12) for offer in offers])
     count = len(offers)
     return float((directions.sum(0).square().sum() - count) / (count * (count - 1)))
 
 
 class Run:
-    """One setting, from the state in which synchronous training leaves it. State: what its peers have, and a history
-    of dictionaries: step, samples, megabytes (sent by a peer), seconds, loss (of validation) and agreement."""
+    """A run of one setting, with the state of its peers and a history."""
 
     def __init__(self, worker: Worker, setting: Setting, seconds_per_step: float):
         self.worker, self.setting, self.seconds_per_step = worker, setting, seconds_per_step
@@ -216,7 +215,10 @@ class Run:
         adams = [self.adam.copy() for _ in range(s.peers)]
         starts = [self.anchor] * s.peers
         unsent, samples = [torch.zeros(size) for _ in range(s.peers)], [0] * s.peers
-        outer_steps, taken_over = 0, [0] * s.peers  # of the anchor; and which of them each peer has taken over
+        outer_steps, taken_over = (
+            0,
+            [0] * s.peers,
+        )  # outer steps of the anchor, and the last one that each peer has loaded
         velocity = torch.zeros(size)
         speeds = [s.fast] + [1.0] * (s.peers - 1)
         while self.done < s.steps:
@@ -235,14 +237,14 @@ class Run:
             if group and chance.random() >= s.lost_rounds:
                 self.agreements.append(measure_agreement([unsent[peer] for peer in group]) if len(group) > 1 else 1.0)
                 offers, sent = zip(*(transmit(unsent[peer], codec) for peer in group), strict=True)
-                # what was computed while the others stepped without it is no step on top of theirs
+                # a peer that missed outer steps started from an older anchor, so its offer counts less
                 shares = [1 / (1 + outer_steps - taken_over[peer]) for peer in group]
                 weights = torch.tensor([float(samples[peer]) for peer in group])
                 average = torch.einsum("p,pn->n", weights * torch.tensor(shares) / weights.sum(), torch.stack(offers))
                 answer, answered = transmit(average, answer_codec if codec else None)
                 for peer, offer in zip(group, offers, strict=True):
                     unsent[peer] = (unsent[peer] - offer) * s.error_decay
-                # who has averaged a part keeps what it did not answer
+                # the peer that has averaged a part keeps the values that it did not send
                 missing = (average - answer).tensor_split(len(group))
                 offsets = list(itertools.accumulate([len(part) for part in missing], initial=0))
                 for peer, weight, part, offset in zip(group, weights, missing, offsets[:-1], strict=True):
@@ -267,7 +269,7 @@ class Run:
 
 
 def transmit(tensor: torch.Tensor, codec: TopKCompression | None) -> tuple[torch.Tensor, int]:
-    """(what arrives, bytes); without a codec 16 bits."""
+    """Return the received tensor and the bytes; without a codec, it is sent in 16 bits."""
     if codec is None:
         return tensor.half().float(), 2 * len(tensor)
     message = codec.compress(tensor, CompressionInfo.from_tensor(tensor))
@@ -275,20 +277,20 @@ def transmit(tensor: torch.Tensor, codec: TopKCompression | None) -> tuple[torch
 
 
 def parse_setting(text: str) -> Setting:
-    """local=25,density=0.03 to a Setting."""
+    """Parse a text such as local=25,density=0.03."""
     types = {field.name: field.type for field in dataclasses.fields(Setting)}
     pairs = (pair.split("=") for pair in text.split(",") if pair)
     return Setting(**{name: types[name](value) for name, value in pairs})
 
 
 def find_loss(history: list[dict], what: str, most: float) -> str:
-    """The validation loss when no more than that had been used."""
+    """Return the last validation loss within this budget of samples or seconds."""
     losses = [line["loss"] for line in history if line[what] <= most]
     return f"{losses[-1]:.3f}" if losses else "-"
 
 
 def train(worker: Worker, setting: Setting, seconds_per_step: float, begun: dict) -> list[dict]:
-    """The history of one setting. begun: what settings of the same synchronous beginning share."""
+    """Return the history of one setting; settings with the same synchronous steps share these in `begun`."""
     run, key = (
         Run(worker, setting, seconds_per_step),
         (setting.begin, setting.seed, setting.batch, setting.lr, setting.peers),

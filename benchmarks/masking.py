@@ -1,10 +1,10 @@
-"""Samples per second that are masked and padded on one core: our collator against a plain loop over tokens.
+"""Measure the samples per second that are masked and padded on one core: our collator, and a plain loop over tokens.
 
     python benchmarks/masking.py
 
-Both take the same instances, [CLS] A [SEP] B [SEP] of 512 random tokens, as lists, and give batches of 32. The loop is
-whole-word masking as BERT's and RuLeanALBERT's collators do it, token by token. Rounds alternate; the last line gives
-the medians. `as trained` is IndexedBatches, which reads the instances from an Arrow table as trainers do.
+Both take the same instances as lists, [CLS] A [SEP] B [SEP] of 512 random tokens, and return batches of 32. The loop
+masks whole words token by token, as BERT's and RuLeanALBERT's collators do. Rounds alternate; the last line has the
+medians. "as trained" is IndexedBatches, which reads the instances from an Arrow table as trainers do.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def make_instances(count: int) -> list[dict]:
 
 
 def mask_by_loop(instances: list[dict], tokenizer, mlm_probability: float = 0.15) -> dict[str, torch.Tensor]:
-    """The reference: one token after the other."""
+    """Mask and pad instances token by token."""
     width = max(len(instance["input_ids"]) for instance in instances)
     batch = {name: [] for name in ("input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label")}
     special_ids = set(tokenizer.all_special_ids)
@@ -87,7 +87,7 @@ def mask_by_loop(instances: list[dict], tokenizer, mlm_probability: float = 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=1024, help="of each round")
+    parser.add_argument("--samples", type=int, default=1024, help="samples of each round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pieces = [f"{'▁' * (number % 3 > 0)}piece{number}" for number in range(VOCABULARY - len(SPECIAL))]

@@ -1,29 +1,25 @@
-"""A dress rehearsal: a swarm of volunteers on home lines with churn and a liar, on the emulated network.
+"""Measure a swarm of volunteers with home connections, churn and a malicious peer, on an emulated network.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/rehearsal.py --minutes 60 --seed 0
     python benchmarks/rehearsal.py --short
     python benchmarks/rehearsal.py --minutes 60 --no_liar --no_events
 
-A monitor and an auxiliary peer on servers, trainers at home (LINES), whose batches are paced (paced_trainer.py): two
-cores are no bottleneck then. They go on from a model of 14 M parameters that one process has trained until it has left
-the plateau (--model, or made first, in a quarter of an hour), with the settings that docs/organizers.md recommends. A
-seed decides what happens, each kind as often as the others:
-    kill       kill -9 of a trainer, which is started again with the same command 5 s later
+A monitor and an auxiliary peer run on servers, and trainers at home (LINES) with paced batches (paced_trainer.py). They
+continue from a model of 14 M parameters (--model, or trained first in a quarter of an hour), with the settings of
+docs/organizers.md. A seed chooses the order of the events, all equally frequent:
+    kill       kill -9 of a trainer, and the same command 5 s later
     again      Ctrl-C, and the same command again
     stop       SIGSTOP of all its processes for 30 s
-    newcomer   who was never there comes; and stays until the next one
-    slow       a line drops to a tenth for two minutes
+    newcomer   a new peer joins, and stays until the next one
+    slow       a connection drops to a tenth for two minutes
     partition  half of the trainers are cut off from all others for 30 s
     disk       the disk of a trainer is full for a minute
     monitor    the monitor ends and is started again
-    aux        kill -9 of the auxiliary peer, which comes back after 30 s
-One liar joins after a quarter of the time, and is another one every twelfth (hostile_peer.py has the kinds). In the end
-all honest trainers get Ctrl-C, and one undisturbed process trains on as many samples, in batches of which each step of
-the swarm's epochs would have one.
-
-The table says for each figure what was aimed at; --output_dir has the picture, all logs and figures.json. Seconds of a
-newcomer count from the fork of a process that has imported the libraries.
+    aux        kill -9 of the auxiliary peer, which returns after 30 s
+After a quarter of the time, a malicious peer joins; every twelfth of the time, another kind of hostile_peer.py replaces
+it. At the end, one undisturbed process trains on the same number of samples, with the batches of the swarm's local
+steps. The table lists each figure with its aim; --output_dir has the picture, all logs and figures.json.
 """
 
 import argparse
@@ -61,7 +57,7 @@ from monitoring.curves import make_panels, save_figure
 
 SERVER = dict(rtt_ms=10, down=1000, up=1000)
 FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10, loss=0.002)
-#: Mbit/s, and half of the milliseconds between two hosts of the kind; samples of a batch there
+#: Mbit/s, half of the milliseconds between two such hosts, and the samples of a batch there
 LINES = {
     "fibre1": (FIBRE, 8),
     "cable1": (dict(CABLE, rtt_ms=20), 6),
@@ -87,7 +83,7 @@ BEGIN = (
     "--optim adamw --learning_rate 1e-3 --warmup_steps 50 --total_steps 1000000 --target_batch_size 64 "
     "--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --dataloader_num_workers 0"
 )
-# runs in the monitor's place, as a program that follows the run does
+# runs on the monitor's host, like a program that follows the run
 WATCH = """
 import json, sys, time, urllib.request
 while True:
@@ -104,7 +100,7 @@ while True:
 
 
 class Rehearsal:
-    """The swarm, what was done to it, and what was seen meanwhile."""
+    """A swarm, its events and its measurements."""
 
     def __init__(self, args: argparse.Namespace, net: netlab.Net, model: Path):
         self.args, self.net, self.model, self.folder = args, net, model, args.output_dir
@@ -119,13 +115,13 @@ class Rehearsal:
         self.pending: list[tuple[float, Callable[[], None]]] = []
         self.deaths: list[str] = []
         self.memory: list[dict] = []
-        #: name of a newcomer: bytes that it has received when it had its first samples
+        #: for each new peer, the bytes received at its start and at its first samples
         self.received: dict[str, list[int]] = {}
 
     def say(self, text: str) -> None:
         print(f"{time.time() - self.begin:7.1f} s  {text}", flush=True)
 
-    # --- who takes part
+    # --- the peers
 
     def start(self) -> None:
         for name in ("monitor", "aux"):
@@ -173,7 +169,7 @@ class Rehearsal:
         command += [*EVALUATION.split(), "--eval_steps", 5] if name == self.names[0] else []
         folder = self.folder / name
         if name == DISK:
-            folder /= "files"  # of the small disk
+            folder /= "files"  # on the small disk
         trainer = Trainer(name, folder, command, self.net.prefix(host))
         trainer.batch_size = LINES[host][1]
         return trainer
@@ -185,13 +181,13 @@ class Rehearsal:
         running = {trainer.name: trainer.script for trainer in self.list_honest() if not trainer.runs[-1]["ended"]}
         return self.servers | running
 
-    # --- what happens
+    # --- the events
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self.pending.append((time.time() + seconds, action))
 
     def work(self) -> None:
-        """Do what is due, and look after all."""
+        """Run the actions that are due, restart trainers that have ended, and measure new peers."""
         for due, action in list(self.pending):
             if time.time() >= due:
                 self.pending.remove((due, action))
@@ -220,7 +216,7 @@ class Rehearsal:
             time.sleep(0.2)
 
     def is_able(self, trainer: Trainer) -> bool:
-        """Whether it trains, and nothing happens to it now."""
+        """Return whether a trainer is live and not in any event."""
         busy = {name for event in self.events if event["until"] is None for name in event["names"]}
         return bool(trainer.runs[-1]["ready"]) and trainer.name not in busy
 
@@ -253,9 +249,9 @@ class Rehearsal:
         return victim.start
 
     def say_goodbye(self, leaver: Trainer, then: Callable[[], None]) -> Callable:
-        """Ctrl-C; what is returned does the rest once it has ended, and says whether it has."""
+        """Send Ctrl-C; return a function that calls `then` once the trainer has ended, and returns whether it has."""
         leaver.script.interrupt()
-        leaver.runs[-1]["ended"] = time.time()  # nobody waits for it from now on
+        leaver.runs[-1]["ended"] = time.time()  # other peers do not wait for it from now on
 
         def go_on() -> bool:
             if leaver.script.process.poll() is None:
@@ -333,7 +329,7 @@ class Rehearsal:
         self.liars[-1].start()
 
     def plan(self) -> None:
-        """By the seed, when what will happen."""
+        """Schedule the events and the malicious peers by the seed."""
         minute = self.args.every
         bag: list[str] = []
         for number in range(int(self.args.minutes * 60 / minute) - 2 if self.args.events else 0):
@@ -345,7 +341,7 @@ class Rehearsal:
             self.later(due, partial(self.lie, kind))
 
     def end(self) -> list[int]:
-        """Ctrl-C for all at once, shortly after an epoch; returns the exit codes."""
+        """Send Ctrl-C to all trainers shortly after an epoch, and return the exit codes."""
         present = [trainer for trainer in self.list_honest() if not trainer.runs[-1]["ended"]]
 
         def is_joint() -> bool:
@@ -367,7 +363,7 @@ class Rehearsal:
         return codes
 
     def kill(self) -> None:
-        """Whatever happens, nothing is left behind."""
+        """Kill all processes."""
         for trainer in (*self.list_honest(), *self.liars):
             if trainer.runs:
                 trainer.script.kill()
@@ -379,7 +375,7 @@ class Rehearsal:
 
 
 def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, float]]:
-    """Begin of each epoch of a trainer, and of what it still waited for; seconds of it in which all were connected."""
+    """Return the start of each epoch of a trainer, with the unfinished one, and its seconds without faults."""
     away = [(frozen[0], frozen[1] or rehearsal.ended) for frozen in trainer.frozen]
     cuts = [event for event in rehearsal.events if event["kind"] == "partition"]
     away += [(event["since"], event["until"] or rehearsal.ended) for event in cuts]
@@ -392,7 +388,7 @@ def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, floa
 
 
 def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, int]]:
-    """The kinds of lines above info: how many there are of all trainers; how many at most in ten minutes of a life."""
+    """Return by kind of line above info the number in all logs, and the most in ten minutes of a run."""
     counts, most = Counter(), Counter()
     for path in (path for trainer in trainers for path in trainer.folder.glob("log-*")):
         times = defaultdict(list)
@@ -407,11 +403,10 @@ def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, in
 
 
 def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
-    """What the page showed that differs by more than 10 % from what the trainers have written, by figure; and how often
-    it was looked at. The newest epoch may be a moment old, and a peer that dies or comes is known an epoch later."""
-    everybody = rehearsal.list_honest() + rehearsal.liars
+    """Return the figures of the page that differ by more than 10 % from the trainers' files, and count the looks."""
+    all_trainers = rehearsal.list_honest() + rehearsal.liars
     truth = defaultdict(list)
-    for trainer in everybody:
+    for trainer in all_trainers:
         for _, lines in trainer.histories():
             for line in lines:
                 truth[line["epoch"]].append(line)
@@ -419,9 +414,9 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
     answers = [(it["time"], it["status"]) for it in seen if it["status"].get("epoch") is not None]
     usual = statistics.median(line["epoch_seconds"] for lines in truth.values() for line in lines)
     changes = [
-        moment for trainer in everybody for run, _ in trainer.histories() for moment in (run["ready"], run["ended"])
+        moment for trainer in all_trainers for run, _ in trainer.histories() for moment in (run["ready"], run["ended"])
     ]
-    changes += [moment for trainer in everybody for frozen in trainer.frozen for moment in frozen]
+    changes += [moment for trainer in all_trainers for frozen in trainer.frozen for moment in frozen]
     wrong = dict(epoch=[], loss=[], peers=[], samples_per_second=[])
     for moment, status in answers:
         lines, epoch = truth.get(status["epoch"], []), status["epoch"]
@@ -429,7 +424,7 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
         if reached and max(reached) > epoch:
             wrong["epoch"].append((moment, epoch, max(reached)))
         steps = sum(line["mini_steps"] for line in lines)
-        # some have not written theirs yet, or report to the page by and by
+        # some peers may not have written or reported the epoch yet
         if not steps or moment < max(line["time"] for line in lines) + 15:
             continue
         is_calm = not any(change and moment - 2 * usual < change < moment for change in changes)
@@ -445,8 +440,7 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
 
 
 def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
-    """For each role the growth of its processes together, from the tenth of sixty minutes of their life to its end, of
-    those that have lived for a quarter of an hour: until two rounds are over, not all that they have is written to."""
+    """Return the growth in memory of each role, without its first minutes, as some is first used in round two."""
     growth = {}
     starts = {trainer.name: [run["started"] for run in trainer.runs] for trainer in rehearsal.list_honest()}
     starts, readings = starts | {"monitor": [0.0], "aux": [0.0]}, defaultdict(list)
@@ -467,7 +461,7 @@ def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
 
 
 def open_archive(folder: Path) -> str:
-    """What a pipeline makes of the newest checkpoint."""
+    """Return a sentence that a pipeline completes with the newest checkpoint."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -479,7 +473,7 @@ def open_archive(folder: Path) -> str:
 
 
 def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
-    """One process on as many samples; returns its folder."""
+    """Train with one process on this number of samples, and return its folder."""
     folder = args.output_dir / "alone"
     folder.mkdir()
     command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
@@ -496,7 +490,7 @@ def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
 
 
 def make_model(args: argparse.Namespace) -> Path:
-    """The model that all go on from: of 14 M parameters, 400 steps of 64 samples."""
+    """Train the model to start from, with 14 M parameters and 400 steps of 64 samples, and return its folder."""
     folder = args.output_dir / "begin"
     folder.mkdir()
     config = json.loads(Path("configs/demo.json").read_text()) | LARGE
@@ -514,7 +508,7 @@ def make_model(args: argparse.Namespace) -> Path:
 
 
 def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
-    """Of each: seconds to its first samples without their batch, and what its download over its line allows."""
+    """Return each new peer's seconds to its first samples, without their batch, and those that its download takes."""
     newcomers = []
     for guest in rehearsal.guests:
         if len(received := rehearsal.received[guest.name]) == 2:
@@ -525,7 +519,7 @@ def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
 
 
 def read_losses(folder: Path, samples_per_epoch: float) -> dict[int, float]:
-    """The validation loss by samples of the whole swarm."""
+    """Return the validation losses by samples of the whole swarm."""
     lines = [json.loads(text) for path in folder.glob("history*.jsonl") for text in path.read_text().splitlines()]
     losses = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
     losses[max(line["epoch"] for line in lines)] = json.loads((folder / "summary.json").read_text())["final_loss"]
@@ -533,11 +527,11 @@ def read_losses(folder: Path, samples_per_epoch: float) -> dict[int, float]:
 
 
 def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
-    """All figures of the swarm."""
+    """Return all figures of the swarm."""
     honest = rehearsal.list_honest()
     epochs = [gain for trainer in honest for gain in gains(trainer)]
     reached, lost = (sum(gain[name] for gain in epochs) for name in ("reached", "lost"))
-    # by the clock, as nobody counts them
+    # by the clock, because no process counts them
     died = sum(
         int((run["ended"] - max([line["time"] for line in lines], default=run["ready"])) / SECONDS_PER_BATCH)
         * trainer.batch_size
@@ -578,7 +572,7 @@ def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
 
 
 def print_table(args: argparse.Namespace, f: dict) -> None:
-    """:param f: the figures"""
+    """Print the table of the figures `f`."""
     swarm, alone = f["losses"].values()
     helpless = [most for kind, _, most in f["lines"] if "--" not in kind and "disk" not in kind]
     longest = [f"{it['trainer']} from minute {it['minute']:.1f} {it['seconds']:.0f} s" for it in f["longest"][:5]]
@@ -598,7 +592,7 @@ def print_table(args: argparse.Namespace, f: dict) -> None:
         print(f"| seconds to first samples, {it['name']} | {it['seconds']:.1f} | <= {it['allowed']:.1f} |")
     print(f"| memory, most growth | {', '.join(f'{role} {share:+.1%}' for role, share in growth)} | <= +5 % |")
     print(f"| page wrong by more than 10 % | {page}, of {f['page']['looks']} looks | never |")
-    print(f"| lines that nobody can cure, most in ten minutes | {max(helpless, default=0)} | <= 1 |")
+    print(f"| lines without a cure, most in ten minutes | {max(helpless, default=0)} | <= 1 |")
     print(f"| exit codes; largest difference of weights | {sorted(set(f['codes']))}; {f['difference']:.1e} | [0]; 0 |")
     print(f"| archive | {f['archive']} | opens |\n| ended by themselves | {', '.join(f['deaths']) or 'none'} | none |")
     print("\nlines above info of all honest trainers, and the most of one within ten minutes:")
@@ -607,10 +601,10 @@ def print_table(args: argparse.Namespace, f: dict) -> None:
 
 
 def draw(rehearsal: Rehearsal, reached: int, alone: Path, path: Path) -> None:
-    """The loss by samples, of which the honest have reached so many, and who was there when."""
+    """Draw the loss by samples (honest trainers have reached this number), and the epochs and events of each peer."""
     figure, axes = make_panels(2, 1, figsize=(11, 9))
     swarm, batch = rehearsal.folders[0], rehearsal.args.target_batch_size
-    per_epoch = reached / max(read_losses(swarm, 1))  # fewer than should be, where liars claim some
+    per_epoch = reached / max(read_losses(swarm, 1))  # less than the target if malicious peers claim samples
     for label, folder, size in (("swarm", swarm, per_epoch), ("one process", alone, batch)):
         losses = read_losses(folder, size)
         axes[0].plot(list(losses), list(losses.values()), label=label)
@@ -643,17 +637,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    parser.add_argument("--model", type=Path, help="folder of the model that all go on from")
-    parser.add_argument("--alone", type=Path, help="folder of an earlier one's process alone, with as many samples")
+    parser.add_argument("--model", type=Path, help="folder of the model to start from")
+    parser.add_argument("--alone", type=Path, help="folder of an earlier process alone, with as many samples")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
-    parser.add_argument("--seed", type=int, default=0, help="of what happens")
-    parser.add_argument("--target_batch_size", type=int, default=40, help="a 50th of an epoch, of four to five minutes")
-    parser.add_argument("--every", type=float, default=60, help="seconds from one event to the next")
-    parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of lies, instead of the seed's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the events")
+    parser.add_argument(
+        "--target_batch_size",
+        type=int,
+        default=40,
+        help="samples; an epoch has 50 times as many",
+    )
+    parser.add_argument("--every", type=float, default=60, help="seconds between two events")
+    parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of malicious peers")
     parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)
     parser.add_argument("--no_events", dest="events", action="store_false")
-    parser.add_argument("--short", dest="is_short", action="store_true", help="6 minutes, 4 trainers, 2 kinds of lies")
+    parser.add_argument("--short", dest="is_short", action="store_true", help="6 minutes, 4 trainers, 2 attackers")
     parser.add_argument("--output_dir", type=Path, default="outputs/rehearsal", help="a new folder")
     args = parser.parse_args()
     if args.is_short:
@@ -666,9 +665,9 @@ def main() -> None:
     args.output_dir = args.output_dir.absolute()
     shutil.rmtree(args.output_dir, ignore_errors=True)
     args.output_dir.mkdir(parents=True)
-    # or glibc keeps what is freed of 16 MB and less: a third more memory, of which two cores have little
+    # otherwise glibc keeps freed blocks of up to 16 MB, which takes a third more memory
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
-    processes.IS_FORKING = True  # or each start spends ten seconds of a core on imports
+    processes.IS_FORKING = True  # otherwise each start takes ten seconds of a core for imports
     model = args.model or make_model(args)
     try:
         with netlab.Net() as net:

@@ -1,4 +1,4 @@
-"""How long peers take to average their gradients over slow lines, against the time that the bytes alone would take.
+"""Measure how long peers average gradients over slow connections, compared with the time that the bytes alone take.
 
     python benchmarks/rounds.py --short
     python benchmarks/rounds.py
@@ -7,20 +7,17 @@
     python benchmarks/rounds.py --loss 0.5 --congestion bbr
 
 Each peer is a process on an emulated host (tests/netlab.py, needs root) that averages random gradients of a
-transformer's shapes; its steps only wait. The first line takes less than five minutes where rounds succeed, the second
-one, all of the grid, some hours; flags that choose a part take several values each. What a row says:
-    rounds     those that all averaged together, of those that the peers tried; the first one does not count
-    ping s     longest time that a peer's DHT took to answer another one, of pings sent while a round was running;
-               30 where one was not answered at all
-    seconds    median over those rounds; of each that of the peer that took longest, from the group's formation to the
-               average
-    ratio      seconds / ideal; the ideal is 2 V (N - 1) / N bytes at the line's rate in the slower direction, with V
-               the gradient's bytes as they are sent: all-reduce over N peers cannot do with less. Sparse: of 3 %, as in
-               rounds of local steps; an average has most of what the peers have sent
-    MB sent    per peer and round, counted at the line: with headers, acknowledgements, repetitions and the DHT's talk
-    CPU        while a round was running: of the fabric, which carries all packets and is one process, and of all cores.
-               A star: one of them was busy for more than 90 % of the time, so this machine was slower than the line
-Rows of 1000 Mbit/s without delay run on loopback instead, as the fabric carries less: they show the machine's share.
+transformer's shapes; its steps only wait. The first command takes up to five minutes, the second one, with the whole
+grid, some hours. Flags that choose a part of the grid take several values each. Columns:
+    rounds     those that all peers averaged together, of those that they tried, without the first one
+    ping s     longest answer of a peer's DHT to another peer during a round; 30 if there was no answer
+    seconds    median over those rounds of the slowest peer's time from the group's formation to the average
+    ratio      seconds / ideal; the ideal is 2 V (N - 1) / N bytes at the rate of the slower direction, with N peers and
+               V bytes of a gradient as sent. Sparse: of 3 %, as in rounds of local steps
+    MB sent    per peer and round by the connection's counter, with headers, retransmissions and the DHT's messages
+    CPU        during a round: of the fabric, a process that carries all packets, and of all cores. A star marks a row
+               in which one of them was busy for more than 90 %, so that this machine was the bottleneck
+Rows of 1000 Mbit/s without delay run on loopback, because the fabric is slower; they show this machine's share.
 """
 
 import argparse
@@ -53,11 +50,11 @@ BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
 PING_PERIOD, PING_TIMEOUT = 0.5, 30.0
 TITLES = "million | down / up Mbit/s | RTT ms | loss | sent as | peers | rounds | ping s | seconds | ratio | MB sent"
 AXES = {
-    "millions": "of parameters",
-    "mbits": "of each peer's line, down and up",
-    "up": "Mbit/s up, where it differs",
-    "rtt_ms": "of each path",
-    "loss": "of each path, percent of packets",
+    "millions": "millions of parameters",
+    "mbits": "Mbit/s of each peer's connection, down and up",
+    "up": "Mbit/s up, if that differs",
+    "rtt_ms": "milliseconds of each path",
+    "loss": "lost packets of each path in percent",
     "peers": "each needs 0.5 GB for 1 M parameters, 1.3 GB for 14 M and 4 GB for 60 M",
     "compression": ", ".join(BYTES_PER_NUMBER),
 }
@@ -65,7 +62,7 @@ AXES = {
 
 @dataclasses.dataclass
 class Row:
-    """What one row of the table measures."""
+    """The settings of a row of the table."""
 
     millions: float = 14
     mbits: float = 20
@@ -88,7 +85,7 @@ class Row:
 
 
 def make_shapes(numbers: float) -> list[tuple[int, ...]]:
-    """Of the tensors of a transformer with so many parameters: feed-forward layers, and an embedding of the rest."""
+    """Return the shapes of a transformer with this number of parameters: feed-forward layers and an embedding."""
     width = 1024 if numbers >= 5e6 else 256
     layer = [(4 * width, width), (4 * width,), (width,)]
     count, rest = divmod(int(numbers), 4 * width * width + 5 * width)
@@ -96,19 +93,19 @@ def make_shapes(numbers: float) -> list[tuple[int, ...]]:
 
 
 async def measure_ping(dht, node, peer_id: str) -> float:
-    """Runs in the DHT's process: the seconds until this peer answers."""
+    """Return the seconds until this peer answers. Runs in the DHT's process."""
     from hivemind.p2p import PeerID
     from hivemind.proto import dht_pb2
 
     start, request = time.monotonic(), dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
-    with contextlib.suppress(Exception):  # no answer, in whatever way: as bad as the longest wait
+    with contextlib.suppress(Exception):  # any failure counts as the longest wait
         await node.protocol.get_stub(PeerID.from_base58(peer_id)).rpc_ping(request, timeout=PING_TIMEOUT)
         return time.monotonic() - start
     return PING_TIMEOUT
 
 
 def watch_pings(dht, optimizer, peer_ids: list[str], pings: list[tuple]) -> None:
-    """For ever: ping these peers, and keep the pings that were sent while a round was running: (time, future)."""
+    """Ping these peers forever, and append the pings that were sent during a round as (time, future)."""
     seconds = 0.0
     while True:
         time.sleep(PING_PERIOD)
@@ -126,7 +123,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from arguments import AveragingArguments
     from common.console import setup_logging
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
-    from swarm.config import SwarmConfig
+    from swarm.config import AveragingConfig, SwarmConfig, make_config
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
@@ -136,8 +133,10 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     dht.uplink.set_bandwidth(row.up, is_fixed=True)
-    is_sparse = row.compression == "sparse"  # of which local steps are averaged
-    averaging = AveragingArguments(
+    is_sparse = row.compression == "sparse"  # as in rounds of local steps
+    averaging = make_config(
+        AveragingConfig,
+        AveragingArguments(),
         target_batch_size=row.peers * (1 if is_sparse else STEPS_PER_EPOCH) * BATCH_SIZE,
         local_steps=STEPS_PER_EPOCH if is_sparse else 1,
         local_steps_from=0,
@@ -156,7 +155,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         averaging,
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
-        client_mode=dht.client_mode,
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],
@@ -166,7 +165,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     for param in params:
         param.grad = torch.randn_like(param)
     print(json.dumps({"ready": True}), flush=True)
-    while not os.path.exists(start_file):  # all begin at once: nobody steps alone, nobody downloads a state
+    while not os.path.exists(start_file):  # all start together, so no peer steps alone or downloads a state
         time.sleep(0.1)
     while len(optimizer.tracker.present) < row.peers - 1:
         optimizer.tracker.announce()
@@ -185,7 +184,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
                 "failed_rounds": counts[1],
                 "round_seconds": {"averaging": optimizer.stats.averaging_seconds},
             }
-            # of those that wait for their answer still, what they have waited
+            # pings without an answer count with their wait so far
             waits = [(future.result() if future.done() else time.monotonic() - sent) for sent, future in pings]
             pings[:] = [(sent, future) for sent, future in pings if not future.done()]
             print(json.dumps(line | {"longest_ping": max(waits, default=0.0)}), flush=True)
@@ -214,8 +213,7 @@ def start_peers(row: Row, net: netlab.Net, folder: Path, scripts: list[Script]) 
 
 
 def end_peers(net: netlab.Net, scripts: list[Script]) -> None:
-    """Kill all but torch's managers of shared memory, which end by themselves and free what the killed ones had: what
-    nobody frees stays in RAM."""
+    """Kill all processes except torch's managers of shared memory, which free the memory of the killed ones."""
     for script in scripts:
         script.kill()
         script.wait()
@@ -224,7 +222,7 @@ def end_peers(net: netlab.Net, scripts: list[Script]) -> None:
 
 
 def read_rounds(script: Script) -> list[dict]:
-    """The lines that a peer has printed of its rounds, each with the seconds that it averaged since the one before."""
+    """Return the lines that a peer has printed, each with the seconds of averaging since the previous one."""
     lines, before = [line for line in script.json_lines() if "epoch" in line], 0.0
     for line in lines:
         line["seconds"], before = line["round_seconds"]["averaging"] - before, line["round_seconds"]["averaging"]
@@ -232,15 +230,15 @@ def read_rounds(script: Script) -> list[dict]:
 
 
 def find_joint_rounds(lines: list[list[dict]], peers: int) -> dict[int, list[dict]]:
-    """Epoch -> the lines of all peers about the round that led to it, if all of them averaged it with all."""
+    """Return by epoch the lines of all peers about its round, if all averaged it together."""
     averaged = [{line["epoch"]: line for line in each if line["averaged_with"] == peers} for each in lines]
     return {epoch: [each[epoch] for each in averaged] for epoch in sorted(set.intersection(*map(set, averaged)))}
 
 
 def measure(row: Row, rounds: int, congestion: str, folder: Path) -> list[str]:
-    """Run one row's peers; returns its cells."""
+    """Run the peers of a row, and return its cells."""
     scripts: list[Script] = []
-    cpu = []  # time, and seconds of work until then: of the fabric, and of a core on average
+    cpu = []  # the time, and the CPU seconds so far of the fabric and of an average core
     sent, joint = [], {}
     with netlab.Net(congestion) as net, contextlib.ExitStack() as stack:
         stack.callback(end_peers, net, scripts)
@@ -267,7 +265,7 @@ def measure(row: Row, rounds: int, congestion: str, folder: Path) -> list[str]:
 
 def make_cells(row: Row, lines: list[list[dict]], joint: dict, cpu: list[tuple], sent: list[int]) -> list[str]:
     first, *epochs = joint or [None]
-    if joint:  # what came after the first one, the failed ones too
+    if joint:  # all rounds after the first one, with the failed ones
         lines = [each[each.index(own) + 1 :] for each, own in zip(lines, joint[first], strict=True)]
     ping = max((line["longest_ping"] for each in lines for line in each), default=0)
     measured = ["-"] * 4
@@ -296,7 +294,7 @@ def make_cells(row: Row, lines: list[list[dict]], joint: dict, cpu: list[tuple],
 
 
 def make_rows(chosen: dict[str, list]) -> list[Row]:
-    """All combinations of these values, with Row's defaults for the rest; the grid where there are none."""
+    """Return all combinations of these values, with Row's defaults for the rest, or the grid if there are none."""
 
     def combine(**axes: list) -> list[Row]:
         axes = {"compression": ["float16", "8bit"], **axes}
@@ -310,11 +308,11 @@ def make_rows(chosen: dict[str, list]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="14 M at 20 Mbit/s and 75 ms alone, under five minutes")
+    parser.add_argument("--short", action="store_true", help="only 14 M parameters at 20 Mbit/s and 75 ms")
     for name, text in AXES.items():
         parser.add_argument(f"--{name}", nargs="+", help=text, type={"peers": int, "compression": str}.get(name, float))
-    parser.add_argument("--rounds", type=int, default=3, help="that count, after the first one")
-    parser.add_argument("--congestion", default="reno", help="control of TCP: reno, cubic, bbr")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after the first one")
+    parser.add_argument("--congestion", default="reno", help="TCP's congestion control: reno, cubic, bbr")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the driver starts the peers with it
     args = parser.parse_args()
     if args.peer:
@@ -338,7 +336,7 @@ def main() -> None:
         (logs := folder / f"row{number}").mkdir()
         try:
             print(f"| {' | '.join(measure(row, args.rounds, args.congestion, logs))} |", flush=True)
-        except AssertionError as e:  # from Script: the other rows are still worth having
+        except AssertionError as e:  # from Script; the other rows follow
             print(f"{row}: {e}", file=sys.stderr)
 
 

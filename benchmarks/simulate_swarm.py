@@ -1,20 +1,20 @@
-"""Swarms too large for this machine, in numbers: how far apart are peers that average in groups, and what do they send?
+"""Simulate swarms too large for this machine: the distance between peers that average in groups, and the bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/simulate_swarm.py
 
-Two ways to form groups of at most --group peers. random: whoever looks for a group at the same time. grid: Moshpit
-(arXiv 2103.03239), in which two that have just met do not meet again soon; where peers fill a grid of d dimensions, d
-rounds are an exact average. In a round the share --churn of the peers is lost, whose groups go on without them, and as
-many newcomers take over the state of somebody who is there.
+There are two ways to form groups of at most --group peers. random: peers that look for a group at the same time. grid:
+Moshpit (arXiv 2103.03239), in which two peers that have just met do not meet again soon; if peers fill a grid of d
+dimensions, d rounds are an exact average. In a round, the share --churn of the peers is lost, whose groups continue
+without them, and as many new peers load the state of a random peer.
 
-Columns: mean squared distance from the mean of all, as a share of what it was before the first round, after k rounds;
-then, where each peer moves by an independent step of length 1 before every round, its mean over 100 rounds. Beside each
-the theory, for random groups without churn: groups of M of N peers leave f = (N - M) / (M (N - 1)) of it in a round,
-and f / (1 - f) in the end. Groups of a grid are as large as its side, which may be less than --group.
+Columns: the mean squared distance from the mean of all peers after k rounds, relative to the one before the first
+round; then its mean over 100 rounds if each peer moves by an independent step of length 1 before every round. Next to
+each is the theory for random groups without churn: groups of M of N peers leave f = (N - M) / (M (N - 1)) of it in a
+round, and f / (1 - f) in the end. Groups of a grid are as large as its side, which may be less than --group.
 
-The second table has the bytes a parameter that a peer sends in a group of M that share the work of averaging: (M - 1) /
-M of its own numbers, and as much of averages, for the others. Sums are denser than what entered. Where peers agree on
-nothing, and where half of each one's update is common to all.
+The second table has the bytes per parameter that a peer sends in a group of M that share the work: (M - 1) / M of its
+own numbers, and as much of averages for the others. Sums are denser than offers. Peers either have nothing in common,
+or half of each update is common to all.
 """
 
 import argparse
@@ -29,18 +29,17 @@ import torch
 
 from swarm.sparse import TopKCompression
 
-NUMBERS = 64  # that each peer has
+NUMBERS = 64  # of each peer
 STEADY_ROUNDS = 100
 
 
 def form_random_groups(peers: int, size: int, generator: np.random.Generator) -> np.ndarray:
-    """The group of each peer, as even as can be."""
+    """Return the group of each peer; groups are as even as possible."""
     return generator.permutation(peers) % math.ceil(peers / size)
 
 
 class Grid:
-    """Moshpit's keys: each peer has a cell; those that differ in one coordinate alone form a group, which deals out new
-    values of it. State: the coordinates, [peers, dimensions]."""
+    """Moshpit's grid: peers that differ in one coordinate only form a group, which deals out new values of it."""
 
     def __init__(self, peers: int, size: int, generator: np.random.Generator):
         self.generator, self.turn = generator, 0
@@ -60,7 +59,7 @@ class Grid:
 
 
 def average_groups(states: np.ndarray, groups: np.ndarray, is_there: np.ndarray) -> None:
-    """Each group's mean of those who are there, for those, in place. states: [peers, numbers]"""
+    """Replace the states of the present peers of each group by their mean. states: [peers, numbers]"""
     sums = np.zeros((groups.max() + 1, states.shape[1]))
     np.add.at(sums, groups[is_there], states[is_there])
     counts = np.bincount(groups[is_there], minlength=len(sums))
@@ -68,7 +67,7 @@ def average_groups(states: np.ndarray, groups: np.ndarray, is_there: np.ndarray)
 
 
 def simulate(peers: int, size: int, kind: str, churn: float, rounds: int, step: float, seed: int) -> list[float]:
-    """Mean squared distance from the mean after each round, in units of that of the beginning, or of a step's."""
+    """Return the mean squared distance from the mean after each round, relative to the first one or to a step."""
     generator = np.random.default_rng(seed)
     grid = Grid(peers, size, generator)
     states, distances = generator.standard_normal((peers, NUMBERS)) * (step == 0), []
@@ -94,7 +93,7 @@ def report_distances(args: argparse.Namespace) -> None:
     print("|---" * (4 + len(shown)) + "|")
     for peers in args.peers:
         size = min(args.group, peers)
-        # of even groups
+        # the size of even groups
         size_of_all = peers / math.ceil(peers / size)
         factor = (peers - size_of_all) / (size_of_all * (peers - 1))
         for kind in ("random", "grid"):
@@ -109,7 +108,7 @@ def report_distances(args: argparse.Namespace) -> None:
 def count_bytes(
     peers: int, codec: TopKCompression, answers: TopKCompression, common: float
 ) -> tuple[float, float, float]:
-    """(bytes a parameter of an offer, of an average as it is sent, density of the whole average)."""
+    """Return the bytes per parameter of an offer and of an average, and the density of the whole average."""
     generator = torch.Generator().manual_seed(0)
     shared, total = torch.randn(2**18, generator=generator), torch.zeros(2**18)
     for _ in range(peers):

@@ -1,12 +1,11 @@
-"""Memory of every role over time: a monitor and two trainers, with epochs of about a second.
+"""Measure the memory of every role over time: a monitor and two trainers, with epochs of about a second.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/soak.py --minutes 10
 
-Prints, for each process of each role, megabytes after warm-up and at the end, the slope of a line fitted between, and
-open files; draws soak.png. Memory is PSS, the proportional set size: pages that processes share (what a fork has not
-written to, the averagers' tensors) are divided among them, so that a role's processes add up to what it really takes.
-RSS would count those pages once for each process.
+For each process of each role, it prints the megabytes after the warm-up and at the end, the slope of a fitted line, and
+the open files, and draws soak.png. Memory is PSS (proportional set size), which divides shared pages among processes,
+so that a role's processes add up to its real memory.
 """
 
 import argparse
@@ -25,13 +24,12 @@ SECONDS_PER_BATCH, BATCH_SIZE = 0.2, 16
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 128 "
-    "--target_group_size 2 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 --dataloader_num_workers 0 "
-    "--logging_steps 100"
+    "--target_group_size 2 --matchmaking_time 2 --dataloader_num_workers 0 --logging_steps 100"
 ).split()
 
 
 def measure_processes(script: Script) -> dict[str, tuple[float, int]]:
-    """PSS in MB and number of open files of each process of a role, by what it does."""
+    """Return the PSS in MB and the number of open files of each process of a role, by its task."""
     # in the order in which a role forks them
     helpers = iter(["DHT", "state averager", "gradient averager"])
     measured = {}
@@ -49,7 +47,7 @@ def measure_processes(script: Script) -> dict[str, tuple[float, int]]:
 
 
 def fit_slope(times: list[float], values: list[float]) -> float:
-    """Of the least-squares line, per unit of time."""
+    """Return the slope of the least-squares line."""
     mean_time, mean_value = sum(times) / len(times), sum(values) / len(values)
     covariance = sum((t - mean_time) * (v - mean_value) for t, v in zip(times, values, strict=True))
     return covariance / sum((t - mean_time) ** 2 for t in times)
@@ -80,8 +78,8 @@ def main() -> None:
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--warm_up", type=float, default=0.3, help="share of the time that is left out of the fit")
-    parser.add_argument("--output_dir", default="outputs/soak", help="for the picture, logs and soak.json")
+    parser.add_argument("--warm_up", type=float, default=0.3, help="share of the time that the fit excludes")
+    parser.add_argument("--output_dir", default="outputs/soak", help="folder of the picture, the logs and soak.json")
     args = parser.parse_args()
     folder = Path(args.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +93,7 @@ def main() -> None:
         common += ["--dataset_path", args.dataset_path, "--tokenizer_path", args.tokenizer_path]
         for name in ("trainer 1", "trainer 2"):
             command = ["benchmarks/paced_trainer.py", SECONDS_PER_BATCH, *common, "--output_dir", folder / name]
-            command += ["--resume_from_checkpoint", "none"]  # an earlier soak may have left its own
+            command += ["--resume_from_checkpoint", "none"]  # from an earlier run
             scripts[name] = Script(folder / f"{name}.log", *command)
         for name in ("trainer 1", "trainer 2"):
             scripts[name].wait_for("first samples", 120)
@@ -126,7 +124,7 @@ def main() -> None:
         table["all"] = [tuple(map(sum, zip(*roles[role].values(), strict=True))) for _, roles in steady]
         for name, values in table.items():
             memory = [mb for mb, _ in values]
-            # means over a tenth of the time at both ends: single readings jump by what is in flight
+            # means over a tenth of the time at both ends, because single readings vary
             few = max(1, len(memory) // 10)
             first, last = sum(memory[:few]) / few, sum(memory[-few:]) / few
             print(

@@ -3,9 +3,9 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/starts.py --starts 40 --load 12
 
-Real processes on loopback: a monitor, and trainers of the demo model whose batches are paced (paced_trainer.py), with
-times at their defaults. Each trainer must have averaged with all others in each epoch from its fifth on. Where one has
-not, the exit code is 1, and the logs of that swarm are kept.
+A swarm is a monitor and trainers of the demo model with paced batches (paced_trainer.py) and default timeouts, as real
+processes on loopback. From its fifth epoch on, each trainer must average with all others. Otherwise the exit code is 1,
+and the logs of that swarm are kept.
 """
 
 import argparse
@@ -25,18 +25,18 @@ import psutil
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from swarms import flags, history, start_monitor
 
-BATCH_SIZE, FIRST = 8, 5  # and the epoch of each trainer from which on it has to be in all rounds
+BATCH_SIZE, FIRST = 8, 5  # FIRST: the epoch from which on each trainer must be in all rounds
 
 
 def watch_swarm(args: argparse.Namespace, folder: Path, scripts: list[Script]) -> bool:
-    """Run a swarm until each trainer has made its epochs; print whether all have averaged together, and return it."""
+    """Run a swarm until each trainer has made its epochs; print and return whether all have averaged together."""
 
     def start(name: str, *command: object) -> Script:
         scripts.append(Script(folder / f"{name}.log", *command))
         return scripts[-1]
 
     def list_epochs(name: str) -> list[dict]:
-        """Those of a trainer from its fifth on."""
+        """Return the epochs of a trainer from its fifth on."""
         return list(history(folder, name).values())[FIRST - 1 :]
 
     prefix, names = make_prefix(), [f"trainer{number}" for number in range(args.trainers)]
@@ -78,12 +78,12 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--spread", type=float, default=8.0, help="seconds from the first start to the last")
     parser.add_argument("--pace", type=float, default=0.3, help="seconds of a batch")
-    parser.add_argument("--batches", type=int, default=8, help="of each trainer in an epoch")
-    parser.add_argument("--epochs", type=int, default=6, help="of each trainer that are looked at")
-    parser.add_argument("--seconds", type=float, default=400.0, help="that a swarm may take")
+    parser.add_argument("--batches", type=int, default=8, help="batches of each trainer in an epoch")
+    parser.add_argument("--epochs", type=int, default=6, help="checked epochs of each trainer")
+    parser.add_argument("--seconds", type=float, default=400.0, help="time limit of a swarm")
     args = parser.parse_args()
-    processes.IS_FORKING = True  # or each swarm spends half a minute on imports
-    # a shell that starts this in the background has it ignore Ctrl-C
+    processes.IS_FORKING = True  # otherwise each swarm takes half a minute for imports
+    # a shell starts background processes with Ctrl-C ignored
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit("stopped"))
     kept, together, scripts = Path(tempfile.mkdtemp(prefix="starts_")), 0, []
@@ -96,7 +96,7 @@ def main() -> None:
                 if watch_swarm(args, folder, scripts):
                     together += 1
                     shutil.rmtree(folder)
-            except AssertionError as e:  # from wait_until and Script: the others are still worth having
+            except AssertionError as e:  # from wait_until and Script; the other swarms follow
                 print(f"{e}, see {folder}", flush=True)
             while scripts:
                 scripts[-1].kill()

@@ -4,9 +4,9 @@
     python benchmarks/stop_requests.py --moments 40 --load 4
     python benchmarks/stop_requests.py --moments 200 --roles trainer --helpers 4 --forked
 
-Starts each role again for each moment, and sends SIGINT to its process group, as a terminal does. Prints a line for
-each end that is not as it should be (exit code 0, no traceback, no process left, at most 3 s) and a summary. Python
-itself answers a SIGINT before the script's own first line, by a traceback: --earliest leaves that out.
+Each moment has a new process, whose group gets SIGINT, as from a terminal. A line is printed for each wrong end (an
+exit code other than 0, a traceback, a remaining process, more than 3 s), and a summary. --earliest skips the time in
+which Python itself answers SIGINT with a traceback, before the script's first line.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LIMIT = 3.0  # seconds
 
 @contextlib.contextmanager
 def make_load(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Run this number of busy processes."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -41,10 +41,7 @@ def make_load(count: int) -> Iterator[None]:
 
 
 def stop_at(moment: float, helpers: int, name: str, folder: Path, *command: object) -> tuple[float, list[str]]:
-    """
-    :param moment: seconds after the start, where it does not depend on the number of helpers
-    :returns: the seconds from Ctrl-C to the end, and what was wrong with it
-    """
+    """Start a script, send Ctrl-C after `moment` seconds or once it has helpers; return the seconds and the faults."""
     script = Script(folder / f"{name}.log", *command)
     try:
         if helpers:
@@ -71,12 +68,12 @@ def stop_at(moment: float, helpers: int, name: str, folder: Path, *command: obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", type=int, default=40, help="Ctrl-C for each role")
-    parser.add_argument("--earliest", type=float, default=0.3, help="seconds")
-    parser.add_argument("--latest", type=float, default=10.0, help="seconds")
-    parser.add_argument("--helpers", type=int, default=0, help="Ctrl-C when so many helpers are there instead")
-    parser.add_argument("--forked", action="store_true", help="start without the imports, as the tests do")
-    parser.add_argument("--load", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("--moments", type=int, default=40, help="number of Ctrl-C for each role")
+    parser.add_argument("--earliest", type=float, default=0.3, help="seconds after the start")
+    parser.add_argument("--latest", type=float, default=10.0, help="seconds after the start")
+    parser.add_argument("--helpers", type=int, default=0, help="send Ctrl-C once this number of helpers has started")
+    parser.add_argument("--forked", action="store_true", help="start as forks with the imports, as the tests do")
+    parser.add_argument("--load", type=int, default=0, help="busy processes next to them")
     parser.add_argument("--roles", nargs="+", default=["trainer", "monitor", "aux"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dataset_path", default="data/dataset")

@@ -1,4 +1,4 @@
-"""Speed of --streaming: batches through one worker at 512 tokens, and which part of its work takes the time.
+"""Measure the speed of --streaming: batches through one worker at 512 tokens, and the time of each part of its work.
 
 python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 8000
 OMP_NUM_THREADS=1 python benchmarks/stream_speed.py
@@ -30,12 +30,13 @@ def main():
     parser.add_argument("--seconds", type=float, default=15)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.tokenizer_path)
-    dataset = make_training_dataset(tokenizer, DataArguments(streaming=True, sources=args.sources, shuffle_buffer=1024))
+    dataset = make_training_dataset(tokenizer, DataArguments(streaming=True, sources=args.sources))
+    dataset.shuffle_buffer = 1024
 
     batches = iter(
         make_train_batches(dataset, tokenizer, DataArguments(), batch_size=32, seed=1, num_workers=args.num_workers)
     )
-    for _ in range(96):  # until the pools have grown: before, more is gathered than taken
+    for _ in range(96):  # until the pools are full; before, they take in more than they give out
         next(batches)
     start, own, rows, tokens, places = time.monotonic(), time.process_time(), 0, 0, 0
     while (seconds := time.monotonic() - start) < args.seconds:

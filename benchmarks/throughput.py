@@ -1,11 +1,11 @@
-"""Samples per second: a swarm of one against a plain PyTorch loop, two trainers against one, and a late joiner's start.
+"""Measure samples per second: a swarm of one and a plain PyTorch loop, two trainers and one, and a late joiner's start.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/throughput.py --pairs 3 --seconds 30
 
 All run the demo's model and batches, as processes with OMP_NUM_THREADS=1, in turn: plain loop, swarm of one, swarm of
-two, and again. Rates are taken between the first epoch in which all take part and the last one, without start-up. It
-takes (start-up + seconds) x 3 x pairs and prints each run, then the ratios run by run and their medians.
+two. Rates are taken between the first and the last joint epoch, without start-up. It takes (start-up + seconds) x 3 x
+pairs, and prints each run, then the medians of the ratios.
 """
 
 import argparse
@@ -27,13 +27,12 @@ BATCH_SIZE = 64
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 100000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --matchmaking_time 2 "
-    "--request_timeout 1 --averaging_timeout 30 --average_state_every 4 --target_group_size 2 "
-    "--dataloader_num_workers 0 --host_maddrs /ip4/127.0.0.1/tcp/0"
+    "--average_state_every 4 --target_group_size 2 --dataloader_num_workers 0 --host_maddrs /ip4/127.0.0.1/tcp/0"
 ).split()
 
 
 def run_plain_loop(args: argparse.Namespace) -> None:
-    """The same model, batches and optimizer without hivemind; prints samples per second."""
+    """Train the same model without hivemind, and print the samples per second."""
     import torch
 
     from arguments import DataArguments, ModelArguments, OptimizerArguments
@@ -67,7 +66,7 @@ def run_plain_loop(args: argparse.Namespace) -> None:
 
 
 def start_trainer(args, prefix: str, folder: Path, peers: list[str], target_batch_size: int):
-    """A trainer as users start it; its output goes to folder/log."""
+    """Start a trainer as users do; its output goes to folder/log."""
     folder.mkdir()
     command = [sys.executable, "run_trainer.py", *TRAINER, "--experiment_prefix", prefix]
     command += ["--target_batch_size", str(target_batch_size), "--output_dir", str(folder)]
@@ -87,7 +86,7 @@ def wait_for(pattern: str, path: Path, process: subprocess.Popen, seconds: float
 
 
 def run_swarm(args, trainers: int) -> tuple[float, float]:
-    """Samples per second of a swarm, and the seconds from a late joiner's start to its first samples."""
+    """Return the samples per second of a swarm, and the seconds from a late joiner's start to its first samples."""
     prefix = f"benchmark_{uuid.uuid4().hex[:8]}"
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     monitor_log = folder / "monitor.log"
@@ -125,8 +124,8 @@ def main() -> None:
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30, help="of each measurement, at least")
-    parser.add_argument("--target_batch_size", type=int, default=2560, help="per trainer; 2560 is about 10 s of a core")
+    parser.add_argument("--seconds", type=float, default=30, help="minimum time of each measurement")
+    parser.add_argument("--target_batch_size", type=int, default=2560, help="per trainer; 2560 take 10 s of a core")
     parser.add_argument("--plain_loop", action="store_true", help="run only the plain loop, once")
     args = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

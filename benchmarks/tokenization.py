@@ -1,12 +1,12 @@
-"""Tokens per second of our way to sentence-order instances against the usual one, on one core, from the sample corpus.
+"""Compare our tokenization into sentence-order instances with the usual one: tokens per second on one core.
 
     python benchmarks/tokenization.py
 
-The usual one, of hivemind's ALBERT example: tokenize each sentence to learn its length, then tokenize the joined text
-of the two segments again. Ours: tokenize every sentence once, all of them in one batch, and join ids. The runs
-alternate in one process, without the tokenizer's threads. Both begin with paragraphs; the usual one ends with lists of
-ids, ours with the columns that are written to disk. "without sentence splitting" leaves out the time of Punkt, the same
-for both. The medians of the runs are compared, in seconds of the processor.
+The usual one, of hivemind's ALBERT example, tokenizes each sentence to learn its length, and then the joined text of
+both segments again. Ours tokenizes every sentence once, in one batch, and joins ids. The runs alternate in one process,
+without the tokenizer's threads, and the medians of CPU seconds are compared. Both start with paragraphs; the usual one
+ends with lists of ids, ours with the columns that are written to disk. "without sentence splitting" excludes the time
+of Punkt, which is the same for both.
 """
 
 import os
@@ -21,7 +21,6 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tokenize_wikitext103
-from arguments import TokenizeArguments
 from text.documents import make_document_random, read_text, split_chapters, split_sentences
 from text.tokenization import ChunkEncoder
 from text.tokenizers import load_tokenizer, train_tokenizer
@@ -30,7 +29,7 @@ RUNS, CHAPTERS, SEQ_LENGTH = 5, 40, 512
 
 
 def tokenize_twice(tokenizer, documents: list[list[str]]) -> int:
-    """The usual way, for documents as lists of sentences. Returns the number of tokens it would write."""
+    """Tokenize documents, which are lists of sentences, in the usual way, and return the number of tokens."""
     tokens = 0
     for index, sentences in enumerate(documents):
         generator = make_document_random(0, "train", index)
@@ -66,7 +65,7 @@ def main():
         print(f"run {run}: {way} {tokens / seconds:,.0f} tokens/s, {splitting:.2f} of {seconds:.2f} s in splitting")
 
     with tempfile.TemporaryDirectory() as folder:
-        args = TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
+        args = tokenize_wikitext103.TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
         train_tokenizer(chapters, args).save_pretrained(folder)
         tokenizer = load_tokenizer(folder)
         encoder = ChunkEncoder(tokenizer, args)

@@ -2,9 +2,8 @@
 
     python benchmarks/visitors.py --port 8080 --pid PID_OF_THE_MONITOR --slow 500 --pages 200
 
-against a run on this machine; each visitor has an address of its own in 127.0.0.0/8, as on Linux. It prints what the
-pages got, how fast, the CPU time that the monitor took for it and in as many seconds before without visitors, and how
-long an epoch of the swarm took in both.
+The run must be on this machine; each visitor has its own address in 127.0.0.0/8, as on Linux. It prints the answers and
+their times, the CPU time of the monitor with and without visitors, and the length of an epoch in both cases.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from collections import Counter
 
 import psutil
 
-PERIOD = 5.0  # seconds between two questions of an open page, as in monitoring/page.html
+PERIOD = 5.0  # seconds between two requests of an open page, as in monitoring/page.html
 
 
 async def visit(number: int, port: int):
@@ -26,7 +25,7 @@ async def visit(number: int, port: int):
 
 
 async def hold(number: int, port: int, counts: Counter) -> None:
-    """Send a byte a second, for as long as it is let; then begin anew."""
+    """Send a byte a second until the server hangs up, then connect again."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await visit(number, port)
@@ -52,7 +51,7 @@ async def ask(number: int, port: int, path: str, counts: Counter, seconds: list[
 
 
 async def show_page(number: int, port: int, counts: Counter, seconds: list[float]) -> None:
-    """What page.html does."""
+    """Send the requests of page.html."""
     await asyncio.sleep(PERIOD * (number % 100) / 100)
     epoch, path = -1, "/"
     while True:
@@ -98,10 +97,10 @@ async def measure(args: argparse.Namespace, slow: int, pages: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True, help="--status_port of the monitor")
-    parser.add_argument("--pid", type=int, required=True, help="its process")
-    parser.add_argument("--slow", type=int, default=500, help="visitors that say almost nothing")
-    parser.add_argument("--pages", type=int, default=200, help="pages that are open")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
+    parser.add_argument("--pid", type=int, required=True, help="process id of the monitor")
+    parser.add_argument("--slow", type=int, default=500, help="visitors that send a byte a second")
+    parser.add_argument("--pages", type=int, default=200, help="open pages")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time of each measurement")
     args = parser.parse_args()
     for slow, pages in ((0, 0), (0, args.pages), (args.slow, args.pages), (0, 0)):
         asyncio.run(measure(args, slow, pages))

@@ -33,12 +33,10 @@ def make_printable(text: str) -> str:
 
 @contextlib.contextmanager
 def edge(interrupted: str | None = None) -> Iterator[None]:
-    """Turn a UserError into one line on standard error and exit code 2, without a traceback.
+    """Turn a UserError, Ctrl-C and SIGTERM into one line on standard error, here and in the slow imports that follow.
 
-    Ctrl-C and SIGTERM are one line as well, here and in the slow imports that follow the arguments. The exit code is
-    then 0, or 128 plus the signal's number if `interrupted` is given.
-
-    :param interrupted: a text for a script that has not done its work: the state of its files, or the next step
+    The exit code is 2 after an error, and 0 after a signal. A script that has not done its work gives `interrupted`, a
+    text with the state of its files or the next step: the exit code is then 128 plus the signal's number.
     """
 
     def stop(number: int) -> None:
@@ -76,9 +74,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, and the next one if the first ends with a colon."""
-    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "custom code which must be executed" in str(error):  # transformers, and an auto_map
         return "it needs custom code that comes with it, which is not run"
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
@@ -144,7 +142,7 @@ def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
 
 
 class RoleFormatter(logging.Formatter):
-    """A formatter for `HH:MM:SS role message`, with the level of warnings and errors and the name of a library."""
+    """A formatter for `HH:MM:SS role message`, with the level of warnings and errors and the name of the library."""
 
     def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_terminal: bool = False):
         super().__init__(datefmt=datefmt)
@@ -154,6 +152,7 @@ class RoleFormatter(logging.Formatter):
         self.begin = "\r\033[K" if is_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, and the lines of its traceback."""
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
         level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
         library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
@@ -172,11 +171,9 @@ def is_ours(record: logging.LogRecord) -> bool:
 
 
 def setup_logging(role_name: str, folder: str | None = None) -> None:
-    """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
+    """Send all log lines to standard error: ours from INFO, libraries' from WARNING, hivemind's from HIVEMIND_LOGLEVEL.
 
-    If HIVEMIND_LOGLEVEL is set, it is the level for hivemind. Call this before any process is forked.
-
-    :param folder: --logging_dir, see `log_to_folder`
+    Call this before any process is forked. With a folder, see also `log_to_folder`.
     """
     from hivemind.utils.logging import use_hivemind_log_handler
 
@@ -189,7 +186,7 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
 
 
 def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logging.Handler:
-    """Give a handler this formatter, and a filter that drops messages of libraries below WARNING."""
+    """Give a handler this formatter, and a filter of messages below WARNING from libraries other than hivemind."""
     handler.setFormatter(formatter)
     handler.addFilter(
         lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
@@ -198,10 +195,7 @@ def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logg
 
 
 def log_to_folder(role_name: str, folder: str) -> None:
-    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in that folder.
-
-    Call it after `setup_logging` and before any process is forked. TRACKIO_DIR and WANDB_DIR are kept if they are set.
-    """
+    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in the folder."""
     try:
         os.makedirs(folder, exist_ok=True)
         handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")

@@ -19,8 +19,7 @@ from common.signals import afterwards
 
 logger = logging.getLogger("files")
 
-#: folders and files whose last write failed, so that retries log no further warning
-UNWRITABLE: set[Path] = set()
+UNWRITABLE: set[Path] = set()  # paths whose last write failed, so that retries log no further warning
 OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
@@ -33,25 +32,23 @@ def make_folder(flag: str, folder: str | Path) -> None:
 
 
 def lock_folder(flag: str, folder: str | Path) -> None:
-    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it.
-
-    Two peers in one folder would load each other's checkpoints.
-    """
+    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it."""
     make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
-    if path not in OPEN_LOCKS:
-        try:
-            # keep it open: closing any descriptor of this file would unlock it
-            file = open(path, "a")  # noqa: SIM115
-            is_free = try_lock(file)
-        except PermissionError:
-            is_free = False
-        except OSError as e:  # a full disk
-            logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
-            return
-        if not is_free:
-            raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
-        OPEN_LOCKS[path] = file
+    if path in OPEN_LOCKS:
+        return
+    try:
+        # keep it open: closing any descriptor of this file would unlock it
+        file = open(path, "a")  # noqa: SIM115
+        is_free = try_lock(file)
+    except PermissionError:
+        is_free = False
+    except OSError as e:  # a full disk
+        logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
+        return
+    if not is_free:
+        raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
+    OPEN_LOCKS[path] = file
 
 
 @contextlib.contextmanager
@@ -78,11 +75,7 @@ def try_lock(file: TextIO) -> bool:
 
 
 def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
-    """Write a file atomically; log a warning and return False if the disk is full.
-
-    :param content: the text, or a function that writes to the open file
-    :param mode: the file's permissions
-    """
+    """Write a text, or let a function write to the open file, atomically; see `write_whole`."""
     path = Path(path).absolute()
 
     def write(unfinished: Path) -> None:
@@ -111,8 +104,8 @@ def append_line(path: str | Path, line: str) -> None:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file, or an empty one if the file is missing or invalid."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
-            return found
+        if isinstance(values := json.loads(path.read_text(encoding="utf-8")), dict):
+            return values
     return {}
 
 
@@ -128,9 +121,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
 def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
     """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
 
-    If that fails, remove the unfinished files and return False. Only the first failure in a row logs a warning.
-
-    :param where: the path by which failures are counted
+    If the disk is full, remove the unfinished files and return False. The first failure of `where` logs a warning.
     """
     # a fixed name, so that the remains of a killed process are overwritten
     unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
@@ -195,6 +186,7 @@ def unfinished_folder(target: Path):
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
+    """Make a temporary folder, and remove it at the end of the block, also after a signal."""
     folder = tempfile.mkdtemp()
     with afterwards(partial(shutil.rmtree, folder, ignore_errors=True)):
         yield folder

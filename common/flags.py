@@ -15,57 +15,94 @@ MAX_SHARED = 1000  # characters; upper bound on the shared flags of a run
 # Flags that are safe to paste into a shell: each has one value or none, and no value is an absolute path.
 SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
 USERNAME = r"[\w.-]{1,32}"
-BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+BOUNDS = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "above")}
+BOUNDS |= {"le": (operator.le, "at most"), "lt": (operator.lt, "below")}
 
 
-class SharedHelp(str):
-    """The help of a flag that must match on all peers. HfArgumentParser allows no other mark in a field's metadata."""
+class Help(str):
+    """A flag's help text that carries its rules: HfArgumentParser allows no other mark in a field's metadata."""
+
+    is_shared: bool
+    requires: list[str]
+    excludes: list[str]
+    bounds: dict[str, float | str]
 
 
-def flag(default: Any, help: str, aliases: Sequence[str] = (), shared: bool = False) -> Any:
-    """Return a dataclass's field for HfArgumentParser.
+def flag(
+    default: Any,
+    help: str,
+    *,
+    aliases: Sequence[str] = (),
+    shared: bool = False,
+    alike: bool = False,
+    requires: str | Sequence[str] = (),
+    excludes: str | Sequence[str] = (),
+    **bounds: float | str,
+) -> Any:
+    """Return a dataclass's field for HfArgumentParser, with rules that `check_flags` applies.
 
     transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C would print a traceback.
 
     :param default: the default value, or MISSING for a required flag
     :param aliases: other names of the flag, which are added to its help
-    :param shared: whether all peers of a run must use the same value
+    :param shared: whether all peers of a run must use the same value, which they compare
+    :param alike: whether all trainers should use the same value, which they do not compare
+    :param requires: a flag that this one needs, which may show a value: "repo_url ORG/NAME"; of several, any
+    :param excludes: flags that cannot be set at the same time
+    :param bounds: ge, gt, le or lt of BOUNDS: a number, or the name of another flag
     """
-    if shared:
-        help += " Must match on all peers."
+    if shared or alike:
+        help += " Must match on all peers." if shared else " Should match on all trainers."
     if aliases:
         help += f" Also known as {', '.join(aliases)}."
+    text = Help(help)
+    text.is_shared, text.bounds = shared, bounds
+    text.requires, text.excludes = ([it] if isinstance(it, str) else [*it] for it in (requires, excludes))
     default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**default, metadata={"help": SharedHelp(help) if shared else help, "aliases": [*aliases]})
+    return field(**default, metadata={"help": text, "aliases": [*aliases]})
+
+
+class FlagGroup:
+    """The base of dataclasses of flags, whose rules hold for each instance."""
+
+    def __post_init__(self):
+        check_flags(self)
+
+
+def check_flags(args: Any) -> None:
+    """Raise a UserError if a flag in a dataclass breaks one of its rules."""
+    for item in fields(args):
+        name, value, rules = item.name, getattr(args, item.name), item.metadata["help"]
+        if isinstance(value, int | float):
+            check_bounds(args, name, value, rules.bounds)
+        if not value or value == item.default:
+            continue
+        if rules.requires and not any(getattr(args, needed.split()[0]) for needed in rules.requires):
+            needed = " or ".join(f"--{needed}" for needed in rules.requires)
+            raise UserError(f"--{name} needs {needed}: add {'it' if len(rules.requires) == 1 else 'one of them'}")
+        for other in rules.excludes:
+            if getattr(args, other):
+                raise UserError(f"--{name} and --{other} are mutually exclusive: give one of them")
+
+
+def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | str]) -> None:
+    """Raise a UserError if this flag's value is outside these bounds."""
+    for bound, other in bounds.items():
+        limit = getattr(args, other) if isinstance(other, str) else None
+        if limit is not None and not BOUNDS[bound][0](value, limit):
+            order = f"--{other} {limit:g} must be {'above' if bound == 'lt' else 'at least'} --{name} {value:g}"
+            raise UserError(f"{order}: raise the first or lower the second")
+    fixed = {bound: limit for bound, limit in bounds.items() if not isinstance(limit, str)}
+    if not all(BOUNDS[bound][0](value, limit) for bound, limit in fixed.items()):
+        raise UserError(f"--{name} must be " + " and ".join(f"{BOUNDS[it][1]} {fixed[it]:.10g}" for it in fixed))
 
 
 def check_range(args: Any, *names: str, **bounds: float) -> None:
-    """Raise a UserError if one of these flags is set and outside the bounds, by their names in BOUNDS."""
+    """Raise a UserError if one of these flags is set and outside the bounds, which have the names of older code."""
+    spelled = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not all(BOUNDS[bound](value, limit) for bound, limit in bounds.items()):
-            text = " and ".join(f"{bound.replace('_', ' ')} {limit:.10g}" for bound, limit in bounds.items())
-            raise UserError(f"--{name} must be {text}")
-
-
-def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> None:
-    """Raise a UserError if both flags are set and `low` is greater than `high`, or equal to it if `is_strict`."""
-    first, second = getattr(args, low), getattr(args, high)
-    if first is not None and second is not None and (first > second or (is_strict and first == second)):
-        text = f"--{high} {second:g} must be {'above' if is_strict else 'at least'} --{low} {first:g}"
-        raise UserError(f"{text}: raise the first or lower the second")
-
-
-def check_exclusive(args: Any, one: str, other: str) -> None:
-    """Raise a UserError if both of these flags are set."""
-    if getattr(args, one) and getattr(args, other):
-        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
-
-
-def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
-    """Raise a UserError if the flag `name` is set and `needed`, which takes this value, is not."""
-    if getattr(args, name) not in (None, False) and not getattr(args, needed):
-        raise UserError(f"--{name} needs --{needed}{value}: add it")
+        if (value := getattr(args, name)) is not None:
+            check_bounds(args, name, value, {spelled[bound]: limit for bound, limit in bounds.items()})
 
 
 def check_username(name: str, value: str | None) -> None:
@@ -78,7 +115,9 @@ def check_username(name: str, value: str | None) -> None:
 
 def format_flag(name: str, value: Any) -> str:
     """Return a flag and its value as they are typed."""
-    return f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name} {value}"
 
 
 def find_typed(groups: Iterable[type]) -> set[str]:
@@ -100,7 +139,7 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     """
     words = []
     for group in groups:
-        names = [item.name for item in fields(group) if item.name in list_shared([type(group)]) - {"experiment_prefix"}]
+        names = [item.name for item in fields(group) if is_shared(item) and item.name != "experiment_prefix"]
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
@@ -109,13 +148,14 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
             text = format_flag(name, value)
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
             is_told = name in typed or value != getattr(usual, name)
-            words += [text] * bool(is_told and fits and SHARED_FLAGS.fullmatch(text))
+            if is_told and fits and SHARED_FLAGS.fullmatch(text):
+                words.append(text)
     return " ".join(words)
 
 
 def is_shared(item: Field) -> bool:
     """Return whether a flag must match on all peers."""
-    return isinstance(item.metadata["help"], SharedHelp)
+    return item.metadata["help"].is_shared
 
 
 def list_shared(groups: Iterable[type]) -> set[str]:

@@ -51,12 +51,14 @@ def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
 
 
 def begin_fork() -> None:
+    """Block signals, and the exit of this process, until `end_fork`."""
     LAST_ACT.acquire()
     # the child inherits this: until it is a helper, it would handle a signal as if it were its parent
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def end_fork() -> None:
+    """Allow signals and the exit again."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     LAST_ACT.release()
 

@@ -16,14 +16,7 @@ from torch.utils.data import IterableDataset
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.batches import (
-    BatchLoader,
-    IndexedBatches,
-    ShardedBatches,
-    StreamedBatches,
-    choose_multiple,
-    list_batches,
-)
+from text.batches import BatchLoader, IndexedBatches, ShardedBatches, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
 from text.fetch import FetchedDataset, fetch_data
@@ -34,6 +27,8 @@ from text.streams import TrainingDataset, read_sources
 from text.tokenization import load_hub_splits, tokenize_for_trainer
 from text.tokenizers import load_tokenizer
 
+SHUFFLE_BUFFER = 8192  # sequences of --streaming that are shuffled together, twice; 3 kB each at 512 tokens
+
 # ---------------------------------------------------------------- text
 
 
@@ -43,7 +38,7 @@ def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]
     Without a validation split, some documents are held out later.
     """
     if args.dataset_name:
-        name = [args.dataset_name, *filter(None, [args.dataset_config_name])]
+        name = args.dataset_name.split(":")  # with the configuration, if it has several
         cache_dir = Path(args.dataset_cache_dir) / "hub"
         source, splits = load_hub_splits(name, args.text_column, cache_dir, "--train_file")
     else:
@@ -62,11 +57,11 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
 
     :raises UserError: if a source yields no text
     """
-    found = read_sources(args.sources, args.sentence_splitter)
+    found = read_sources(args.sources)
     for source in found:
         if problem := source.find_problem(seed=0):
             raise UserError(f"--sources {args.sources}: {source.name} yields no text: {problem}")
-    return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, args.shuffle_buffer, kind)
+    return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, SHUFFLE_BUFFER, kind)
 
 
 def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> FetchedDataset:
@@ -134,7 +129,7 @@ def make_train_batches(
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
     if isinstance(dataset, IterableDataset):
         dataset.seed = state["seed"] if state else seed
-        collator = collate(dataset.kind.columns, choose_multiple(args, dataset.max_sequence_length))
+        collator = collate(dataset.kind.columns, choose_multiple(dataset.max_sequence_length))
         return StreamedBatches(
             dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
         )

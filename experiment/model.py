@@ -1,6 +1,7 @@
 """Edit me: the model. All roles build it by `make_model`.
 
-Any language model of transformers' Auto classes works. For another model or head, add a class to OWN_MODELS.
+Any language model of transformers' Auto classes works. For another model or head, write a class in a file of its own
+and add it to OWN_MODELS (docs/new_experiment.md).
 
     python -c "from experiment.model import make_model; from arguments import ModelArguments; \\
         print(make_model(ModelArguments(config_path='configs/demo.json'), 1000).num_parameters())"

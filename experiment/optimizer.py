@@ -21,12 +21,14 @@ from common.console import UserError
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.config import AveragingConfig, make_config
-from swarm.contract import describe_averaging
+from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
-from utils import RunContract
+
+ADAM_BETA1 = 0.9  # decay of the first moment
+ADAM_EPSILON = 1e-6  # added to the root of the second moment
 
 
 def make_param_groups(model: nn.Module, separate_hidden: bool = False) -> list[dict]:
@@ -66,36 +68,24 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, param_groups: list[dict], **options):
         """:param options: the options of AdamW"""
         super().__init__(param_groups, {})
-        hidden, *others = self.param_groups
-        # each adds its own options to the groups that it shares with this optimizer
-        self.parts = [
-            torch.optim.Muon([hidden], lr=options["lr"], adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, fused=True, **options),
-        ]
-        self.share_state()
-
-    def share_state(self) -> None:
-        """Let both optimizers use the groups and the state of this one."""
-        muon, adamw = self.parts
-        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        muon.state = adamw.state = self.state
+        # each adds its own options to the groups
+        self.parts = (
+            torch.optim.Muon(self.param_groups[:1], lr=options["lr"], adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(self.param_groups[1:], fused=True, **options),
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Make a step of both optimizers."""
-        for part in self.parts:
+        for part, groups in zip(self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True):
+            part.state, part.param_groups = self.state, groups  # load_state_dict replaces both
             part.step()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load the groups and the state; torch replaces both objects."""
-        super().load_state_dict(state_dict)
-        self.share_state()
 
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
     """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
-    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}, "
+    options = dict(lr=args.learning_rate, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
+    terms = f"{args.optim}, beta {ADAM_BETA1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
     if args.optim == "muon":
         return partial(MuonWithAdamW, **options), terms
@@ -124,9 +114,8 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
 
     make, _ = choose_optimizer(args)
     decays = [args.weight_decay if group["decayed"] else 0.0 for group in param_groups]
-    optimizer = make(
-        [{"params": g["params"], "weight_decay": decay} for g, decay in zip(param_groups, decays, strict=True)]
-    )
+    groups = zip(param_groups, decays, strict=True)
+    optimizer = make([{"params": group["params"], "weight_decay": decay} for group, decay in groups])
     initialize_optimizer_state_(optimizer)
     optimizer.grad_norm = 0.0
     optimizer.register_step_pre_hook(clip)
@@ -142,7 +131,9 @@ def learning_rate_factor(epoch: int, args: OptimizerArguments) -> float:
         return (epoch + 1) / (args.warmup_steps + 1)
     if args.lr_scheduler_type == "constant":
         return 1.0
-    start = args.total_steps - args.decay_steps if args.lr_scheduler_type == "wsd" else args.warmup_steps
+    start = args.warmup_steps
+    if args.lr_scheduler_type == "wsd":
+        start = max(start, args.total_steps - args.total_steps // 5)
     progress = min(1.0, max(0, epoch - start) / max(1, args.total_steps - start))
     share = (1 + math.cos(math.pi * progress)) / 2 if args.lr_scheduler_type == "cosine" else 1 - progress
     floor = args.min_learning_rate / args.learning_rate
@@ -169,20 +160,20 @@ def make_optimizer(
 
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
-    is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
+    config = make_config(AveragingConfig, averaging)
+    is_sparse, load_state = config.compression == "sparse", LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     return kind(
         swarm.dht,
         swarm.prefix,
-        make_config(AveragingConfig, averaging),
+        config,
         params=make_param_groups(model, separate_hidden=args.optim == "muon"),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
-        gradients=COMPRESSIONS[averaging.compression],
-        local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
-        state_averaging=COMPRESSIONS[averaging.state_compression],
+        gradients=COMPRESSIONS[config.compression],
+        local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,
+        state_averaging=COMPRESSIONS[config.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
-        client_mode=not auxiliary and swarm.dht.client_mode,
     )
 
 
@@ -200,19 +191,22 @@ def make_contract(
     groups = make_param_groups(model, separate_hidden=args.optim == "muon")
     names = [name for group in groups for name in group["names"]]
     frozen = sum(not param.requires_grad for param in model.parameters())
-    decayed = [name for group in groups for name in group["names"] if group["decayed"]]
     shapes = [tuple(param.shape) for group in groups for param in group["params"]]
+    # the last group is the rest
+    kinds = [
+        f"{len(group['names'])} {'with' if group['decayed'] else 'without'} decay {digest(group['names'])}"
+        for group in groups[:-1]
+    ]
     schedule = f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}"
     if args.lr_scheduler_type != "linear":  # versions without other schedules name none
-        decay = f", decay {args.decay_steps}" if args.decay_steps else ""
-        schedule += f", {args.lr_scheduler_type}{decay}"
+        schedule += f", {args.lr_scheduler_type}"
     terms = {
         "model": describe_architecture(model),
         # peers send no frozen weights, so these must match from the start
         "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
-        "parameter groups": f"{len(decayed)} with decay {digest(decayed)}",
+        "parameter groups": ", ".join(kinds),
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
         "schedule": schedule,

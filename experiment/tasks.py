@@ -10,6 +10,7 @@ record is a dictionary with the fields of the Hugging Face Hub's version, from a
 
 import dataclasses
 import json
+import os
 import re
 import string
 from collections import Counter, defaultdict
@@ -61,14 +62,10 @@ class Example:
 Measure = Callable[[list[Example], Sequence[int]], dict[str, float]]
 
 
-def measure_labels(*names: str) -> Measure:
-    """Return a function that computes these scores from examples and predicted indices."""
-
-    def measure(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-        labels = [example.label for example in examples]
-        return {name: SCORES[name](labels, predictions) for name in names}
-
-    return measure
+def measure_labels(names: tuple[str, ...], examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """Compute these scores from examples and predicted indices."""
+    labels = [example.label for example in examples]
+    return {name: SCORES[name](labels, predictions) for name in names}
 
 
 SCORES = {
@@ -78,9 +75,9 @@ SCORES = {
     "mcc": matthews_corrcoef,
 }
 METRICS = {
-    "accuracy": measure_labels("accuracy"),
-    "f1": measure_labels("f1", "accuracy"),
-    "mcc": measure_labels("mcc", "accuracy"),
+    "accuracy": partial(measure_labels, ("accuracy",)),
+    "f1": partial(measure_labels, ("f1", "accuracy")),
+    "mcc": partial(measure_labels, ("mcc", "accuracy")),
 }
 
 
@@ -117,6 +114,7 @@ def measure_entities(examples: list[Example], predictions: Sequence[int]) -> dic
 
 
 def normalize_answer(text: str) -> list[str]:
+    """Return the words of an answer, without case and punctuation."""
     return text.lower().translate(str.maketrans("", "", string.punctuation)).split()
 
 
@@ -169,8 +167,10 @@ def read_answer(record: dict, task: "Task") -> Example:
 def read_word_senses(record: dict, task: "Task") -> Example:
     """Return a RUSSE example: the places of a word in two sentences."""
     texts = (record["sentence1"].replace("\xa0", " "), record["sentence2"].replace("\xa0", " "))
-    places = [(int(record["start1"]), int(record["end1"])), (int(record["start2"]), int(record["end2"]))]
-    spans = [[(i, *find_word(texts[i], *places[i], record["word"]))] for i in (0, 1)]
+    spans = []
+    for number, text in enumerate(texts):
+        start, end = int(record[f"start{number + 1}"]), int(record[f"end{number + 1}"])
+        spans.append([(number, *find_word(text, start, end, record["word"]))])
     return Example(record, [texts], find_label(record, task), spans)
 
 
@@ -182,8 +182,7 @@ def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
     words = [match.span() for match in re.finditer(r"\w+(?:-\w+)*", text)] or [(0, len(text))]
 
     def likeness(place: tuple[int, int]) -> int:
-        letters = zip(text[place[0] : place[1]].lower(), word.lower(), strict=False)
-        return next((i for i, (a, b) in enumerate(letters) if a != b), min(place[1] - place[0], len(word)))
+        return len(os.path.commonprefix([text[slice(*place)].lower(), word.lower()]))
 
     touched = [place for place in words if place[0] < end and start < place[1]]
     # half of the word is enough, because inflected forms differ in their ends
@@ -210,20 +209,21 @@ def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
 def read_gap(record: dict, task: "Task") -> Example:
     """Return a RuCoS example: the places of the gap in the query and of all entities in the passage."""
     check_index(record, "passage", "query")
-    passage, query = record["passage"], record["query"]
     # each entity once, because a passage may name it several times
-    trimmed = {name: dict.fromkeys(filter(None, map(trim, record.get(name) or ()))) for name in ("entities", "answers")}
-    record = record | {name: list(texts) for name, texts in trimmed.items()}
-    gap = query.find("@placeholder")
+    entities, answers = (
+        list(dict.fromkeys(filter(None, map(trim, record.get(name) or ())))) for name in ("entities", "answers")
+    )
+    record = record | {"entities": entities, "answers": answers}
+    gap = record["query"].find("@placeholder")
     if gap < 0:
         raise ValueError("the query has no @placeholder")
-    entities, answers = record["entities"], record["answers"]
     if not entities:
         raise ValueError("there are no entities to choose from")
     spans = [[(1, gap, gap + len("@placeholder"))]]
-    spans += [[(0, *match.span()) for match in re.finditer(re.escape(entity), passage)] for entity in entities]
+    for entity in entities:
+        spans.append([(0, *match.span()) for match in re.finditer(re.escape(entity), record["passage"])])
     right = [number for number, entity in enumerate(entities) if entity in answers]
-    return Example(record, [(passage, query)], right if answers else None, spans)
+    return Example(record, [(record["passage"], record["query"])], right if answers else None, spans)
 
 
 def check_index(record: dict, *names: str) -> None:
@@ -264,12 +264,13 @@ def restructure_spans(line: dict) -> list[dict]:
 def restructure_entities(line: dict) -> list[dict]:
     """Return a record for each query of a RuCoS passage."""
     text = line["passage"]["text"]
+    entities = [text[place["start"] : place["end"]] for place in line["passage"]["entities"]]
     return [
         {
             "passage": text,
             "query": question["query"],
             "answers": [answer["text"] for answer in question.get("answers") or []],
-            "entities": [text[place["start"] : place["end"]] for place in line["passage"]["entities"]],
+            "entities": entities,
             "idx": {"passage": line["idx"], "query": question["idx"]},
         }
         for question in line["qas"]
@@ -387,80 +388,76 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     here = [path for path in Path(data_dir).glob("*") if path.is_dir() and path.name.lower() == task.name.lower()]
     folder = task.folder or max(here, key=lambda path: (path.name == task.name, path), default=None)
     if folder is None:
-        splits = load_from_hub(task, data_dir)
+        records = load_from_hub(task, data_dir)
     else:
-        splits = {split: read_file(task, folder / name) for split, name in task.files.items()}
         # the unlabelled test texts are not needed to evaluate a model
-        required = [split for split in splits if split != "test" or len(splits) == 1 or task.folder]
-        for split in required:
-            if splits[split] is None:
-                raise UserError(f"{folder / task.files[split]} does not exist: get it from {task.address}")
-    examples = {split: make_examples(task, records) for split, records in splits.items() if records is not None}
-    for split in ("in_domain", "out_of_domain"):
-        for example in examples.get(split, ()):
-            example.record["domain"] = split
+        is_optional = not task.folder and len(task.files) > 1 and not (folder / task.files["test"]).exists()
+        splits = [split for split in task.files if split != "test" or not is_optional]
+        records = {split: read_file(task, folder / task.files[split]) for split in splits}
+    examples = {split: make_examples(task, found) for split, found in records.items()}
     if "in_domain" in examples:
-        examples["validation"] = examples.pop("in_domain") + examples.pop("out_of_domain")
-    for split in ("train", "validation"):
+        domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}
+        for domain, part in domains.items():
+            for example in part:
+                example.record["domain"] = domain
+        examples["validation"] = domains["in_domain"] + domains["out_of_domain"]
+    for split, part in examples.items():
         where = f"the {split} data of {task.name}"
-        if split in examples and not examples[split]:
+        if not part and (split != "test" or len(examples) == 1):
             raise UserError(f"{where} is empty: get it from {task.address}")
-        for example in examples.get(split, ()):
-            if example.right is None:
+        for example in part:
+            if example.right is None and split != "test":
                 found = ", ".join(map(str, example.record))
                 raise UserError(f"{where} has a record without {task.label_column}, with {found}: is it the test data?")
-    if not any(examples.values()):
-        raise UserError(f"the data of {task.name} is empty: get it from {task.address}")
     return examples
 
 
-def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
-    """Return the records of a .csv, .tsv or JSON-lines file, each with its position, or None without the file."""
+def read_file(task: Task, path: Path) -> list[tuple[str, object]]:
+    """Return the records of a .csv, .tsv or JSON-lines file, each with its position."""
     if not path.is_file():
-        return None
-    records = []
+        raise UserError(f"{path} does not exist: get it from {task.address}")
     try:
-        found = list(read_records(path, is_strict=True))
+        return [(f"{path}, line {number}", record) for number, record in read_records(path, is_strict=True)]
     except UserError as e:
         raise UserError(f"{e}; or get it from {task.address}") from e
-    for number, record in found:
-        where = f"{path}, line {number}"
-        try:
-            # a file may have the Hub's fields too
-            nested = task.restructure and not all(column in record for column in task.columns)
-            records += [(where, part) for part in (task.restructure(record) if nested else [record])]
-        except (KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
-    return records
 
 
 def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
     """Return the examples of records, or raise a UserError that names a malformed record."""
-    examples = []
-    for where, record in records:
-        found = list(record) if isinstance(record, dict) else []
-        missing = [column for column in task.columns if column not in found or record[column] is None]
-        if missing:
-            raise UserError(
-                f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
-                f"found are {', '.join(map(str, found)) or 'none'}"
-            )
-        try:
-            example = task.make_example(record, task)
-            for text in (text for pair in example.texts for text in pair if text is not None):
-                if not isinstance(text, str):
-                    raise ValueError(f"{text!r} is not text")
-        except (ValueError, TypeError, AttributeError) as e:
-            raise UserError(f"{where}: {e}") from e
-        examples.append(example)
-    return examples
+    return [make_example(task, where, part) for where, record in records for part in divide(task, where, record)]
+
+
+def divide(task: Task, where: str, record: object) -> list[dict]:
+    """Return the records of a line in the benchmark's form, or the record alone if it has the Hub's fields."""
+    try:
+        is_nested = task.restructure and not all(column in record for column in task.columns)
+        return task.restructure(record) if is_nested else [record]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
+
+
+def make_example(task: Task, where: str, record: object) -> Example:
+    """Return the example of a record, or raise a UserError that says where the record is."""
+    found = record if isinstance(record, dict) else {}
+    if missing := [column for column in task.columns if found.get(column) is None]:
+        raise UserError(
+            f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
+            f"found are {', '.join(map(str, found)) or 'none'}"
+        )
+    try:
+        example = task.make_example(record, task)
+        for text in (text for pair in example.texts for text in pair if text is not None):
+            if not isinstance(text, str):
+                raise ValueError(f"{text!r} is not text")
+        return example
+    except (ValueError, TypeError, AttributeError) as e:
+        raise UserError(f"{where}: {e}") from e
 
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
     """Return the records of the Hub's Parquet conversion, because the Hub no longer runs the dataset's script."""
     here, name = Path(data_dir) / task.name, task.name.lower()
-    files = ", ".join(str(here / name) for name in task.files.values())
-    cure = f"get {files} from {task.address}, or give --data_dir"
+    cure = f"get {', '.join(str(here / file) for file in task.files.values())} from {task.address}, or give --data_dir"
     if not task.hub:
         raise UserError(f"no folder {here}: {cure}")
     disable_progress_bars()
@@ -473,13 +470,11 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
             for split in [split for split in records if split in str(path.relative_to(folder))]:
                 records[split] += pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as e:
-        raise UserError(
-            f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({first_line(e)}): {cure}"
-        ) from e
+        problem = f"{task.hub} cannot be loaded from the Hub ({first_line(e)})"
+        raise UserError(f"no folder {here}, and {problem}: {cure}") from e
     if missing := [split for split in task.files if not records[split]]:
-        raise UserError(
-            f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
-        )
+        problem = f"no {' and '.join(missing)} data of {name} in {task.hub} on the Hub"
+        raise UserError(f"no folder {here}, and {problem}: {cure}")
     return {
         split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(found)]
         for split, found in records.items()
@@ -497,31 +492,31 @@ def load_task_file(path: str | Path) -> Task:
     number of the record) are optional. "head": "spans" compares the averages of a pair's two texts, and needs fewer
     examples to learn their similarity. The default head uses the first token, like BERT.
     """
-    optional = {"name": Path(path).stem, "test": "", "text_pair": "", "labels": []}
-    optional |= {"metric": "accuracy", "id": "", "head": "classes"}
+    what = f"--task_file {path}"
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise UserError(f"--task_file {path} cannot be read ({e}): see --help for an example") from e
+        raise UserError(f"{what} cannot be read ({e}): see --help for an example") from e
     if not isinstance(given, dict):
-        raise UserError(f"--task_file {path} is not a JSON object: see --help for an example")
+        raise UserError(f"{what} is not a JSON object: see --help for an example")
     required = ("train", "validation", "text", "label")
-    known = [*required, *optional]
-    missing, unknown = [name for name in required if name not in given], sorted(given.keys() - known)
-    if missing or unknown:
-        problem = (
-            f"an unknown field {unknown[0]}{suggest(unknown[0], known)}" if unknown else f"no {', '.join(missing)}"
-        )
-        raise UserError(f"--task_file {path} has {problem} (fields: {', '.join(known)})")
+    optional = {"name": Path(path).stem, "test": "", "text_pair": "", "labels": []}
+    optional |= {"metric": "accuracy", "id": "", "head": "classes"}
+    fields = ", ".join([*required, *optional])
+    if unknown := sorted(given.keys() - {*required, *optional}):
+        similar = suggest(unknown[0], [*required, *optional])
+        raise UserError(f"{what} has an unknown field {unknown[0]}{similar} (fields: {fields})")
+    if missing := [name for name in required if name not in given]:
+        raise UserError(f"{what} has no {', '.join(missing)} (fields: {fields})")
     for name, value in given.items():
         kind, word = (list, "a list") if name == "labels" else (str, "a text")
         if not isinstance(value, kind) or not value:
-            raise UserError(f"--task_file {path}: {name} is {value!r}, but must be {word}")
+            raise UserError(f"{what}: {name} is {value!r}, but must be {word}")
     facts = optional | given
     if facts["metric"] not in METRICS:
-        raise UserError(f"--task_file {path}: the metric {facts['metric']} is not one of {', '.join(METRICS)}")
+        raise UserError(f"{what}: the metric {facts['metric']} is not one of {', '.join(METRICS)}")
     if facts["head"] not in ("classes", "spans") or (facts["head"] == "spans" and not facts["text_pair"]):
-        raise UserError(f"--task_file {path}: the head is classes or, with a text_pair, spans")
+        raise UserError(f"{what}: the head is classes or, with a text_pair, spans")
     label, labels = facts["label"], tuple(facts["labels"])
     task = Task(
         facts["name"].replace("/", "_"),  # part of file and folder names
@@ -536,19 +531,19 @@ def load_task_file(path: str | Path) -> Task:
         address=f"where {path} says",
         hub="",
     )
-    if not labels:
-        train = task.folder / facts["train"]
-        records = [record for _, record in read_file(task, train) or [] if isinstance(record, dict)]
-        labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
-        task = dataclasses.replace(task, labels=labels)
-        if not records:
-            raise UserError(f"{train} does not exist or holds no record: fix it, or --task_file {path}")
-        if len(labels) < 2:
-            raise UserError(
-                f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
-                f"are {', '.join(records[0])}: at least two labels are needed"
-            )
-    return task
+    if labels:
+        return task
+    train = task.folder / facts["train"]
+    records = [record for _, record in read_file(task, train) if isinstance(record, dict)]
+    if not records:
+        raise UserError(f"{train} holds no record: fix it, or {what}")
+    labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
+    if len(labels) < 2:
+        raise UserError(
+            f"{what}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns are "
+            f"{', '.join(records[0])}: at least two labels are needed"
+        )
+    return dataclasses.replace(task, labels=labels)
 
 
 # ---------------------------------------------------------------- submission
@@ -556,29 +551,27 @@ def load_task_file(path: str | Path) -> Task:
 
 def format_predictions(task: Task, examples: list[Example], predictions: Sequence[int]) -> tuple[str, str]:
     """Return the name and content of the file with predictions in the leaderboard's format."""
+    if task.head == "entities":
+        labels = [example.record["entities"][place] for example, place in zip(examples, predictions, strict=True)]
+    else:
+        labels = [task.labels[predicted] for predicted in predictions]
     if task is TASKS["rucola"]:
-        lines = [f"{e.record['id']},{task.labels[p]}" for e, p in zip(examples, predictions, strict=True)]
+        lines = [f"{example.record['id']},{label}" for example, label in zip(examples, labels, strict=True)]
         return "RuCoLA.csv", "\n".join(["id,acceptable", *lines]) + "\n"
     if task is TASKS["muserc"]:
         paragraphs = defaultdict(lambda: defaultdict(list))
-        for example, predicted in zip(examples, predictions, strict=True):
+        for example, label in zip(examples, labels, strict=True):
             index = example.record["idx"]
-            answer = {"idx": index["answer"], "label": task.labels[predicted]}
-            paragraphs[index["paragraph"]][index["question"]].append(answer)
+            paragraphs[index["paragraph"]][index["question"]].append({"idx": index["answer"], "label": label})
         rows = [
             {"idx": number, "passage": {"questions": [{"idx": n, "answers": a} for n, a in questions.items()]}}
             for number, questions in paragraphs.items()
         ]
-    elif task is TASKS["rucos"]:
-        rows = [
-            {"idx": example.record["idx"]["passage"], "label": example.record["entities"][predicted]}
-            for example, predicted in zip(examples, predictions, strict=True)
-        ]
     else:
-        rows = [
-            {"idx": example.record.get(task.id_column, number), "label": task.labels[predicted]}
-            for number, (example, predicted) in enumerate(zip(examples, predictions, strict=True))
-        ]
+        rows = []
+        for number, (example, label) in enumerate(zip(examples, labels, strict=True)):
+            index = example.record.get(task.id_column, number)
+            rows.append({"idx": index["passage"] if task is TASKS["rucos"] else index, "label": label})
     return f"{task.name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -624,8 +617,8 @@ class SpanModel(nn.Module):
             features = [hidden[:, 0], first, second, (first - second).abs(), first * second]
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(torch.cat(features, dim=-1))))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Save the encoder in the format of from_pretrained, and the head in head.safetensors."""
+    def save_pretrained(self, folder: str | Path, **_) -> None:
+        """Save the encoder's present weights in the format of from_pretrained, and the head in head.safetensors."""
         self.encoder.save_pretrained(folder)
         save_file(
             {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},

@@ -16,8 +16,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments) -> None:
         from peft import LoraConfig
     except ImportError as e:
         raise UserError("--lora_r needs the package peft: pip install peft") from e
-    targets = args.lora_target_modules or None
-    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    targets = args.lora_target_modules or "all-linear"
+    config = LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules=targets)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
@@ -29,4 +29,4 @@ def add_lora(model: PreTrainedModel, args: ModelArguments) -> None:
             f"choose some of {', '.join(sorted(layers)) or 'its matrices'}"
         ) from e
     model.enable_input_require_grads()  # otherwise, --gradient_checkpointing finds nothing to differentiate
-    model.initial_weights += f", LoRA rank {args.lora_r} alpha {args.lora_alpha:g}"
+    model.initial_weights += f", LoRA rank {args.lora_r}"

@@ -25,22 +25,23 @@ logger = logging.getLogger("model")
 
 def load_config(args: ModelArguments) -> PreTrainedConfig:
     """Load the configuration that --model_name_or_path or --config_path names; raise a UserError if that fails."""
-    flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
-    if name.endswith(".json") and args.model_name_or_path:
-        raise UserError(f"{flag} {name} has no weights: give a folder or a name on the Hub, or --config_path {name}")
-    if name.endswith(".json") and not os.path.isfile(name):
-        raise UserError(f"{flag} {name} does not exist: choose one of configs/*.json")
+    what = f"--{'model_name_or_path' if args.model_name_or_path else 'config_path'} {name}"
+    is_file = name.endswith(".json")
+    if is_file and args.model_name_or_path:
+        raise UserError(f"{what} has no weights: give a folder or a name on the Hub, or --config_path {name}")
+    if is_file and not os.path.isfile(name):
+        raise UserError(f"{what} does not exist: choose one of configs/*.json")
     try:
-        with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
+        with contextlib.nullcontext() if os.path.exists(name) else hub(what, "a folder that exists"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        given = json.loads(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else {}
-        check_config(config, f"{flag} {name}", () if "architectures" in given else given)
+        given = json.loads(Path(name).read_text(encoding="utf-8")) if is_file else {}
+        check_config(config, what, () if "architectures" in given else given)
         return config
     except UserError:
         raise
     except Exception as e:  # many types, because each configuration class validates its own values
-        raise UserError(f"{flag} {name} is not the configuration of a model ({first_line(e)})") from e
+        raise UserError(f"{what} is not the configuration of a model ({first_line(e)})") from e
 
 
 def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) -> None:
@@ -71,10 +72,12 @@ def is_text_alone(config: PreTrainedConfig) -> bool:
 
 
 def find_masked_class(config: PreTrainedConfig) -> type | None:
+    """Return transformers' Auto class for masked words, or None if the model type has none."""
     return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None
 
 
 def find_causal_class(config: PreTrainedConfig) -> type | None:
+    """Return transformers' Auto class for the next word, or None if the model type has none."""
     # if a type has both classes, is_decoder selects causal attention
     is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
     has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -89,11 +92,9 @@ def take_over_tokens(
         config.is_decoder = True
     names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
     for name in [name for name in names if hasattr(config, name)]:
-        if not isinstance(tokenizer, int):
-            value = getattr(tokenizer, name)
-        else:
-            value = getattr(config, name)
-            value = None if isinstance(value, int) and value >= vocab_size else value
+        value = getattr(config if isinstance(tokenizer, int) else tokenizer, name)
+        if isinstance(tokenizer, int) and isinstance(value, int) and value >= vocab_size:
+            value = None
         if name == "pad_token_id" and is_causal and value == getattr(config, "eos_token_id", None):
             value = None  # the embedding of padding gets no gradient, but that of the end token needs one
         try:
@@ -110,17 +111,14 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     :param model_class: one of transformers' Auto classes or model classes
     :raises UserError: the model cannot be built
     """
-    name, rows = args.model_name_or_path or args.config_path, config.vocab_size
+    name = args.model_name_or_path or args.config_path
     options = {"dtype": torch.float32}  # autocast handles half precision
-    where = ""
-    if args.attn_implementation:
-        options["attn_implementation"] = args.attn_implementation
-        where = f"--attn_implementation {args.attn_implementation}: "
     initial_weights = "random"
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             if args.model_name_or_path:
+                rows = config.vocab_size
                 with calm_transformers():
                     options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
                     model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
@@ -133,11 +131,12 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
                 config.vocab_size = vocab_size
-                is_auto = not issubclass(model_class, PreTrainedModel)
-                options |= dict(trust_remote_code=False) if is_auto else {}
-                model = (model_class.from_config if is_auto else model_class._from_config)(config, **options)
+                if issubclass(model_class, PreTrainedModel):
+                    model = model_class._from_config(config, **options)
+                else:
+                    model = model_class.from_config(config, trust_remote_code=False, **options)
     except Exception as e:  # many types: from files, values and missing packages
-        raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
+        raise UserError(f"the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
     if args.lora_r:
@@ -151,17 +150,14 @@ def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], u
     :param name: the folder or the Hub id of the pretrained model
     """
     saved = ", ".join(model.config.architectures or ()) or "no named class"
-    what = f"{name} (saved by {saved}, opened by {type(model).__name__})"
-    if missing := list_names(missing):
-        logger.warning(f"{what} lacks these weights, which start from random values: {missing}")
-    if unexpected := list_names(unexpected):
-        logger.warning(f"{what} has these weights, which are not used: {unexpected}")
-
-
-def list_names(names: Iterable[str]) -> str:
-    """Return the first ten names, and the count of the others, as text."""
-    names = sorted(names)
-    return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+    for problem, names in (
+        ("lacks these weights, which start from random values", sorted(missing)),
+        ("has these weights, which are not used", sorted(unexpected)),
+    ):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            what = f"{name} (saved by {saved}, opened by {type(model).__name__})"
+            logger.warning(f"{what} {problem}: {', '.join(names[:10])}{more}")
 
 
 def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:

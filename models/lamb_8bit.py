@@ -54,6 +54,7 @@ class DynamicQuantizer:
         return codes[: tensor.numel()].view(tensor.shape), scales
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that these codes and scales stand for."""
         self.values, self.table = self.values.to(codes.device), self.table.to(codes.device)
         index = pad(codes.flatten(), (0, -codes.numel() % BLOCK_SIZE)).int()
         blocks = self.values.index_select(0, index).view(-1, BLOCK_SIZE).mul_(scales[:, None])
@@ -77,6 +78,7 @@ class Lamb8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update the parameters that have gradients."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -102,6 +104,7 @@ class Lamb8bit(torch.optim.Optimizer):
         param.add_(step, alpha=-lr * bias_correction * trust_ratio)
 
     def make_state(self, param: torch.Tensor) -> dict:
+        """Make a parameter's state."""
         state, zeros = self.state[param], torch.zeros(param.shape, device=param.device)
         state["step"] = 0
         if param.numel() < self.min_8bit_size:
@@ -129,6 +132,7 @@ class Lamb8bit(torch.optim.Optimizer):
                 target.copy_(tensor)
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Load a state, and convert its codes back to bytes."""
         super().load_state_dict(state_dict)
         # torch has cast the codes to the parameters' type, in which whole numbers are exact
         for state in self.state.values():

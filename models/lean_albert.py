@@ -8,7 +8,7 @@ rotary positions, gated feed-forward, sandwich norm. models/ruleanalbert.py load
 
 A layer keeps its two inputs, which are parts of the residual stream, and the output of the feed-forward's first matrix;
 with sandwich norm, also the inputs of those two norms. The backward pass recomputes the other norms, the activations
-and the attention with its query/key/value projection (`RecomputedLinear`), which are cheap compared to the other matrix
+and the attention with its query/key/value projection (`apply_recomputed`), which are cheap compared to the other matrix
 products. With gradient checkpointing, it also recomputes the feed-forward's first product.
 
 Importing this file registers the model with transformers' Auto classes, so that AutoModel, AutoModelForMaskedLM and so
@@ -21,12 +21,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -108,25 +107,25 @@ class LeanAlbertConfig(PreTrainedConfig):
         choose_activation(self.hidden_act)  # raises if it is unknown, before the model is built
         layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
         own_layers = groups * self.num_inner_groups
-        head_size, remainder = divmod(self.hidden_size, heads)
-        if remainder:
+        sets, shares = self.num_inner_matrices, int(self.share_large_matrices)
+        if self.hidden_size % heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}")
         if self.position_embedding_type not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
-        if self.position_embedding_type == "rotary" and head_size % 2:
-            raise ValueError(f"rotary positions need heads of even size, not {head_size}: change num_attention_heads")
-        if min(self.num_inner_groups, self.num_inner_matrices) < 1 or self.share_large_matrices < 0:
+        if self.position_embedding_type == "rotary" and self.hidden_size // heads % 2:
+            raise ValueError("rotary positions need heads of even size: change num_attention_heads")
+        if min(self.num_inner_groups, sets) < 1 or shares < 0:
             raise ValueError(
                 "num_inner_groups and num_inner_matrices must be at least 1, share_large_matrices at least 0"
             )
         if not 1 <= groups <= layers:
             raise ValueError(f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}")
-        if (self.adapter_dim or self.num_inner_matrices > 1) and not self.share_large_matrices:
+        if (self.adapter_dim or sets > 1) and not shares:
             raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices: there is nothing to adapt")
-        if self.share_large_matrices * self.num_inner_matrices > own_layers:
+        if shares * sets > own_layers:
             raise ValueError(
-                f"share_large_matrices {int(self.share_large_matrices)} x num_inner_matrices {self.num_inner_matrices} "
-                f"are more sets of matrices than the {own_layers} layers with their own weights"
+                f"share_large_matrices {shares} x num_inner_matrices {sets} are more sets of matrices than the "
+                f"{own_layers} layers with their own weights"
             )
 
     def find_matrices(self, layer: int) -> int:
@@ -147,8 +146,8 @@ class LeanAlbertConfig(PreTrainedConfig):
 
 def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return the activation of this name; GELU's tanh approximation has four names and one fast implementation."""
-    if name in ("gelu_fused", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
-        return partial(gelu, approximate="tanh")
+    if name in ("gelu_fused", "gelu_new", "gelu_fast"):
+        name = "gelu_pytorch_tanh"
     if name not in ACT2FN:
         raise ValueError(f"hidden_act {name} is unknown: choose gelu_new, gelu, relu, silu, ...")
     return ACT2FN[name]
@@ -165,68 +164,23 @@ def project(
     :param hidden: [..., in]
     :param weight: [out, in]; adapter_first [rank, in], adapter_second [out, rank]
     """
-    output = linear(hidden, weight, bias)
-    if adapter_first is not None:
-        output = output + linear(linear(hidden, adapter_first), adapter_second)
-    return output
-
-
-class RecomputedLinear(torch.autograd.Function):
-    """The autograd function project(prepare(*inputs), ...), whose backward pass calls the cheap `prepare` again.
-
-    It only keeps the inputs. Autograd would also keep the result of `prepare`, and its intermediate tensors.
-    """
-
-    @staticmethod
-    def forward(ctx, prepare, weight, bias, adapter_first, adapter_second, *inputs):
-        device = weight.device.type
-        ctx.prepare, ctx.has_bias = prepare, bias is not None
-        ctx.autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device)}
-        if ctx.autocast["enabled"]:
-            ctx.autocast["dtype"] = torch.get_autocast_dtype(device)
-        ctx.save_for_backward(weight, adapter_first, adapter_second, *inputs)
-        return project(prepare(*inputs), weight, bias, adapter_first, adapter_second)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        weight, adapter_first, adapter_second, *inputs = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        inputs = [
-            value.detach().requires_grad_(needed) if isinstance(value, Tensor) else value
-            for value, needed in zip(inputs, needs[5:], strict=True)
-        ]
-        with torch.autocast(**ctx.autocast):
-            with torch.enable_grad():
-                hidden = ctx.prepare(*inputs)
-            rows, flat = gradient.flatten(0, -2), hidden.detach().flatten(0, -2)
-            gradients = [None, rows.t() @ flat if needs[1] else None, rows.sum(0) if needs[2] else None, None, None]
-            if adapter_first is not None:
-                low_rank = rows @ adapter_second  # [rows, rank]
-                gradients[3] = low_rank.t() @ flat
-                gradients[4] = rows.t() @ linear(flat, adapter_first)
-            if not any(needs[5:]):
-                return *gradients, *[None] * len(inputs)
-            upstream = rows @ weight
-            if adapter_first is not None:
-                upstream = upstream + low_rank @ adapter_first
-            upstream = upstream.view_as(hidden).to(hidden.dtype)
-        wanted = [value for value, needed in zip(inputs, needs[5:], strict=True) if needed]
-        found = iter(torch.autograd.grad(hidden, wanted, upstream))
-        return *gradients, *[next(found) if needed else None for needed in needs[5:]]
+    if adapter_first is None:
+        return linear(hidden, weight, bias)
+    # the large product comes last, see `apply_recomputed`
+    low_rank = linear(linear(hidden, adapter_first), adapter_second)
+    return linear(hidden, weight, bias) + low_rank
 
 
 def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | None, ...], *inputs) -> Tensor:
-    """Apply RecomputedLinear, or an equivalent for torch.compile while compiling.
+    """Return project(prepare(*inputs), *parameters), of which autograd keeps only the inputs.
+
+    The backward pass calls the cheap `prepare` again. It does not repeat the product, because torch stops recomputing
+    once it has the tensors that it needs, and the last one is the product's input.
 
     :param parameters: the last four arguments of `project`
     """
-    if not torch.compiler.is_compiling():
-        return RecomputedLinear.apply(prepare, *parameters, *inputs)
 
-    # The compiler does not recompute the product, because backward does not need it. As it sees all segments at once,
-    # it keeps little but the residual stream.
-    def segment(*tensors):
+    def segment(*tensors: Tensor) -> Tensor:
         return project(prepare(*tensors[4:]), *tensors[:4])
 
     return checkpoint(segment, *parameters, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -305,9 +259,11 @@ class LeanAlbertLayer(nn.Module):
         self.ffn_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
 
     def normalize(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the layer norm of hidden states."""
         return layer_norm(hidden, weight.shape, weight, bias, self.eps)
 
     def activate(self, hidden: Tensor) -> Tensor:
+        """Apply the activation, or gate one half of the feed-forward by that of the other."""
         if not self.is_gated:
             return self.activation(hidden)
         gate, hidden = hidden.chunk(2, dim=-1)
@@ -326,13 +282,12 @@ class LeanAlbertLayer(nn.Module):
         :param keep_wide: whether to keep the output of the feed-forward's first product, or recompute it in backward
         """
 
-        def mix(hidden, norm_weight, norm_bias, *parameters):
-            return attend(
-                project(self.normalize(hidden, norm_weight, norm_bias), *parameters), self.num_heads, mask, rotation
-            )
+        def mix(hidden, norm_weight, norm_bias, *qkv):
+            states = project(self.normalize(hidden, norm_weight, norm_bias), *qkv)
+            return attend(states, self.num_heads, mask, rotation)
 
-        def enter_ffn(hidden, norm_weight, norm_bias, *parameters):
-            return self.activate(project(self.normalize(hidden, norm_weight, norm_bias), *parameters))
+        def enter_ffn(hidden, norm_weight, norm_bias, *first):
+            return self.activate(project(self.normalize(hidden, norm_weight, norm_bias), *first))
 
         norm, first = self.attention_norm, self.qkv.with_matrix(matrices.qkv)
         second = self.attention_output.with_matrix(matrices.attention_output)
@@ -440,8 +395,7 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
             device = hidden.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
             # not -inf, because the softmax of a row of -inf is NaN
-            mask = torch.zeros(attention_mask.shape, dtype=dtype, device=hidden.device)
-            mask = mask.masked_fill(attention_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
+            mask = (attention_mask == 0).to(dtype)[:, None, None, :] * torch.finfo(dtype).min
         rotation = self.make_rotation(hidden) if self.config.position_embedding_type == "rotary" else None
         keep_wide = not self.gradient_checkpointing
         for layer in self.config.order_layers():
@@ -521,9 +475,11 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
         return loss, logits if self.training or positions is not None else self.predictions(hidden)
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Return the layer that computes the logits."""
         return self.predictions.decoder
 
     def set_output_embeddings(self, decoder: nn.Linear) -> None:
+        """Replace the layer that computes the logits, as transformers does for another vocabulary."""
         self.predictions.decoder = decoder
 
 
@@ -615,10 +571,10 @@ class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """
+        """Return the loss, if there are labels, and the logits, [batch, labels] or [batch, length, labels].
+
         :param labels: [batch] int64 classes or float numbers, see config.problem_type; or [batch, length] int64, -100:
             no label
-        :returns: the logits, [batch, labels] or [batch, length, labels]
         """
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
         logits = self.classifier(self.dropout(outputs.pooler_output if self.is_pooled else outputs.last_hidden_state))

@@ -27,6 +27,7 @@ class Scaled16bit(CompressionBase):
     compression_type = runtime_pb2.FLOAT16
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        """Encode a tensor."""
         numbers = tensor.detach().float()
         scale = numbers.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         buffer = scale.numpy().tobytes() + (numbers / scale).half().numpy().tobytes()
@@ -41,6 +42,7 @@ class Scaled16bit(CompressionBase):
         return (torch.frombuffer(data, dtype=torch.float16, offset=4).float() * scale).view(shape)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Return the size in terms of the tensor's."""
         return 0.5
 
 
@@ -51,6 +53,7 @@ class Dynamic8bit(CompressionBase):
     quantizers = DynamicQuantizer(signed=True), DynamicQuantizer(signed=False)
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        """Encode a tensor."""
         numbers = tensor.detach().flatten()
         is_root = not (numbers < 0).any()
         codes, scales = self.quantizers[is_root].quantize(numbers.sqrt() if is_root else numbers)
@@ -72,6 +75,7 @@ class Dynamic8bit(CompressionBase):
         return (numbers.square_() if is_root else numbers).view(shape)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Return the size in terms of the tensor's."""
         return (1 + 4 / BLOCK_SIZE) / 4
 
 
@@ -81,11 +85,12 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
     matrix, other = Dynamic8bit(), NoCompression()
 
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
+        """Return the codec for a tensor of this shape and type."""
         is_matrix = len(info.descriptor.shape) >= 2 and info.descriptor.dtype == torch.float32
         return self.matrix if is_matrix else self.other
 
 
-# --compression and --state_compression
+# --compression; parameters in rounds are not compressed
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),

@@ -8,7 +8,6 @@ published. To publish the newest one now, such as after the end of a run:
 """
 
 import contextlib
-import dataclasses
 import logging
 import statistics
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
 from common.console import UserError, edge, setup_logging
 from common.files import lock_folder
-from common.flags import is_shared
+from common.flags import list_shared
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge(interrupted="the same command goes on"):
@@ -29,7 +28,6 @@ import torch
 from experiment.optimizer import choose_optimizer
 from monitoring.history import pick
 from monitoring.hub import Publisher, explain_failure, read_stamp
-from swarm.contract import TrainingSchedule
 from swarm.optimizer import CollaborativeOptimizer
 from training.checkpoint import (
     collect_state,
@@ -42,6 +40,7 @@ from training.checkpoint import (
     set_aside,
     write_code,
 )
+from training.figures import TrainingSchedule
 from utils import SwarmMetrics
 
 logger = logging.getLogger("archive")
@@ -50,13 +49,9 @@ FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this 
 REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
 MAX_SHOWN = 10  # checkpoints on the status page
 REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
+CARD = Path(__file__).with_name("card.md")
 #: the names of arguments that match on all peers, without paths of this machine
-PUBLIC_ARGUMENTS = {
-    field.name
-    for group in (SwarmArguments, *SHARED_ARGS)
-    for field in dataclasses.fields(group)
-    if is_shared(field) and not field.name.endswith("_path")
-}
+PUBLIC_ARGUMENTS = {name for name in list_shared((SwarmArguments, *SHARED_ARGS)) if not name.endswith("_path")}
 
 
 class CheckpointHandler:
@@ -66,8 +61,7 @@ class CheckpointHandler:
     UserError if the folder cannot be written or there is no token for the Hub.
 
     :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS; checkpoints hold their PUBLIC_ARGUMENTS
-    :param optimizer: an auxiliary optimizer of make_optimizer, which has the trainers' state only right after a
-        download (note 28)
+    :param optimizer: an auxiliary optimizer, which has the trainers' state only right after a download (note 28)
     """
 
     def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
@@ -75,9 +69,8 @@ class CheckpointHandler:
         self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
         self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        self.settings = {
-            name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS
-        }
+        arguments = {name: value for group in groups for name, value in vars(group).items()}
+        self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
         self.download = self.arrival = self.saving = None
         self.wanted_epoch = self.last_epoch = 0
         self.start = time.time()
@@ -91,9 +84,8 @@ class CheckpointHandler:
                 logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
                 set_aside(self.folder, -1)
         except OSError as e:
-            raise UserError(
-                f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
-            ) from e
+            text = f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
+            raise UserError(text) from e
         url, interval = self.args.repo_url, self.args.upload_interval
         self.publisher = Publisher(url, interval, self.folder) if url else None
 
@@ -112,23 +104,23 @@ class CheckpointHandler:
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
         elif self.download.done() and history:  # empty after a run has just started over
             loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
-            is_ahead = loaded is not None and loaded[0]["epoch"] > history[-1]["epoch"]
-            if is_ahead and time.monotonic() < self.arrival + REPORT_WAIT:
+            epoch = loaded[0]["epoch"] if loaded else None
+            if loaded and epoch > history[-1]["epoch"] and time.monotonic() < self.arrival + REPORT_WAIT:
                 return  # wait for the metrics of its epoch
             self.download = self.arrival = None
             if loaded is None:
                 logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
-            elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
+            elif epoch <= self.last_epoch < self.wanted_epoch:
                 logger.warning(
-                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, but epoch {self.last_epoch} is saved. "
-                    "Will try again at the next epoch"
+                    f"The swarm sent a state of epoch {epoch}, but epoch {self.last_epoch} is saved. Will try again "
+                    "at the next epoch"
                 )
             else:
                 self.save(*loaded, history)
 
     def is_due(self, epoch: int) -> bool:
         """Return whether a checkpoint is due at this epoch, also of a swarm that has started over."""
-        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
+        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_steps
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Load a state that has just been downloaded, and start to write it."""
@@ -151,37 +143,34 @@ class CheckpointHandler:
             "swarm": metrics,
             "settings": self.settings,
         }
-        curve, beside = self.output_dir / "learning_curve.png", {}
+        curve, extra_files = self.output_dir / "learning_curve.png", {}
         with contextlib.suppress(FileNotFoundError):
             # only of this run; the report draws it every half minute
             if curve.stat().st_mtime >= self.start:
-                beside[curve.name] = curve.read_bytes()
-        where = self.args.repo_url or f"checkpoint-{epoch}"
-        beside["README.md"] = write_card(stamp, known, self.model, where, bool(beside)).encode()
-        self.saving = threading.Thread(target=self.write, args=(state, stamp, beside), name="save", daemon=True)
+                extra_files[curve.name] = curve.read_bytes()
+        place = self.args.repo_url or f"checkpoint-{epoch}"
+        extra_files["README.md"] = write_card(stamp, known, self.model, place, bool(extra_files)).encode()
+        self.saving = threading.Thread(target=self.write, args=(state, stamp, extra_files), name="save", daemon=True)
         self.saving.start()
 
-    def write(self, state: dict, stamp: dict, beside: dict[str, bytes]) -> None:
+    def write(self, state: dict, stamp: dict, extra_files: dict[str, bytes]) -> None:
         """Write a checkpoint; this runs in a thread, because it takes seconds."""
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
         try:
             set_aside(self.folder, stamp["epoch"])
         except OSError as e:
             logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
-        if save_model(self.model, self.tokenizer, folder, stamp, state, beside):
+        if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
-            interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
+            interval = self.args.keep_one_in * self.args.save_steps
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""
+        shown = {"checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:]}
         uploaded = self.publisher.uploaded if self.publisher else {}
-        return {
-            "checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:],
-            "repository": self.args.repo_url,
-            "uploaded_epoch": uploaded.get("epoch"),
-            "uploaded_time": uploaded.get("time"),
-        }
+        shown |= {f"uploaded_{name}": uploaded.get(name) for name in ("epoch", "time")}
+        return shown | {"repository": self.args.repo_url}
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written, and abandon an upload."""
@@ -205,84 +194,34 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
     return [path for path in folders[:-newest] if path not in first.values()]
 
 
-# --- the model card ---------------------------------------------------------------------------------------------------
+def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, place: str, has_curve: bool) -> str:
+    """Return the README.md of a checkpoint, from card.md.
 
-CARD = """\
----
-library_name: transformers
-pipeline_tag: {task}
-license: unknown
-tags:
-- {model_type}
-- hivemind
-- collaborative-training
-- volunteer-computing
----
-
-# {name}
-
-A model of {parameters:,} parameters at epoch {epoch} of the run `{name}`. Volunteers train it together over the
-internet, with [hivemind](https://github.com/learning-at-home/hivemind). An epoch is one optimizer step of the whole
-swarm. Each upload replaces this card. Its language and license are not known to the run.
-
-{curve}| | |
-|---|---|
-{figures}
-
-## Use
-
-```python
-{code}
-```
-
-{heads}`training_state.pt` holds the optimizer and the rest of the training state. To continue training, download the
-folder and pass it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each
-file.
-"""
-
-
-def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
-    """Return the README.md of a checkpoint, with the Hub's YAML header.
-
-    :param stamp: the checkpoint's stamp from CheckpointHandler.save
-    :param history: the run's known history up to this epoch
-    :param where: the model's name or folder for from_pretrained
-    :param has_curve: whether the folder has learning_curve.png
+    :param history: the run's known history up to the checkpoint's epoch
+    :param place: the model's name or folder for from_pretrained
     """
-    settings, metrics = stamp["settings"], stamp["swarm"]
-    objective = model.objective
-    trust = ", trust_remote_code=True" * model.is_remote_code()
-    heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
-    samples = TrainingSchedule(**pick(settings, TrainingSchedule)).count_samples(stamp["epoch"])
-    hours = (history[-1]["time"] - history[0]["time"]) / 3600
-    speed = statistics.median(entry["samples_per_second"] for entry in history)
-    options = OptimizerArguments(**pick(settings, OptimizerArguments))
-    precision = {"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits")
-    figures = {
-        "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
-        "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
-        "samples": f"{samples:,} (epochs x batch size)",
-        "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
-        "observed for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
-        "throughput": f"{speed:.1f} samples/s, the median epoch",
-        "batch size": f"{settings['target_batch_size']:,} samples of all peers",
-        "optimizer": choose_optimizer(options)[1],
-        "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
-        f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
-        "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs"
-        + f", {settings['local_steps']} local steps from epoch {settings['local_steps_from']}"
-        * (settings["local_steps"] > 1),
-    }
-    return CARD.format(
-        model_type=model.config.model_type,
-        name=stamp["experiment_prefix"],
+    settings, objective = stamp["settings"], model.objective
+    trust = ", trust_remote_code=True" if model.is_remote_code() else ""
+    heads = f'`AutoModelForPreTraining.from_pretrained("{place}"{trust})` loads it with both of its heads.\n'
+    local_steps = f", {settings['local_steps']} local steps from epoch {settings['local_steps_from']}"
+    return CARD.read_text(encoding="utf-8").format(
+        stamp=stamp,
+        settings=settings,
+        metrics=stamp["swarm"],
+        first=history[0],
+        model=model,
+        objective=objective,
         parameters=model.num_parameters(),
-        epoch=stamp["epoch"],
-        figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
-        task=objective.pipeline,
-        code=write_code(model, where),
-        heads=heads * (objective.kind.has_pairs and is_known(model)),
-        curve="![learning curve](learning_curve.png)\n\n" * has_curve,
+        samples=TrainingSchedule(**pick(settings, TrainingSchedule)).count_samples(stamp["epoch"]),
+        most_peers=max(entry["alive_peers"] for entry in history),
+        hours=(history[-1]["time"] - history[0]["time"]) / 3600,
+        samples_per_second=statistics.median(entry["samples_per_second"] for entry in history),
+        optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
+        precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
+        local_steps=local_steps if settings["local_steps"] > 1 else "",
+        code=write_code(model, place),
+        heads=heads if objective.kind.has_pairs and is_known(model) else "",
+        curve="![learning curve](learning_curve.png)\n\n" if has_curve else "",
     )
 
 

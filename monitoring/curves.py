@@ -4,6 +4,7 @@ import gc
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.console import format_count
 from common.files import write_file
 from monitoring.history import History
 
@@ -76,8 +77,8 @@ def choose_marker(history: History) -> str | None:
 def describe_last(history: History, prefix: str) -> str:
     """Return a title with the values of the newest epoch."""
     last = history[-1]
-    peers = last["alive_peers"]
-    text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers} peer{'s'[: peers != 1]}"
+    peers = format_count(last["alive_peers"], "peer")
+    text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers}"
     if history.validation:
         text += f"; validation {history.validation[-1]['validation_loss']:.3f}"
     return text.replace("$", r"\$")  # matplotlib would parse a formula between two of them

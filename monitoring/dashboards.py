@@ -32,9 +32,8 @@ GROUPS = {
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
 }
-# arguments that are hidden from dashboards, because they hold addresses and names of users
-PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
-PRIVATE += ("invite", "authority_key")
+# the ends of names of arguments that are hidden from dashboards, because they hold addresses and names of users
+PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "_checkpoint", "invite", "_key")
 
 
 class Dashboard:
@@ -49,11 +48,7 @@ class Dashboard:
         self.module, self.run = module, run
 
     def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
-        """Log one epoch without waiting.
-
-        :param values: metrics by name, including `epoch`
-        :param contributors: the rows of a table
-        """
+        """Log metrics by name, including `epoch`, and the rows of a table, without waiting."""
         if self.run is None:
             return
         names = [(f"{group}{name}", name) for group, names in GROUPS.items() for name in names if name in values]
@@ -92,10 +87,7 @@ def select_public(config: dict) -> dict:
 
 
 def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
-    """Start or continue a run.
-
-    :param config: the command line's arguments; the dashboard shows those that are not PRIVATE
-    """
+    """Start or continue a run, and show those arguments of the command line that are not PRIVATE."""
     try:
         import trackio
 

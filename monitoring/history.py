@@ -10,7 +10,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from arguments import TrainerArguments
 from common.files import read_json_lines
-from utils import LocalMetrics, SwarmMetrics, name_peer
+from utils import LocalMetrics, SwarmMetrics
 
 MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
 MAX_POINTS_SENT = 500  # points per request of the status page
@@ -119,9 +119,7 @@ class Contributions:
     """
 
     def __init__(self, saved: dict[str, dict]):
-        names = {field.name for field in fields(Contribution)}
-        known = {label: {"username": "", **values} for label, values in saved.items()}  # older files have no names
-        self.peers = {label: Contribution(**values) for label, values in known.items() if names == values.keys()}
+        self.peers = {label: Contribution(**values) for label, values in saved.items()}
 
     def update(
         self,
@@ -135,17 +133,15 @@ class Contributions:
         :param now: the Unix time
         """
         for label, (metrics, expiration_time) in records.items():
-            known = self.peers.get(label)
-            if known is None:
-                gave = metrics.total_samples
-            elif expiration_time <= known.expiration_time:  # an older or the same record
+            known, samples = self.peers.get(label), metrics.total_samples
+            if known and expiration_time <= known.expiration_time:  # an older or the same record
                 continue
-            elif metrics.total_samples >= known.reported_samples:
-                gave = known.total_samples + metrics.total_samples - known.reported_samples
-            else:  # it continues from an older count: only this epoch's samples are certainly new
-                gave = known.total_samples + min(metrics.samples_accumulated, metrics.total_samples)
+            if known and samples >= known.reported_samples:
+                samples += known.total_samples - known.reported_samples
+            elif known:  # it continues from an older count: only this epoch's samples are certainly new
+                samples = known.total_samples + min(metrics.samples_accumulated, samples)
             self.peers[label] = Contribution(
-                total_samples=gave,
+                total_samples=samples,
                 last_epoch=metrics.epoch,
                 skipped_steps=metrics.skipped_steps,
                 samples_per_second=metrics.samples_per_second,
@@ -205,14 +201,19 @@ class Contributions:
 
 
 def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
-    """Return the newest epoch's metrics for the status page, and how many known epochs all peers averaged."""
+    """Return some of the newest epoch's SwarmMetrics for the status page, and how many epochs all peers averaged."""
     names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
     entries = list(history)
-    averaged = sum(entry["averaged_with"] >= entry["alive_peers"] for entry in entries)
-    shown = {name: getattr(metrics, name) for name in names} if metrics else {}
-    return {**shown, "known_epochs": len(entries), "averaged_epochs": averaged}
+    averaged = [entry for entry in entries if entry["averaged_with"] >= entry["alive_peers"]]
+    shown = {name: getattr(metrics, name) for name in names if metrics}
+    return {**shown, "known_epochs": len(entries), "averaged_epochs": len(averaged)}
 
 
 def pick(values: dict, schema: type) -> dict:
     """Return the values of a dictionary for which a dataclass has fields."""
     return {field.name: values[field.name] for field in fields(schema)}
+
+
+def name_peer(label: str, username: str | None) -> str:
+    """Return a peer's name for people: its user name, which in a closed run its invitation proves, and its label."""
+    return f"{username} {label}" if username else label

@@ -144,19 +144,17 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
 
 def explain_failure(error: BaseException) -> str:
     """Return one line with the reason of a failed upload and its fix, without the token."""
-    # the base class of HTTP errors, which depends on the version of huggingface_hub
-    client_error = huggingface_hub.errors.HTTPError
-    is_of_network = isinstance(error, client_error)
+    errors = [error]
     while getattr(error, "response", None) is None and error.__cause__ is not None:
         error = error.__cause__
-        is_of_network = is_of_network or isinstance(error, client_error)
+        errors.append(error)
     response = getattr(error, "response", None)
     if response is None:
         if isinstance(error, OSError) and error.filename is not None:
             return f"{error.filename}: {error.strerror}"
-        text = re.sub(r"hf_\w+", "hf_***", " ".join(str(error).split())[:300])
-        text = f"{type(error).__name__}: {text}"
-        if is_of_network:
+        text = re.sub(r"hf_\w+", "hf_***", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        # the base class of HTTP errors depends on the version of huggingface_hub
+        if any(isinstance(cause, huggingface_hub.errors.HTTPError) for cause in errors):
             return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), check the network"
         return text
     cures = {

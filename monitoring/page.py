@@ -36,12 +36,16 @@ from training.page_client import VISIT_TIMEOUT, format_join, make_place
 logger = logging.getLogger("status")
 
 MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
-MAX_VISIT = 10.0  # seconds
-SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
+MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted one to end
 # seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
 ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
-ANSWER_PERIOD = 1.0  # seconds for which an answer is cached
-MAX_ANSWERS = 64
+ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Vary": "Accept",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class StatusServer(http.server.ThreadingHTTPServer):
@@ -51,7 +55,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: the address and the deadline of each open visit, oldest first
+        #: the network and the deadline of each open visit, oldest first
         self.visits: dict[socket.socket, tuple[str, float]] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
@@ -79,13 +83,10 @@ class StatusServer(http.server.ThreadingHTTPServer):
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
         threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
-        logger.info(f"status page: {self.find_url()}")
-
-    def find_url(self) -> str:
-        """Return the address of this page for clients that reach this peer directly."""
         direct = [maddr for maddr in self.maddrs if not is_relayed(maddr)]
         protocol, host, _ = get_host_port(direct[0]) if direct else ("dns", "localhost", None)
-        return f"http://{f'[{host}]' if protocol == 'ip6' else host}:{self.socket.getsockname()[1]}/"
+        host = f"[{host}]" if protocol == "ip6" else host
+        logger.info(f"status page: http://{host}:{self.socket.getsockname()[1]}/")
 
     def answer(self, name: str, make: Callable[[], dict]) -> bytes:
         """Return the result of `make` as JSON, or its cached result for this name."""
@@ -125,13 +126,13 @@ class StatusServer(http.server.ThreadingHTTPServer):
             logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
 
     def process_request(self, request, client_address) -> None:
-        """Start a visit. If there are too many, or too many from this address, end the oldest."""
-        address = find_network(client_address[0])
-        of_address = [visit for visit, (other, _) in list(self.visits.items()) if other == address]
-        for visit in of_address[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
+        """Start a visit. If there are too many, or too many from this network, end the oldest."""
+        network = find_network(client_address[0])
+        of_network = [visit for visit, (other, _) in list(self.visits.items()) if other == network]
+        for visit in of_network[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
             self.end(visit)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
-            self.visits[request] = address, time.monotonic() + MAX_VISIT
+            self.visits[request] = network, time.monotonic() + MAX_VISIT
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -187,24 +188,14 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
 
     def send(self, kind: str, body: bytes) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", self.server.policy)
-        for name, value in HEADERS.items():
+        own = {"Content-Type": kind, "Content-Length": len(body), "Content-Security-Policy": self.server.policy}
+        for name, value in (own | HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_) -> None:
         """Log nothing for visits."""
-
-
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "Vary": "Accept",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 def make_policy(html: str) -> str:

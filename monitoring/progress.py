@@ -5,10 +5,12 @@ from collections.abc import Iterable
 
 import hivemind
 
-from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, parse_schedule
+from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
+from swarm.trust import ContributorRegistry
+from training.figures import TrainingSchedule, parse_schedule
 from training.progress import measure_progress
-from utils import ContributorRegistry, LocalMetrics, RunContract, find_peer_id
+from utils import LocalMetrics, find_peer_id
 
 SCHEDULE_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run
 SCHEDULE_TIMEOUT = 5.0

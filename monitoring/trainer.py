@@ -7,7 +7,9 @@ from collections.abc import Callable
 from monitoring.history import Contributions, History, describe_swarm
 from monitoring.page import StatusServer
 from swarm.joining import Swarm
-from utils import ContributorRegistry, SwarmMetrics, aggregate_metrics, fetch_records
+from swarm.trust import ContributorRegistry
+from training.figures import fetch_records
+from utils import SwarmMetrics, aggregate_metrics
 
 READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for downloads of the swarm's metrics
 

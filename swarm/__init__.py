@@ -1,10 +1,8 @@
 """Collaborative training over hivemind 1.1.12: all that it lacks or gets wrong; nothing here knows a model or a flag.
 
 Scripts use `Swarm` (joining.py), `SwarmConfig` and `AveragingConfig` (config.py), `make_identity` (identity.py),
-`CollaborativeOptimizer` and `AveragingHelper` (optimizer.py), and `SwarmError` (errors.py); see docs/design.md.
-
-Each repair names what it repairs, as "(note NN)" where docs/hivemind.md has more;
-tests/swarm/test_hivemind_gaps.py tells when hivemind repairs it itself.
+`CollaborativeOptimizer` and `AveragingHelper` (optimizer.py), and `SwarmError` (errors.py); see docs/design.md. A "note
+NN" is in docs/hivemind.md; tests/swarm/test_hivemind_gaps.py tells when hivemind has repaired it.
 """
 
 import multiprocessing

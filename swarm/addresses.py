@@ -2,15 +2,13 @@
 
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX consists of the host, the port and the peer id. The host can
 also be /ip6/..., /dns4/NAME, /dns6/NAME or /dnsaddr/NAME. An address with /p2p-circuit goes through a relay peer.
-
-    python -c "import asyncio; from swarm.addresses import diagnose_unreachable; \\
-        print(asyncio.run(diagnose_unreachable('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
 """
 
 import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 
 from hivemind.p2p import PeerID
@@ -23,13 +21,15 @@ GREETING = b"\x13/multistream/1.0.0\n"
 
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id although it needs one."""
+    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id, or else its port."""
     example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
     for maddr in maddrs:
         try:
             Multiaddr(maddr)
             if needs_peer_id:
                 get_peer_id(maddr)
+            elif not re.search(r"/(tcp|udp)/\d+", maddr):
+                raise ValueError("it has no port")
         except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
             raise SwarmError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
@@ -78,10 +78,10 @@ def list_shareable_maddrs(maddrs: list) -> list[str]:
 
 
 async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
-    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do.
+    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do. Return None if a libp2p
+    listener answers, or if TCP cannot test this address.
 
     :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener
-    :returns: None if a libp2p listener answers, or if TCP cannot test this address
     """
     protocol, host, port = get_host_port(maddr)
     if port is None or is_relayed(maddr):

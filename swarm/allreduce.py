@@ -24,15 +24,14 @@ CONFIRM_INTERVAL = 0.05  # seconds
 
 
 class FailFastAllReduceRunner(AllReduceRunner):
-    """A runner that ends a round as soon as it can no longer succeed, and reports the cause to the group.
+    """A runner that ends a round as soon as it can no longer succeed, and reports the cause (notes 44 and 54)."""
 
-    hivemind's runner continues without the parts of a failed reducer, and reports no cause (notes 44 and 54).
-    """
+    #: returns whether this peer's uplink has become too slow for its part of the round; set by the averager
+    has_uplink_slowed: Callable[[], bool]
 
-    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
-        """:param has_uplink_slowed: returns whether this peer's uplink has become too slow for its part of the round"""
+    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, **kwargs):
         super().__init__(*args, **kwargs)
-        self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
+        self.uplink, self.settings = uplink, settings
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data
@@ -188,10 +187,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         return list(awaited - {self.peer_id})
 
     def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
-        """Return the peers that hold up this peer's part of the round.
-
-        :param are_reducers: whether unfinished reducers count too, which may be waiting for a sender themselves
-        """
+        """Return the peers that hold up this peer's part of the round; with `are_reducers`, also unfinished reducers,
+        which may be waiting for a sender themselves."""
         reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():
             return awaited if are_reducers else []

@@ -18,9 +18,10 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from swarm.addresses import get_peer_id
+from swarm.contract import RunContract
 from swarm.errors import SwarmError
 from swarm.membership import explain_denial
-from utils import MAX_WORKERS, Flags, RunContract
+from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
@@ -62,10 +63,8 @@ async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) ->
 
 
 async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
-    """Return the attestations of the peers that answer.
-
-    :raises SwarmError: if there are none, and a peer denied access because this one is not a member of its run
-    """
+    """Return the attestations of the peers that answer. Raise a SwarmError if there are none, and a peer denied access
+    because this one is not a member of its run."""
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
         answer = await p2p.call_protobuf_handler(peer, RPC_ATTEST, BytesValue(), BytesValue)

@@ -31,16 +31,14 @@ from swarm.trust import RoundTrust
 
 logger = logging.getLogger("swarm")
 
-FIRST_LOOK = 2.0  # seconds without data until a peer is pinged
+MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
 LOOK_PERIOD = 0.5  # seconds between two checks of a running round
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
 
 
 class StateDivergedError(AllreduceException):
-    """The group continues without this peer, which must load the group's state.
-
-    Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
-    """
+    """The group continues without this peer, which must load the group's state. Arguments: the epoch of that state, and
+    the ids (bytes) of the peers that have it."""
 
     def __str__(self) -> str:
         return f"the group continues from another state, that of epoch {self.args[0]}"
@@ -60,8 +58,8 @@ class PeersUnreachableError(AllreduceException):
 class VerifyingAverager(hivemind.DecentralizedAverager):
     """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54).
 
-    The result of a round has a key for each peer that took part completely, as far as this peer can see. Each value is
-    the group's id, this peer's `num_partitions` and `partition_index` (see RoundSettings), and the violations by peer.
+    The result of a round maps each peer that took part completely, as far as this peer can see, to the group's id,
+    this peer's `num_partitions` and `partition_index` (see RoundSettings), and the violations by peer.
     """
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
@@ -101,9 +99,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         return self._max_weight.value or None
 
     @max_weight.setter
-    def max_weight(self, value: float | None) -> None:
-        """Set the maximum weight, in all processes."""
-        self._max_weight.value = value or 0.0
+    def max_weight(self, value: float) -> None:
+        self._max_weight.value = value  # shared with the averager's process
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: these would start from tensors that the failed round has partly
@@ -183,8 +180,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=sparse.part_size if sparse else plan.part_bytes, prefetch=PREFETCH)
         kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
-        kwargs |= dict(uplink=uplink, settings=settings, has_uplink_slowed=has_uplink_slowed)
-        runner = FailFastAllReduceRunner(tensors=tensors, **kwargs)
+        runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
+        runner.has_uplink_slowed = has_uplink_slowed
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):
@@ -197,9 +194,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
-        matchmaking, timeouts = self._matchmaking, self.dht.uplink.timeouts
-        ping_delay = max(FIRST_LOOK, timeouts.round_seconds / 8)
-        outdated = matchmaking.silent  # found before this round, in which these peers may have sent data
+        timeouts = self.dht.uplink.timeouts
+        ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
         # counted instead of a deadline, because a frozen peer makes no checks
         checks_left = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD
         while not runner._future.done():
@@ -215,14 +211,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             quiet_since = time.monotonic() - ping_delay
             awaited = {peer.to_bytes(): peer for peer in runner.list_awaited_peers() if peer not in clients}
             quiet = [peer_id for peer_id, peer in awaited.items() if runner.last_activity[peer] < quiet_since]
-            outdated |= matchmaking.silent.difference(quiet)
-            silent = [peer_id for peer_id in quiet if peer_id in matchmaking.silent - outdated]
-            if quiet and not silent:  # the optimizer has not found them silent, so ping them here
+            if quiet:
                 ping = partial(ping_peers, peer_ids=quiet, patience=timeouts.silence_in_round)
                 for peer_id in await self.dht.run_coroutine(ping, return_future=True):
                     runner.last_activity[awaited[peer_id]] = time.monotonic()
-                silent = [peer_id for peer_id in quiet if runner.last_activity[awaited[peer_id]] < quiet_since]
-            if silent:
+            if silent := [peer_id for peer_id in quiet if runner.last_activity[awaited[peer_id]] < quiet_since]:
                 runner.unreachable = silent
                 return runner.end(awaited[silent[0]], PeersUnreachableError(silent))
 

@@ -18,7 +18,6 @@ class SwarmConfig:
     use_ipfs: bool = False  # find the initial peers through the public IPFS network
     client_mode: bool = False  # accept no connections
     use_relay: bool = True  # reach peers behind routers, and be reached by others, through a third peer
-    use_auto_relay: bool = False  # have the initial peers relay all traffic rather than be a client
     identity_path: str | None = None  # the file of this peer's key
     invite: str | None = None  # in a closed run, the file of the invitation
     authority_key: str | None = None  # on a closed run's monitor, the file of the key that signs credentials
@@ -32,32 +31,35 @@ class AveragingConfig:
     target_batch_size: int  # samples of an epoch
     batch_size_lead: int  # samples before that number at which the search for a group begins
     matchmaking_time: float | None
-    request_timeout: float | None
-    averaging_timeout: float | None
-    next_chunk_timeout: float | None
     target_group_size: int  # the maximum number of trainers in a group
     min_vector_size: int  # the minimum number of elements that a peer averages
     bandwidth: float | None  # of this peer's uplink, in Mbit/s
-    compression: str  # these three are names, which only the run's contract uses
-    state_compression: str
+    compression: str  # this and the two others are names, which only the run's contract uses
     load_state_compression: str
-    robust_averaging: str  # clip or none
     average_state_every: int  # epochs between two rounds of parameters
     local_steps: int  # batches of an epoch in which peers step by themselves; 1 for none
     local_steps_from: int | None  # the first epoch with local steps
-    outer_lr: float
-    outer_momentum: float
-    density: float  # the share of entries in sparse pseudo-gradients
     overlap: bool  # whether rounds run in the background
-    min_refresh_period: float  # seconds between two looks at the swarm
-    max_refresh_period: float
-    default_refresh_period: float
-    expected_drift_peers: float  # peers that may join within an epoch
-    expected_drift_rate: float  # the same as a share of the swarm
-    performance_ema_alpha: float
-    metadata_expiration: float  # seconds for which records stay in the DHT
+    # no script has a flag for these
+    state_compression: str = "none"
+    request_timeout: float | None = None
+    averaging_timeout: float | None = None
+    next_chunk_timeout: float | None = None
+    robust_averaging: str = "clip"  # or none: trust all gradients
+    outer_lr: float = 0.7  # of the step after local steps, and its momentum (docs/measured.md)
+    outer_momentum: float = 0.6
+    density: float = 0.03  # the share of entries in sparse pseudo-gradients
+    min_refresh_period: float = 0.5  # seconds between two looks at the swarm
+    max_refresh_period: float = 5.0
+    default_refresh_period: float = 1.0  # before any progress is reported
+    expected_drift_peers: float = 3.0  # peers that may join within an epoch
+    expected_drift_rate: float = 0.2  # the same as a share of the swarm
+    performance_ema_alpha: float = 0.1  # weight of the newest step in the moving average of samples per second
+    metadata_expiration: float = 120.0  # seconds for which records stay in the DHT
 
 
-def make_config(kind: type[Config], source: object) -> Config:
-    """Return a config of this class with the attributes of another object that have its fields' names."""
-    return kind(**{item.name: getattr(source, item.name) for item in fields(kind)})
+def make_config(kind: type[Config], source: object, **values: object) -> Config:
+    """Return a config of this class with these values, and with the attributes of another object that have its fields'
+    names."""
+    found = {item.name: getattr(source, item.name) for item in fields(kind) if hasattr(source, item.name)}
+    return kind(**{**found, **values})

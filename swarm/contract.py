@@ -1,26 +1,44 @@
 """The contract of a run: the settings that each trainer publishes, which are compared when a peer joins."""
 
-import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterable
 
 from hivemind import DHT
+from pydantic.v1 import BaseModel, confloat, constr, root_validator
 
 from swarm.config import AveragingConfig
 from swarm.errors import SwarmError
-from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary
+from utils import FETCH_TIMEOUT, Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
 
-NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+MAX_CONTRACT_BYTES = 9000  # an attestation carries it through a hivemind pipe, which breaks at 16 KB
+
+
+class RunContract(BaseModel):
+    """The settings that one peer trains with, as a map of names to texts, so that later versions can add names."""
+
+    joined: confloat(strict=True, ge=0.0, le=1e11)  # Unix time of this peer's first publication of its contract
+    contract: dict[constr(strict=True, min_length=1, max_length=64), constr(strict=True, max_length=200)]
+    flags: Flags = ""  # the flags that define the contract
+
+    @root_validator(skip_on_failure=True)
+    def bound_entries(cls, values: dict) -> dict:
+        """Bound the size of the map, and allow only text that other peers can print."""
+        texts = "".join(text for entry in values["contract"].items() for text in entry)
+        if len(values["contract"]) > 32 or len(texts.encode()) > MAX_CONTRACT_BYTES or not texts.isprintable():
+            raise ValueError(f"a contract has 32 entries and {MAX_CONTRACT_BYTES:,} bytes of printable text at most")
+        return values
+
+
+class RunSchema(MetricSchema):
+    """The schema of the keys `{prefix}_metrics` and `{prefix}_run`: dictionaries of records by public key."""
+
+    run: dict[PublicKeyBytes, RunContract | None]
 
 
 def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
-    """Return the contracts of live trainers by their public keys.
-
-    :param timeout: seconds to wait for the DHT; if it does not answer, the result is empty
-    """
-    records = fetch_dictionary(dht, f"{prefix}_run", timeout)
-    return {key: RunContract.parse_obj(entry.value) for key, entry in records.items() if entry.value is not None}
+    """Return the contracts of live trainers by their public keys, see `fetch_dictionary`."""
+    records = fetch_dictionary(dht, f"{prefix}_run", RunContract, timeout)
+    return {key: contract for key, (contract, _) in records.items()}
 
 
 def describe_averaging(averaging: AveragingConfig) -> dict[str, str]:
@@ -42,27 +60,6 @@ def describe_averaging(averaging: AveragingConfig) -> dict[str, str]:
     return terms
 
 
-@dataclasses.dataclass
-class TrainingSchedule:
-    """The length of a run's epochs and of the whole run, as its contract defines them."""
-
-    target_batch_size: int | None = None  # samples per epoch
-    total_steps: int | None = None  # epochs until the learning rate is lowest
-    local_steps: int = 1  # factor on the samples per epoch, once the run is at epoch local_steps_from
-    local_steps_from: int | None = None
-
-    def count_samples(self, epoch: int) -> int:
-        """Return the number of samples of all epochs before this one."""
-        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
-
-
-def parse_schedule(contract: RunContract) -> TrainingSchedule:
-    """Return the schedule in a contract; numbers that are missing or invalid keep their defaults."""
-    names = [item.name for item in dataclasses.fields(TrainingSchedule)]
-    texts = {name: contract.contract.get(name, "") for name in names}
-    return TrainingSchedule(**{name: int(text) for name, text in texts.items() if NUMBER.fullmatch(text)})
-
-
 def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
     """Return the contract with the most holders, or the oldest of several, with the flags that most holders name."""
     contracts = sorted(contracts, key=lambda contract: contract.joined)
@@ -73,12 +70,11 @@ def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
 
 
 def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[str]:
-    """Return one text per term in which this contract differs from the one that `choose_contract` returns."""
+    """Return one text per term in which this contract differs from the one of `choose_contract`."""
     theirs = (choose_contract(others) or mine).contract
-    names = sorted(set(theirs) | set(mine.contract))
     return [
         f"{name}: the run has {theirs.get(name, 'none')}, you have {mine.contract.get(name, 'none')}"
-        for name in names
+        for name in sorted(theirs.keys() | mine.contract.keys())
         if theirs.get(name) != mine.contract.get(name)
     ]
 
@@ -88,10 +84,7 @@ class ContractMismatch(SwarmError):
 
 
 def require_same(prefix: str, mine: RunContract, others: list[RunContract]) -> None:
-    """Compare a contract with the one that `choose_contract` returns.
-
-    :raises ContractMismatch: they differ; its text names the differences, and the flags that remove them
-    """
+    """Raise a ContractMismatch, with the flags to use, if a contract differs from the one of `choose_contract`."""
     if differences := find_differences(mine, others):
         flags = choose_contract(others).flags or "all that peers must share have their defaults"
         raise ContractMismatch(

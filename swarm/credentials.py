@@ -53,7 +53,6 @@ def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> l
     """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid.
 
     :param kind: the type of the content, which is part of the signed bytes
-    :param authority: the authority's public key
     """
     if len(data) > max_bytes:
         raise ValueError("it is too long")
@@ -125,10 +124,8 @@ class Authority:
 
     @contextlib.contextmanager
     def open_run(self, prefix: str) -> Iterator[dict]:
-        """Lock the member list, yield a run's entry for changes, and write the list if it changed.
-
-        An entry holds the run's members by peer id, and its signed revocation list in hexadecimal.
-        """
+        """Lock the member list, yield a run's entry for changes, and write the list if it changed. An entry holds the
+        run's members by peer id, and its signed revocation list in hexadecimal."""
         with locked(self.path.with_suffix(".lock")):
             runs = self.read_members()
             before = json.dumps(runs)

@@ -34,11 +34,8 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Ping lost peers until they answer. Runs in the DHT's process, forever.
-
-    hivemind drops a peer after one missing answer. A restarted monitor would stay alone, and the two halves of a
-    partitioned network might never reconnect.
-    """
+    """Ping lost peers until they answer. Runs in the DHT's process, forever. hivemind drops a peer after one missing
+    answer: a restarted monitor would stay alone, and two halves of a network might never reconnect."""
     initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
     known, lost = set(), dict.fromkeys(initial_peers, 0)
     while True:
@@ -78,17 +75,10 @@ class DHT(hivemind.DHT):
     #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
     attestation: RunAttestation | None = None
 
-    def __init__(
-        self,
-        *args,
-        identity_path: str | None = None,
-        membership: Membership | None = None,
-        **kwargs,
-    ):
+    def __init__(self, *args, identity_path: str | None = None, membership: Membership | None = None, **kwargs):
         """
         :param identity_path: the file of the peer's key; default: a temporary key
         :param membership: the membership of a closed run; None if the run is open
-        :param kwargs: the options of hivemind.DHT
         """
         self.uplink, self.membership = Uplink(), membership
         #: in the DHT's process: its unfinished coroutines

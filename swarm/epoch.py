@@ -1,7 +1,5 @@
-"""The states of a peer's epoch, and the causes that take it from one to the next.
-
-All times are of the monotonic clock, which the caller passes in.
-"""
+"""The states of a peer's epoch, and the causes that take it from one to the next. All times are of the monotonic clock,
+which the caller passes in."""
 
 import enum
 import math
@@ -31,7 +29,7 @@ TRANSITIONS = {
     EpochState.ACCUMULATING: {
         EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs: `should_search`
         EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer: `can_average`
-        EpochState.SYNCING,  # the swarm is ahead: `must_sync`, or `has_missed_step` once the epoch is over
+        EpochState.SYNCING,  # the swarm is ahead: `compare_with_swarm`, or `has_missed_step` once the epoch is over
     },
     EpochState.AVERAGING: {
         EpochState.STEPPING,  # the round has succeeded, runs in the background, or there is no other peer
@@ -46,7 +44,7 @@ TRANSITIONS[EpochState.MATCHMAKING] = TRANSITIONS[EpochState.ACCUMULATING]
 
 
 @dataclass(frozen=True)
-class SwarmLook:
+class EpochInputs:
     """The knowledge of a peer about the swarm between two of its steps."""
 
     swarm_epoch: int  # that most known peers have reached
@@ -108,34 +106,36 @@ class Epoch:
             raise ValueError(f"no transition from {self.state.value} to {state.value}")
         self.state = state
 
-    def is_one_step_behind(self, look: SwarmLook) -> bool:
-        """Return whether this peer has missed exactly one step of peers that all step together."""
-        return look.is_synchronous and self.number + 1 == look.swarm_epoch
+    def may_sync(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
+        """Return whether a download may start now; that of one missed step of peers that step together is short."""
+        is_one_step_behind = inputs.is_synchronous and self.number + 1 == inputs.swarm_epoch
+        return backoff.allows(inputs.swarm_epoch, is_one_step_behind, now)
 
-    def has_missed_step(self, look: SwarmLook) -> bool:
+    def has_missed_step(self, inputs: EpochInputs) -> bool:
         """Whether the others have stepped without this peer. A step with its own gradients alone would part it from
         them: the averaging of parameters does not bring the optimizer's moments together."""
-        return look.is_synchronous and look.swarm_epoch > self.number
+        return inputs.is_synchronous and inputs.swarm_epoch > self.number
 
-    def must_sync(self, look: SwarmLook, backoff: SyncBackoff, now: float) -> bool:
-        """Whether this peer has to load the swarm's state before it continues. Once in an epoch any difference counts;
-        after that, one epoch does not, because the other peers may just be the first."""
-        if not backoff.allows(look.swarm_epoch, self.is_one_step_behind(look), now):
+    def compare_with_swarm(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
+        """Compare this epoch with the swarm's, and return whether this peer has to load the swarm's state before it
+        continues. Once in an epoch any difference counts; after that, one epoch does not, because the other peers may
+        just be the first."""
+        if not self.may_sync(inputs, backoff, now):
             return False
-        if not self.is_compared and look.is_fresh:
+        if not self.is_compared and inputs.is_fresh:
             self.is_compared = True
-            return look.swarm_epoch != self.number
-        return look.swarm_epoch > self.number + 1
+            return inputs.swarm_epoch != self.number
+        return inputs.swarm_epoch > self.number + 1
 
-    def should_search(self, look: SwarmLook) -> bool:
+    def should_search(self, inputs: EpochInputs) -> bool:
         """Whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is alone
         does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
-        return look.has_others and look.seconds_left <= look.matchmaking_time and not look.is_searching
+        return inputs.has_others and inputs.seconds_left <= inputs.matchmaking_time and not inputs.is_searching
 
-    def is_over(self, look: SwarmLook) -> bool:
+    def is_over(self, inputs: EpochInputs) -> bool:
         """Whether the swarm has the samples of this epoch. A group that waits for this peer may count more of them."""
-        return look.has_batch or look.has_group
+        return inputs.has_batch or inputs.has_group
 
-    def can_average(self, look: SwarmLook) -> bool:
+    def can_average(self, inputs: EpochInputs) -> bool:
         """Whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""
-        return look.read_at >= self.retry_at and not look.lacks_quorum
+        return inputs.read_at >= self.retry_at and not inputs.lacks_quorum

@@ -16,11 +16,8 @@ from swarm.matchmaking import parse_gathered, parse_round_state, sign_round_stat
 
 
 class GradientAverager(VerifyingAverager):
-    """An averager that holds the pending gradients of this peer.
-
-    Steps add to the pending gradients. A successful round removes what it has sent, and a failed round restores it.
-    Only peers with the same state average together (note 56), see `select_group`.
-    """
+    """An averager that holds the pending gradients of this peer. Steps add to them. A successful round removes what it
+    has sent, and a failed round restores it. Only peers with the same state average together (note 56)."""
 
     are_parameters = False
     #: whether the peers take local steps, see LocalStepsAverager
@@ -97,10 +94,8 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
-        """Remove the sent gradients after a round or a step of this peer alone; return the number of new samples.
-
-        :param num_partitions, partition_index: see RoundSettings
-        """
+        """Remove the sent gradients after a round, of which RoundSettings has the parameters, or after a step of this
+        peer alone; return the number of new samples."""
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
@@ -142,10 +137,9 @@ class GradientAverager(VerifyingAverager):
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members with the same state as most others; the rest must load that state.
 
-        Two halves of a partitioned swarm, or a peer that stepped alone, have different weights and moments. So peers
-        gather their epoch and lineage (see StateAverager). With three or more peers, a peer with different parameters
-        in spite of the same lineage is excluded too, see `find_outliers`. Auxiliary peers have no gradients, and can
-        average those of any state.
+        Peers gather their epoch and lineage, which differ after a partition, or on a peer that stepped alone. Of three
+        or more peers, one with different parameters in spite of the same lineage is excluded too, see `find_outliers`.
+        Auxiliary peers have no gradients, and can average those of any state.
         """
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}

@@ -1,9 +1,6 @@
-"""Checks of all data that other peers send in a round.
-
-A part that no correct peer can send is a protocol violation: its sender is excluded from rounds for a while. An outlier
-may come from a correct peer: a gradient that is much longer than those of the others is clipped, and one that points
-away from all of them is not counted.
-"""
+"""Checks of all data that other peers send in a round. A part that no correct peer can send is a protocol violation:
+its sender is banned. An outlier may come from a correct peer: a gradient that is much longer than those of the others
+is clipped, and one that points away from all of them is not counted."""
 
 import dataclasses
 import math
@@ -43,10 +40,8 @@ class MaliciousPeersError(AllreduceException):
 
 
 def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the factor for each sender's gradient.
-
-    It is below 1 if the norm is much larger than the median (of two senders, than the smaller norm). With three or more
-    senders, it is 0 if the gradient points away from the sum of all others.
+    """Return the factor for each sender's gradient: below 1 if its norm is much larger than the median (of two senders,
+    than the smaller norm); with three or more senders, 0 if it points away from the sum of all others.
 
     :param products: the scalar products of all parts sent so far, of shape (senders, senders)
     :param counts: the number of elements that each sender has sent
@@ -81,11 +76,8 @@ class RoundSettings:
 
 
 class RobustReducer(TensorPartReducer):
-    """A reducer that averages parts so that no single sender can skew the result.
-
-    Gradients are clipped, see `compute_clipping_factors`. Parameters are the same on all peers except for rounding
-    errors, so the median of each number is used.
-    """
+    """A reducer that averages parts so that no single sender can skew the result. Gradients are clipped. Parameters are
+    the same on all peers except for rounding errors, so the median of each number is used."""
 
     def configure(self, settings: RoundSettings) -> None:
         """Set up the checks of a round; call this once, before it starts."""
@@ -236,10 +228,8 @@ class VerifyingContainer(TensorPartContainer):
 
 @torch.no_grad()
 def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
-    """Return SKETCH_SIZE numbers: the norm of the parameters, and random projections of them.
-
-    The distance between two sketches is about that between the parameters (Johnson and Lindenstrauss).
-    """
+    """Return SKETCH_SIZE numbers: the norm of the parameters, and random projections of them. The distance between two
+    sketches is about that between the parameters (Johnson and Lindenstrauss)."""
     # as many +1 as -1, so that a rounding bias does not add up over millions of parameters
     signs = torch.rand(SKETCH_WIDTH, SKETCH_SIZE - 1, generator=torch.Generator().manual_seed(0)).argsort(dim=0) % 2
     square, columns = torch.zeros((), dtype=torch.float64), torch.zeros(SKETCH_WIDTH, dtype=torch.float64)

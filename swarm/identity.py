@@ -19,17 +19,14 @@ KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
 
 
 def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membership | None:
-    """Set this process's key and, for a closed run, load its credential.
+    """Set this process's key, and return the membership of a closed run, or None if the run is open.
 
-    Call this once, before any network access and before helpers are forked.
+    Call this once, before any network access and before helpers are forked. The key is read from `invite`, or else from
+    `identity_path`, or else from `kept_at`. If the file is missing, the key is new. hivemind then writes it to
+    `identity_path`, or `keep_identity` writes it to `kept_at`.
 
-    The key is read from `invite`, or else from `identity_path`, or else from `kept_at`. If the file is missing, the key
-    is new. hivemind then writes it to `identity_path`, or `keep_identity` writes it to `kept_at`.
-
-    :param kept_at: the file in which `keep_identity` saves the key. The public key names a peer in metrics: with a new
-        key, a restarted trainer would be another peer, and the samples in its checkpoint would count twice in
-        total_samples.
-    :returns: the membership of a closed run, or None if the run is open
+    :param kept_at: the file in which `keep_identity` saves the key. With a new key, a restarted trainer would be
+        another peer, and the samples in its checkpoint would count twice in total_samples
     :raises SwarmError: if `invite`, `authority_key` or `identity_path` is not usable
     """
     if config.invite:
@@ -52,10 +49,7 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
 
 
 def load_identity(path: str) -> RSAPrivateKey:
-    """Return the key in the file of `identity_path`.
-
-    :raises SwarmError: if the file does not hold a usable key
-    """
+    """Return the key in the file of `identity_path`, or raise a SwarmError."""
     try:
         key = read_key(PrivateKey.FromString(Path(path).read_bytes()).data)
         RecordValidator(key)  # fails for a key of another type or length

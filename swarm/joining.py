@@ -1,8 +1,4 @@
-"""Joining a run: start the DHT in a way that the network allows.
-
-A peer asks the peers that it reaches to dial back. If they cannot, it becomes a client or is reached through a relay.
-Each failure is one line that says what to do.
-"""
+"""Joining a run: start the DHT in a way that the network allows. Each failure is one line that says what to do."""
 
 import asyncio
 import logging
@@ -19,7 +15,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import RunAttestation, ask_initial_peers, publish_attestation, register_attestation_handler
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, fetch_contracts, require_same
+from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
@@ -34,7 +30,7 @@ from swarm.reachability import (
     measure_bandwidth,
     register_dial_back_handler,
 )
-from utils import MAX_WORKERS, LocalMetrics, RunContract, make_validators
+from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
 
@@ -42,15 +38,10 @@ RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
 class Swarm:
-    """A peer's place in a run, from joining to leaving.
-
-    It owns the DHT, with the identity, the uplink and the membership, and the records that this peer publishes.
-    """
+    """A peer's place in a run, with its DHT and the records that it publishes."""
 
     def __init__(self, config: SwarmConfig, dht: DHT, public_key: bytes):
-        """
-        :param public_key: the subkey of the records that this peer signs
-        """
+        """:param public_key: the subkey of the records that this peer signs"""
         self.config, self.dht, self.public_key = config, dht, public_key
         self.prefix = config.experiment_prefix
         #: the contract that this peer trains by, and publishes
@@ -58,17 +49,17 @@ class Swarm:
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":
-        """Start this peer's DHT, with the run's validators, in a way that the network allows.
+        """Start this peer's DHT in a way that the network allows.
 
-        A peer that others cannot reach becomes a client if it directly reaches a peer that averages. Otherwise it is
-        reached through a relay. `dht.client_mode` is the outcome.
+        The initial peers dial back. If they cannot, this peer becomes a client (`dht.client_mode`) if it directly
+        reaches a peer that averages; otherwise it is reached through a relay.
 
         :param membership: the membership of a closed run, see `make_identity`
         :raises SwarmError: the network does not allow it, or the initial peers serve another run or disagree
         """
         raise_file_limit()
         quiet_hivemind_logs()
-        validators, public_key = make_validators(config.experiment_prefix)
+        validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if config.initial_peers and not config.client_mode:
             seen_at, is_reachable = find_reachability(dht, config.initial_peers)
@@ -94,19 +85,15 @@ class Swarm:
         return list_shareable_maddrs(self.dht.get_visible_maddrs())
 
     def list_contracts(self) -> list[RunContract]:
-        """Return the contracts that bind this peer: the one that the initial peers attest, or none if no peer has
-        contributed.
-
-        Only if no initial peer answered, these are the contracts that live trainers published, which any peer can do.
-        """
+        """Return the contracts that bind this peer: that which the initial peers attest, if any peer has contributed.
+        Only if no initial peer answered, these are the contracts of live trainers, which any peer can publish."""
         if self.dht.attestation:
             return [self.dht.attestation.contract] if self.dht.attestation.contract else []
         return [other for key, other in fetch_contracts(self.dht, self.prefix).items() if key != self.public_key]
 
     def compare_contract(self, contract: RunContract) -> bool:
-        """Compare a contract with the run's, for a peer that publishes none.
+        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet.
 
-        :returns: whether the run has a contract yet
         :raises ContractMismatch: the contracts differ
         """
         others = self.list_contracts()
@@ -155,18 +142,17 @@ class Swarm:
         return self._store("metrics", metrics.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
-        """Tell new peers that have this peer's address the run's settings and contributors, without waiting.
+        """Tell new peers that have this peer's address the run's settings and the ids of its contributors.
 
         :param contract: the contract of most contributors, or None if no peer has contributed yet
         :param flags: this peer's own flags, which bind new peers until there is a contract
-        :param contributors: the ids of peers that have contributed
         """
         workers = list(contributors)[:MAX_WORKERS]
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
         publish_attestation(self.dht, attestation)
 
     def measure_bandwidth(self, mbits: float | None) -> float:
-        """Pace this peer's uplink by this bandwidth in Mbit/s, or by what is measured; see `measure_bandwidth`."""
+        """Pace this peer's uplink, see `measure_bandwidth`."""
         return measure_bandwidth(self.dht, mbits)
 
     def warn_of_local_addresses(self) -> None:
@@ -200,12 +186,8 @@ def warn_of_unresponsive_peers(maddrs: list[str]) -> None:
 def start_dht(
     config: SwarmConfig, validators: list, membership: Membership | None, is_first: bool = True, **options
 ) -> DHT:
-    """Start the DHT's helper process and register this peer's request handlers.
-
-    A start that failed although all initial peers can be reached is retried once.
-
-    :raises SwarmError: if it fails
-    """
+    """Start the DHT's helper process and register this peer's request handlers, or raise a SwarmError. A start that
+    failed although all initial peers can be reached is retried once."""
     check_versions()
     if not options.get("client_mode") and not config.use_ipfs:
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
@@ -250,17 +232,19 @@ def start_dht(
 def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT, where: str) -> DHT:
     """Replace this DHT by one in client mode or behind a relay, and log the reason.
 
-    :param where: the address and port at which others cannot reach this peer, for the log
+    :param where: the address and port at which others cannot reach this peer
     """
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(count_reachable_averagers, config.experiment_prefix))
-    relays = dht.run_coroutine(partial(find_relays, config.initial_peers))
+    relays = dht.run_coroutine(partial(find_relays, config.initial_peers)) if config.use_relay else []
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # other peers may still know this identity from the old DHT
-    if not config.use_relay or not relays or (averagers and not config.use_auto_relay):
-        who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
-        wait = "its gradients count once a reachable trainer joins (none of `initial_peers` is a relay)"
-        logger.warning(f"{reason}: continuing in client mode, {who if averagers else wait}")
+    if not relays or averagers:
+        outlook = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
+        if not averagers:
+            why = "none of `initial_peers` is a relay" if config.use_relay else "`use_relay` is off"
+            outlook = f"its gradients count once a reachable trainer joins ({why})"
+        logger.warning(f"{reason}: continuing in client mode, {outlook}")
         return start_dht(config, validators, dht.membership, client_mode=True, **options)
     logger.warning(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)

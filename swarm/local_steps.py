@@ -22,11 +22,8 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """An optimizer of the parameters in host memory, for both phases of training.
-
-    While all peers step together, it is the inner optimizer. Once they take local steps, it is SGD with Nesterov
-    momentum, and its gradients are the averaged pseudo-gradients.
-    """
+    """An optimizer of the parameters in host memory. While all peers step together, it is the inner optimizer. Once
+    they take local steps, it is SGD with Nesterov momentum, and its gradients are the averaged pseudo-gradients."""
 
     def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
         super().__init__(inner.param_groups, {})
@@ -83,10 +80,8 @@ class LocalSteps:
         self.anchor = [tensor.to(device) for tensor in self.anchor]
 
     def step(self) -> None:
-        """Make a local step with the model's gradients, at the swarm's learning rate.
-
-        The first local step starts with the moments of the steps that all peers made together.
-        """
+        """Make a local step with the model's gradients, at the swarm's learning rate; the first one with the moments of
+        the steps that all peers made together."""
         if self.inner is None:
             self.load_inner_state(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
@@ -101,7 +96,7 @@ class LocalSteps:
         """Return the pseudo-gradients: the anchor minus the local parameters."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
-    def take_pending(self, sent: list[torch.Tensor]) -> None:
+    def record_averaged(self, sent: list[torch.Tensor]) -> None:
         """Record what a round has averaged, which `move_anchor` then removes; may be called from any thread."""
         self._taken = sent
 
@@ -147,10 +142,8 @@ def at_anchor(local: LocalSteps | None) -> Iterator[None]:
 
 
 class LocalStepsAverager(GradientAverager):
-    """A gradient averager that averages pseudo-gradients once the peers take local steps.
-
-    The residual of sparsification is added to the next pseudo-gradients (error feedback, arXiv 1809.07599).
-    """
+    """A gradient averager that averages pseudo-gradients once the peers take local steps. The next ones contain the
+    residual of sparsification (error feedback, arXiv 1809.07599)."""
 
     local: LocalSteps  # set by the optimizer
     # the epoch of the last round of local steps, and the epoch after the last such round that succeeded
@@ -212,7 +205,7 @@ class LocalStepsAverager(GradientAverager):
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
         """Remove the sent gradients, and record the averaged update for `move_anchor`."""
         if self.is_local:
-            self.local.take_pending(self._in_flight[0])
+            self.local.record_averaged(self._in_flight[0])
             self._expected_epoch = self._taken_epoch + 1
         return super().finish(num_partitions, partition_index)
 

@@ -94,10 +94,7 @@ class SharedMemoryDict:
 
 
 class Membership:
-    """This peer's credential for a closed run, and its authenticated peers, shared with helper processes forked later.
-
-    In an open run, None takes the place of a membership.
-    """
+    """This peer's credential for a closed run, and its authenticated peers, shared with helpers forked later."""
 
     def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
         """:param invite: the invitation file, in which renewed credentials are saved; the authority is the `issuer`"""
@@ -193,10 +190,8 @@ class Membership:
         return member
 
     async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
-        """Serve RPC_SHOW_CREDENTIAL: verify a peer's credential, and return this peer's own and its revocation list.
-
-        The authority also returns a new credential if that of the peer is due for renewal.
-        """
+        """Serve RPC_SHOW_CREDENTIAL: verify a credential, and return this peer's own, its revocation list and, at the
+        authority, a new credential if that of the peer is due for renewal."""
         try:
             credential, revocations = parse_message(data, 2)
             member = self.admit(peer, credential, revocations)
@@ -206,8 +201,11 @@ class Membership:
             return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
         renewed, state = b"", self.state.read()
         if self.issuer and member.is_due:
-            with self.issuer.open_run(self.prefix) as run:
-                renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
+            try:
+                with self.issuer.open_run(self.prefix) as run:
+                    renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
+            except SwarmError as e:  # the old credential is still valid, so the exchange goes on
+                logger.warning(str(e))
         return MSGPackSerializer.dumps([b"", state["credential"], state["revocations"], renewed])
 
     async def exchange_credentials(self, client: p2pclient.Client, peer: PeerID) -> None:
@@ -323,10 +321,8 @@ def delete_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
 
 
 class AuthenticatedP2PClient(p2pclient.Client):
-    """A client of the libp2p daemon that exchanges credentials before calls, and rejects unauthenticated callers.
-
-    The exchange itself bypasses this class: it uses `client.control`.
-    """
+    """A client of the libp2p daemon that exchanges credentials before calls (by `client.control`), and rejects
+    unauthenticated callers."""
 
     #: set in a subclass by `install_client`, because hivemind creates the instances
     membership: Membership

@@ -1,15 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-`swarm/epoch.py` has the states of an epoch. Each transition is one method here:
-
-| to | method |
-|---|---|
-| MATCHMAKING | `_search_group` |
-| AVERAGING | `_average` |
-| STEPPING | `_make_step` |
-| SYNCING | `load_state_from_peers` |
-| ACCUMULATING, after a failed round | `_recover_from_failed_round` |
-| ACCUMULATING, in a new epoch | `_begin_epoch` |
+`swarm/epoch.py` has the states of an epoch. Each transition is one method here, whose text begins with the new state.
 """
 
 import copy
@@ -25,13 +16,13 @@ from hivemind.utils import get_dht_time
 
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
-from swarm.epoch import RETRY_AFTER, Epoch, EpochState, SwarmLook
+from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
-from swarm.progress import FIRST_LOOK, PeerTracker
+from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
 from swarm.trust import PeerTrust
@@ -48,11 +39,9 @@ class CollaborativeOptimizer:
 
     Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
     of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
-    round the epoch stays (in the background it does not), and a later `step` tries again. A peer that missed a step
-    loads that of the others.
-
-    With `local_steps` N above 1, each `step` also moves this peer's model, from some epoch on. An epoch then takes N
-    times the samples, and rounds average pseudo-gradients, see swarm/local_steps.py.
+    round the epoch stays (in the background it does not), and a later `step` tries again. With `local_steps` N above 1,
+    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and rounds average
+    pseudo-gradients, see swarm/local_steps.py.
     """
 
     is_auxiliary = False
@@ -65,14 +54,12 @@ class CollaborativeOptimizer:
         *,
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
-        scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
-        client_mode: bool,
+        scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
         **compressions: CompressionBase,
     ):
         """
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
-        :param client_mode: whether to accept no incoming connection
         :param compressions: of gradients, local_steps (default: the same), averaged and served (load_state) states
         """
 
@@ -83,13 +70,12 @@ class CollaborativeOptimizer:
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
         trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
-        self.tracker = PeerTracker(dht, prefix, averaging, trust, client_mode=client_mode)
+        self.tracker = PeerTracker(dht, prefix, averaging, trust)
         options = dict(
             dht=dht,
-            client_mode=client_mode,
+            client_mode=dht.client_mode and not self.is_auxiliary,
             auxiliary=self.is_auxiliary,
             min_matchmaking_time=self.uplink.timeouts.matchmaking,
-            next_chunk_timeout=self.uplink.timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
             target_group_size=averaging.target_group_size,
@@ -108,7 +94,7 @@ class CollaborativeOptimizer:
             **options,
         )
         exit_if_process_dies(self.state_averager, "state averager")
-        if client_mode:
+        if self.state_averager.client_mode:
             self.state_averager.serve_state()
         make_local = partial(LocalStepsAverager, sparse=compressions.get("local_steps"))
         self.grad_averager = (make_local if averaging.local_steps > 1 else GradientAverager)(
@@ -186,18 +172,16 @@ class CollaborativeOptimizer:
                 self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients to the pending ones; when the swarm has enough, average and step.
-
-        :param batch_size: the number of samples of which the model's gradients are the mean
-        """
+        """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
+        enough, average and step."""
         self.state_averager.step(apply_delayed_updates=True)
         self.grad_averager.accumulate(batch_size)
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
-        look = self._look_at_swarm()
-        if self.epoch.must_sync(look, self.sync.backoff, time.monotonic()):
+        inputs = self._collect_inputs()
+        if self.epoch.compare_with_swarm(inputs, self.sync.backoff, time.monotonic()):
             self.load_state_from_peers()
         else:
-            self._advance(look)
+            self._advance(inputs)
 
     def leave(self) -> None:
         """Tell the others that this peer is about to leave: `shutdown` follows once everything is saved. A round that
@@ -217,10 +201,10 @@ class CollaborativeOptimizer:
 
     # --- the epoch
 
-    def _look_at_swarm(self) -> SwarmLook:
+    def _collect_inputs(self) -> EpochInputs:
         """Return what this peer knows of the swarm now."""
         tracker, rounds = self.tracker, self.rounds
-        return SwarmLook(
+        return EpochInputs(
             swarm_epoch=tracker.global_epoch,
             is_fresh=tracker.is_fresh,
             read_at=tracker.view.read_at,
@@ -234,20 +218,19 @@ class CollaborativeOptimizer:
             has_group=rounds.has_group(),
         )
 
-    def _advance(self, look: SwarmLook) -> None:
+    def _advance(self, inputs: EpochInputs) -> None:
         """Take the epoch as far as it can go now."""
-        self.grad_averager.round_state = [self.local_epoch, look.is_synchronous, self.state_averager.lineage]
+        self.grad_averager.round_state = [self.local_epoch, inputs.is_synchronous, self.state_averager.lineage]
         # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
-        if self.epoch.should_search(look):
+        if self.epoch.should_search(inputs):
             self._search_group()
-        if not self.epoch.is_over(look):
+        if not self.epoch.is_over(inputs):
             return
-        if self.epoch.has_missed_step(look):
-            is_one_step_behind = self.epoch.is_one_step_behind(look)
-            if self.sync.backoff.allows(look.swarm_epoch, is_one_step_behind, time.monotonic()):
+        if self.epoch.has_missed_step(inputs):
+            if self.epoch.may_sync(inputs, self.sync.backoff, time.monotonic()):
                 self.load_state_from_peers()
-        elif self.epoch.can_average(look):
+        elif self.epoch.can_average(inputs):
             is_alone = not self.tracker.peers_at_epoch
             if is_alone:  # if peers have come, they would have to download the step that this one makes alone
                 self.tracker.refresh_now()
@@ -263,6 +246,9 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
+        if self.rounds.overlap:  # the last round changes the view of the swarm, which the lock below would not allow
+            with self.tracker.performance_ema.pause():
+                self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
             with self.tracker.pause_updates():
                 self._make_step(self.rounds.average())
@@ -273,10 +259,8 @@ class CollaborativeOptimizer:
             self.grad_averager.last_step = *before, self.state_averager.group_id
 
     def _make_step(self, finish: Callable[[], None] | None) -> None:
-        """STEPPING: let the optimizer step, and average the parameters if that is due.
-
-        :param finish: waits for the round, if that runs in the background; the step follows it there
-        """
+        """STEPPING: let the optimizer step, and average the parameters if that is due. If the round runs in the
+        background, the step follows `finish` there, which waits for the round."""
         self.epoch.enter(EpochState.STEPPING)
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
@@ -285,7 +269,7 @@ class CollaborativeOptimizer:
             self.rounds.finish_background(timeout)
         options = {}
         if is_due and self.rounds.has_others():
-            control = self.rounds.state_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
+            control = self.rounds.parameter_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
             options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
         averager.step(
             increment_epoch=True,
@@ -309,15 +293,13 @@ class CollaborativeOptimizer:
         if is_local != averager.is_local:
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
-        if not self.state_averager.client_mode:  # joining peers ask the peers that are furthest
-            self.state_averager.state_sharing_priority = self.local_epoch
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING, if the round has failed because this peer has another state than the others; otherwise ACCUMULATING,
         until the next try."""
         if not STOP_REQUESTED.is_set():
             state_of_others = cause.args if isinstance(cause, StateDivergedError) else ()
-            if state_of_others or self.epoch.has_missed_step(self._look_at_swarm()):
+            if state_of_others or self.epoch.has_missed_step(self._collect_inputs()):
                 self.load_state_from_peers(*state_of_others)
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
@@ -344,9 +326,9 @@ class CollaborativeOptimizer:
         self.grad_averager.last_step = None
         old_epoch, is_compared = self.local_epoch, self.epoch.is_compared
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
-        is_one_step_behind = self.rounds.is_synchronous() and old_epoch + 1 == wanted
+        is_synchronous = self.rounds.is_synchronous(wanted)
         with self.tracker.performance_ema.pause():
-            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_one_step_behind)
+            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
             return False
@@ -380,7 +362,7 @@ class AveragingHelper(CollaborativeOptimizer):
         self.state_averager.step(apply_delayed_updates=True)
         self._follow_trainers()
         if len(self.tracker.peers_at_epoch) >= 2:  # a trainer that is alone needs no help
-            self._advance(self._look_at_swarm())
+            self._advance(self._collect_inputs())
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""
@@ -388,15 +370,13 @@ class AveragingHelper(CollaborativeOptimizer):
         return min(max_seconds, max(0.05, search_time - get_dht_time()))
 
     def _follow_trainers(self) -> None:
-        """Go to the trainers' epoch: the highest one that more than half of them have reached.
-
-        Forward if they have stepped without this peer; back if they have lost a round that it took for averaged.
-        """
+        """Go to the highest epoch that more than half of the trainers have reached: forward if they have stepped
+        without this peer; back if they have lost a round that it took for averaged."""
         records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
         if len(records) < 2:
             return
         middle = records[len(records) // 2]
-        has_reported = middle.time > self.tracker.local_progress.time + FIRST_LOOK  # since this peer's epoch began
+        has_reported = middle.time > self.tracker.local_progress.time + PING_DELAY  # since this peer's epoch began
         if middle.epoch == self.local_epoch or (middle.epoch < self.local_epoch and not has_reported):
             return
         self.rounds.leave(timeout=0.0)

@@ -4,13 +4,12 @@ import contextlib
 import copy
 import hashlib
 import multiprocessing
-import threading
 from collections.abc import Sequence
 
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state
 from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
 from hivemind.utils import MPFuture, nested_map, nested_pack
 
@@ -25,11 +24,8 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
-    """Create the tensors of the optimizer's state as they are before its first step.
-
-    hivemind creates them by a step with zero gradients at the full learning rate. That step counts in bias correction
-    (note 8), and its weight decay moves the parameters or enters the momentum of SGD.
-    """
+    """Create the tensors of the optimizer's state as they are before its first step. hivemind creates them by a step
+    with zero gradients, which counts in bias correction (note 8), and decays the parameters or SGD's momentum."""
     settings = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
@@ -54,27 +50,20 @@ class StateAverager(TrainingStateAverager, StateServer):
     local = None
 
     def __init__(self, *args, **kwargs):
-        self._lock_step = threading.Lock()
         self.download_progress = multiprocessing.Value(DownloadProgress)
         super().__init__(*args, **kwargs)
+        self.optimizer.register_step_post_hook(self.record_step)
 
-    def step(self, *args, increment_epoch: bool = False, **kwargs):
-        """Step like hivemind, but hold back downloads during the step, and update the lineage hash."""
-        if not increment_epoch:
-            return super().step(*args, **kwargs)
-        # hivemind advances the epoch before the step: a download in between would get old parameters as new ones
-        with self._lock_step:
-            result = super().step(*args, increment_epoch=True, **kwargs)
-            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
-            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
-            self.state_sharing_priority = self.local_epoch
-            return result
+    def record_step(self, *_) -> None:
+        """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
+        history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+        self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+        self.state_sharing_priority = self.local_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch and its learning rate, also to an earlier epoch; hivemind can only advance them (note 63)."""
-        if self.scheduler is not None:
-            self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
-            self.scheduler.step()
+        self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
+        self.scheduler.step()
         self.local_epoch = self.state_sharing_priority = epoch
 
     def _apply_optimizer_parameters_(self) -> None:
@@ -83,26 +72,32 @@ class StateAverager(TrainingStateAverager, StateServer):
         else:
             self.local.move_anchor(list_params(self.optimizer))
 
+    @torch.no_grad()
     def get_current_state(self):
         """Return a consistent copy of the state with its lineage hash, or of the last step's gradients if requested."""
-        with self._lock_step:
-            if not self._wants_step.value:
-                metadata, tensors, infos = super().get_current_state()
-                return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
-            if self.grad_averager is None or self.grad_averager.last_step is None:
-                return {"epoch": -1, "lineage": ""}, [], []
-            with self.grad_averager.get_tensors() as gradients:
-                # the next round, in another thread, ends the last step
-                epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-                infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
-                metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
-                return metadata, copy_flat(gradients, infos), infos
+        if not self._wants_step.value:
+            # a step holds this lock while it changes all of these; an averaging of parameters may go on for seconds
+            with self.lock_optimizer:
+                params, (values, moments) = list_params(self.optimizer), dump_optimizer_state(self.optimizer)
+                infos = [CompressionInfo.from_tensor(param, role=TensorRole.PARAMETER) for param in params]
+                infos += [CompressionInfo.from_tensor(moment, role=TensorRole.OPTIMIZER) for moment in moments]
+                # hivemind's local_epoch is ahead of the parameters until the step is made
+                metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
+                return metadata, copy_flat([*params, *moments], infos), infos
+        if self.grad_averager is None or self.grad_averager.last_step is None:
+            return {"epoch": -1, "lineage": ""}, [], []
+        with self.grad_averager.get_tensors() as gradients:
+            # the next round, in another thread, ends the last step
+            epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+            infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
+            metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
+            return metadata, copy_flat(gradients, infos), infos
 
     def start_download(self, min_epoch: int = 0, is_step: bool = False, **options) -> MPFuture:
         """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
 
         :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
-        :param options: `trusted`, `avoid` and `timeout`, see StateDownload
+        :param options: `trusted`, `avoid`, `timeout` and `is_synchronous`, see StateDownload
         :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
             state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
         """
@@ -136,7 +131,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         """Replace the state; learning rate and other options of this process stay, as the contract says."""
         # an auxiliary peer has nothing to average and must not wait for the other peers' round
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
-        with self._lock_step, self.lock_optimizer, averaged, torch.no_grad():
+        with self.lock_optimizer, averaged, torch.no_grad():
             settings = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": state, "param_groups": settings})
             for target, tensor in zip(list_params(self.optimizer), parameters, strict=True):
@@ -146,12 +141,11 @@ class StateAverager(TrainingStateAverager, StateServer):
         self._apply_optimizer_parameters_()
 
     def dump_state(self) -> dict:
-        """Return a copy of the training state without gradients; call it between two steps.
+        """Return a copy of the training state without gradients, which torch.load can read with weights_only=True; call
+        it between two steps.
 
         It does not wait for parameter averaging in the background. Some parameters may have the values from before the
         averaging, others those after it, as on a peer that loses its connection during the averaging.
-
-        :returns: a dict that torch.load can read with weights_only=True
         """
         with self.lock_optimizer:
             # the scheduler's epoch: a step in the background counts once it has finished and moved the schedule
@@ -164,10 +158,7 @@ class StateAverager(TrainingStateAverager, StateServer):
             }
 
     def restore_state(self, state: dict) -> None:
-        """Load a state from `dump_state`.
-
-        :raises ValueError: the tensors' shapes differ from this optimizer's; nothing was changed
-        """
+        """Load a state from `dump_state`. Raise a ValueError, and change nothing, if its tensors have other shapes."""
 
         def get_shape(value: object) -> tuple:
             # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio

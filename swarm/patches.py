@@ -1,8 +1,5 @@
-"""All monkey patches of hivemind, and the environment variables of its daemon.
-
-Each docstring names the processes that a function affects. "Note NN" is in docs/hivemind.md;
-tests/swarm/test_hivemind_gaps.py fails when a newer hivemind has fixed the problem.
-"""
+"""All monkey patches of hivemind, and the environment variables of its daemon. Each docstring names the processes that
+a function affects."""
 
 import asyncio
 import contextlib

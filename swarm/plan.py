@@ -19,10 +19,8 @@ MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; 
 def choose_fractions(
     fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
 ) -> tuple[float, ...]:
-    """Return the fraction of the tensors that each peer averages.
-
-    A peer that can average has at least MIN_FRACTION, with which it checks the averages of the others. A peer with
-    fewer than min_vector_size elements leaves them to the others, even if all peers have fewer (note 59).
+    """Return the fraction of the tensors that each peer averages: at least MIN_FRACTION, with which a peer checks the
+    averages of the others. A peer with fewer than min_vector_size elements leaves them to the others (note 59).
 
     :param fractions: the number of elements that each peer would average in hivemind
     """
@@ -62,9 +60,8 @@ class AllReducePlan:
 def plan_allreduce(
     bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
 ) -> AllReducePlan:
-    """Plan a round that does not wait long for a peer with a much slower uplink (note 20).
-
-    Such a peer averages nothing, and sends as many of its parts as it can in the time that the others need.
+    """Plan a round that does not wait long for a peer with a much slower uplink (note 20): such a peer averages
+    nothing, and sends as many of its parts as it can in the time that the others need.
 
     :param bits: the compressed size of the tensors, in bits
     :param fractions: the fraction of the tensors that each peer would average

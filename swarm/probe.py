@@ -1,8 +1,4 @@
-"""Checks before joining, with a separate libp2p client: which peer is at an address, and what it attests.
-
-    python -c "import asyncio; from swarm.probe import explain_unreachable; \\
-        print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'], None)))"
-"""
+"""Checks before joining, with a separate libp2p client: which peer is at an address, and what it attests."""
 
 import asyncio
 import contextlib
@@ -51,12 +47,8 @@ def parse_actual_id(error: Exception) -> str | None:
 
 
 async def find_peer(place: str) -> str | None:
-    """Find the id of the peer that listens at a multiaddr without an id.
-
-    To learn it, connect with a wrong id: libp2p's error names the right one.
-
-    :returns: the multiaddr with the id, or None if no peer reveals one
-    """
+    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
+    a wrong id fails, and libp2p's error names the right one."""
     async with open_client(None) as p2p:
         try:
             await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)

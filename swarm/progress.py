@@ -30,7 +30,7 @@ from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
 
-FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, until a peer is asked whether it is there
+PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -51,10 +51,8 @@ class SwarmView:
 class PeerTracker:
     """Publishes this peer's progress, and reads that of the others; in two threads of its own until `shutdown`."""
 
-    def __init__(
-        self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust, client_mode: bool = False
-    ):
-        self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
+    def __init__(self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust):
+        self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
         self.performance_ema = PerformanceEMA(alpha=averaging.performance_ema_alpha)
@@ -74,8 +72,8 @@ class PeerTracker:
         self.is_fresh = False
         # when this epoch began, and the seconds that the last one took
         self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
-        # held by a thread that changes the view, and by the loop as long as no other thread may change it
-        self._lock = threading.RLock()
+        #: held by a thread that changes the view, and by the loop as long as no other thread may change it
+        self.lock = threading.RLock()
         self._is_ending, self._report_wake, self._read_wake = (threading.Event() for _ in range(3))
         self._reported_at = self._next_report = self._next_read = -math.inf
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
@@ -94,14 +92,14 @@ class PeerTracker:
             samples_accumulated=samples,
             samples_per_second=self.performance_ema.samples_per_second,
             time=get_dht_time(),
-            client_mode=self.client_mode,
+            client_mode=self.dht.client_mode,
         )
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
         """Record the number of samples that this peer has of its epoch. It is published at once, or min_refresh_period
         after the last report of this epoch (note 12)."""
         new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
-        with self._lock:
+        with self.lock:
             if epoch == last_epoch == self.view.epoch:
                 self.view = replace(self.view, samples=self.view.samples + new_samples)
         if new_samples > 0:
@@ -134,7 +132,7 @@ class PeerTracker:
         """Change the number of samples of an epoch. Its end was estimated for another number, and is unknown now."""
         if samples != self.target_batch_size:
             self.target_batch_size = samples
-            with self._lock:
+            with self.lock:
                 self.view = replace(self.view, ends_at=math.inf)
             self.schedule_refresh(0.0)
 
@@ -263,7 +261,7 @@ class PeerTracker:
         if len(idle) <= max_peers:
             self.mark_unresponsive(idle)
 
-    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
+    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
         not answer no longer counts."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
@@ -286,7 +284,7 @@ class PeerTracker:
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record which peers were in the round that has just succeeded, see PeerTrust.record_round. Of the others at
         this epoch, the silent ones no longer count."""
-        present, quiet_since = self.present, get_dht_time() - FIRST_LOOK
+        present, quiet_since = self.present, get_dht_time() - PING_DELAY
         absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
         self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
@@ -298,7 +296,7 @@ class PeerTracker:
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
         """Keep other threads from changing the view, and do not count the time for this peer's speed."""
-        with self._lock, self.performance_ema.pause():
+        with self.lock, self.performance_ema.pause():
             yield
 
     def schedule_refresh(self, seconds: float) -> None:
@@ -326,7 +324,7 @@ class PeerTracker:
                     logger.debug(f"no progress records: {e!r}")
                     self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
                     continue
-                with self._lock:
+                with self.lock:
                     scheduled = self._next_read
                     if time.monotonic() > answered_at + self.averaging.min_refresh_period:
                         self._next_read = time.monotonic()  # a round has passed, in which the loop has looked itself
@@ -337,8 +335,13 @@ class PeerTracker:
             self._read_wake.clear()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
-        """Update the other peers' records by what the DHT has answered."""
-        values, now = entry.value if entry and isinstance(entry.value, dict) else {}, get_dht_time()
+        """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""
+        now = get_dht_time()
+        if entry is None:
+            oldest = now - self.averaging.metadata_expiration
+            self.others = {peer_id: record for peer_id, record in self.others.items() if record.time > oldest}
+            return
+        values = entry.value if isinstance(entry.value, dict) else {}
         withdrawn = {find_peer_id(key) for key, item in values.items() if item.value is None}
         records = [LocalTrainingProgress.parse_obj(item.value) for item in values.values() if item.value is not None]
         plausible = [it for it in records if it.samples_per_second <= MAX_SPEED and abs(it.time - now) < MAX_AGE]
@@ -351,7 +354,7 @@ class PeerTracker:
         self.trust.update(self.others)
 
     def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
-        """Update the view by what the DHT has answered, and schedule the next look. The caller has paused updates."""
+        """Update the view by what the DHT has answered, and schedule the next look. The caller holds the lock."""
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)

@@ -49,10 +49,8 @@ def find_ports(dht: hivemind.DHT) -> list[int]:
 
 
 def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list[str], bool | None]:
-    """Ask peers to dial back through a new connection.
-
-    hivemind's own check, a ping in return, uses the connection that this peer has opened, and so succeeds through
-    every firewall.
+    """Ask peers to dial back through a new connection. hivemind's own check, a ping in return, uses the connection that
+    this peer has opened, and so succeeds through every firewall.
 
     :returns: the IP addresses at which others see this peer, and whether they can reach it (None: no peer answered)
     """
@@ -101,11 +99,8 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 
 def measure_bandwidth(dht: hivemind.DHT, mbits: float | None) -> float:
-    """Pace this peer's uplink by the given bandwidth, or else by the bandwidth measured against an initial peer.
-
-    :param mbits: the user's bandwidth in Mbit/s, or None to measure it
-    :returns: the bandwidth that the uplink starts with, in Mbit/s
-    """
+    """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by the bandwidth measured against an initial
+    peer, and return it."""
     is_fixed = mbits is not None
     if not is_fixed:
         mbits = estimate_bandwidth(dht)
@@ -139,10 +134,8 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
 
 
 async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
-    """Measure one direction and return the highest rate of several batches of requests, in Mbit/s.
-
-    The first batch is a single request, and each batch doubles, so that a slow connection needs few requests.
-    """
+    """Measure one direction and return the highest rate of several batches of requests, in Mbit/s. The first batch is a
+    single request, and each batch doubles, so that a slow connection needs few requests."""
     request = BytesValue(value=bytes(MEASURE_BYTES if is_up else 2))
     requests, made, best, start = 1, 0, MIN_BANDWIDTH, time.monotonic()
     # Both directions, and both again after a restart, must stay within the other peer's limit.
@@ -167,28 +160,25 @@ async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:
     return [str(maddr) for info in infos for maddr in info.addrs if get_ip(maddr) is not None]
 
 
-async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> dict | None:
-    """Ask one peer to dial back and return its answer, or None if it does not answer or the answer is invalid."""
+async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tuple[str, bool] | None:
+    """Ask one peer to dial back; return the IP address at which it sees this peer and whether its dial succeeded, or
+    None if it does not answer or the answer is invalid."""
     request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
     try:
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
-        [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (*REQUEST_ERRORS, KeyError, TypeError):
+        return str(ipaddress.ip_address(answer["seen_at"][0])), answer["reached"] is True
+    except (*REQUEST_ERRORS, LookupError, TypeError):
         return None
-    return answer
 
 
 async def ask_to_dial_back(
     initial_peers: list[str], ports: list[int], _: hivemind.DHT, node: DHTNode
 ) -> list[tuple[str, bool]]:
-    """Ask up to four initial peers to dial back. Runs in the DHT process.
-
-    :returns: per answer, the IP address at which the other peer sees this one and whether its dial succeeded
-    """
+    """Ask up to four initial peers to dial back, and return the valid answers. Runs in the DHT process."""
     peers = {get_peer_id(maddr) for maddr in initial_peers}
     answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(peers)[:4]))
-    return [(answer["seen_at"][0], answer["reached"] is True) for answer in answers if answer and answer["seen_at"]]
+    return [answer for answer in answers if answer]
 
 
 async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> list[str]:
@@ -209,10 +199,8 @@ async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> li
 
 
 async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
-    """Return the bytes that this peer forwards per relayed connection, or 0 if it does not relay for us.
-
-    Relays of plain hivemind forward 128 kB. Then the connection breaks, and each round fails with it.
-    """
+    """Return the bytes that this peer forwards per relayed connection, or 0 if it does not relay for us. Relays of
+    plain hivemind forward 128 kB. Then the connection breaks, and each round fails with it."""
 
     async def request_reservation() -> float:
         _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)

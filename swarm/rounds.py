@@ -20,12 +20,13 @@ from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
 from swarm.processes import STOP_REQUESTED
-from swarm.progress import FIRST_LOOK, PeerTracker
+from swarm.progress import PeerTracker
 from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
 POLL_INTERVAL = 0.02  # seconds
+LOOK_INTERVAL = 2.0  # seconds between two looks at the swarm while this peer waits for a group
 ANNOUNCE_INTERVAL = 3.0  # seconds between two signs of life while this peer waits for a round
 STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or gone, until a round is given up
 MAX_STOP_TIMEOUT = 30.0  # seconds after a stop request until any round is given up
@@ -49,9 +50,9 @@ class RoundStats:
     group_size: int = 1  # peers whose gradients verifiably entered the last step, this one included
     last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round that succeeded
 
-    def record_step(self, samples: int) -> None:
-        """Record a step with this number of this peer's samples."""
-        self.samples = samples
+    def record_step(self, samples: int, group_size: int) -> None:
+        """Record a step with this number of this peer's samples, and of peers."""
+        self.samples, self.group_size = samples, group_size
         self.total_samples += samples
         self.succeeded += 1
         self.failed_in_a_row = 0
@@ -88,7 +89,7 @@ class Rounds:
     grad_averager: GradientAverager
     is_auxiliary: bool
     gradient_round: StepControl | None = None
-    state_round: StepControl | None = None
+    parameter_round: StepControl | None = None
 
     def __post_init__(self):
         self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
@@ -97,14 +98,23 @@ class Rounds:
 
     @property
     def overlap(self) -> bool:
-        """Whether rounds run in the background: those of local steps only, if there are any."""
-        return self.averaging.overlap and (self.averaging.local_steps == 1 or self.grad_averager.is_local)
+        """Whether rounds run in the background."""
+        return self._is_overlapping(self.state_averager.local_epoch)
 
-    def is_synchronous(self) -> bool:
+    def _is_overlapping(self, epoch: int) -> bool:
+        """Return whether rounds of this epoch run in the background: those of local steps only, if there are any."""
+        options = self.averaging
+        return options.overlap and (options.local_steps == 1 or epoch >= options.local_steps_from)
+
+    def is_synchronous(self, epoch: int | None = None) -> bool:
         """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
-        be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
+        be faster, or if rounds run in the background: there, peers an epoch apart are usual.
+
+        :param epoch: the epoch that the swarm is at; default: that of this peer
+        """
         trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
-        return trainers <= self.averaging.target_group_size and not self.overlap
+        is_overlapping = self._is_overlapping(self.state_averager.local_epoch if epoch is None else epoch)
+        return trainers <= self.averaging.target_group_size and not is_overlapping
 
     def has_others(self) -> bool:
         """Return whether a round can have two peers with gradients."""
@@ -121,10 +131,8 @@ class Rounds:
         return self.is_searching() and self.gradient_round.stage == AveragingStage.AWAITING_TRIGGER
 
     def expect_group(self, awaits_all: bool = True) -> None:
-        """Tell the averagers which peers should be in their next groups.
-
-        :param awaits_all: whether all peers at this epoch should be; otherwise most of the swarm is enough
-        """
+        """Tell the averagers which peers should be in their next groups: all peers at this epoch (`awaits_all`), or at
+        least most of the swarm."""
         others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
         min_peers = self.tracker.count_min_group_size(awaits_all) if is_synchronous else 1
         self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
@@ -145,20 +153,16 @@ class Rounds:
     def average(self) -> Callable[[], None] | None:
         """Average the pending gradients: now, or if rounds overlap with computation, in the returned function. Raise an
         AveragingError if the round fails; then its gradients go into the next one."""
-        if self.overlap:
-            self.finish_background(self.uplink.timeouts.averaging)
-        else:
-            self.stats.group_size = 1
         self._ban_malicious_peers(self.gradient_round)
-        self._ban_malicious_peers(self.state_round)
-        if self.state_round is not None and self.state_round.done():
-            self.state_round = None
+        self._ban_malicious_peers(self.parameter_round)
+        if self.parameter_round is not None and self.parameter_round.done():
+            self.parameter_round = None
         self.state_averager.group_id = self.tracker.dht.peer_id.to_bytes()
         if self.tracker.view.num_peers <= 1:
             self.leave(timeout=0.0)
             self.gradient_round = None
             self.grad_averager.take_pending()
-            self.stats.record_step(self.grad_averager.finish())
+            self.stats.record_step(self.grad_averager.finish(), group_size=1)
             return None
         # otherwise the search in advance has failed, or was that of the last epoch
         searched = self.gradient_round if self.is_searching() else None
@@ -175,8 +179,7 @@ class Rounds:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
         group_id, *sent, violations = next(iter(group.values()))
-        self.stats.record_step(self.grad_averager.finish(*sent))
-        self.stats.group_size = len(group)
+        self.stats.record_step(self.grad_averager.finish(*sent), group_size=len(group))
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         self.tracker.ban(violations)
         if not self.is_synchronous() or self.is_auxiliary:
@@ -196,6 +199,8 @@ class Rounds:
         self.stats.failed += 1
         self.stats.failed_in_a_row += 1
         self.stats.group_size = 1
+        if isinstance(error, PeersUnreachableError):
+            self.tracker.mark_unresponsive(error.args[0])
         if self.is_auxiliary:  # it has no gradients to lose
             return
         text = (
@@ -206,8 +211,6 @@ class Rounds:
             logger.warning(f"{text}. Is this machine or its uplink too busy? `preflight` measures both")
         else:
             logger.info(text)
-        if isinstance(error, PeersUnreachableError):
-            self.tracker.mark_unresponsive(error.args[0])
 
     def _ban_malicious_peers(self, control: StepControl | None) -> None:
         """Ban the peers that have made this round fail, or the search for its group."""
@@ -240,7 +243,7 @@ class Rounds:
         pending = self.state_averager.pending_updates
         self._wait_for(pending, timeout)
         if not all(update.done() for update in pending):
-            for control in filter(None, (self.gradient_round, self.state_round)):
+            for control in filter(None, (self.gradient_round, self.parameter_round)):
                 control.cancel()
             concurrent.futures.wait(pending, 1.0)  # they end with their round
         self.state_averager.step()
@@ -265,11 +268,13 @@ class RoundWait:
         #: the DHT's answer to the last look, which a dead peer delays by seconds
         self.records: MPFuture | None = None
         self.started, self.started_in_dht = time.monotonic(), get_dht_time()
-        self.next_look, self.next_announcement = self.started + FIRST_LOOK, self.started + ANNOUNCE_INTERVAL
+        timeouts = rounds.uplink.timeouts
+        # before the wait for missing peers ends, or none of them would be known to have reported during the wait
+        self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
+        self.next_announcement = self.started + ANNOUNCE_INTERVAL
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
-            is_synchronous, timeouts = rounds.is_synchronous(), rounds.uplink.timeouts
-            self.straggler_timeout = timeouts.matchmaking if is_synchronous else timeouts.round_seconds / 2
+            self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
 
     def run(self) -> dict:
         """Return the result of the round, or raise an AllreduceException or another error if it fails."""
@@ -312,8 +317,9 @@ class RoundWait:
             self.records = self.tracker.request_records()
         if self.records is None or not self.records.done():
             return
-        self.tracker.apply_records(self.records.result(), now)
-        self.records, self.next_look = None, now + FIRST_LOOK
+        with self.tracker.lock:
+            self.tracker.apply_records(self.records.result(), now)
+        self.records, self.next_look = None, now + LOOK_INTERVAL
         if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:

@@ -32,10 +32,7 @@ def pack(codes: np.ndarray, bits: int) -> bytes:
 
 
 def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Return the codes, as int64, from which `pack` made these bytes.
-
-    :param data: the bytes, as uint8
-    """
+    """Return the codes, as int64, from which `pack` made these bytes (uint8)."""
     codes = np.zeros(count, np.int64)
     for bit in range(bits):
         plane = data[bit * -(-count // 8) :]
@@ -49,10 +46,8 @@ def count_low_bits(numbers: int, count: int) -> int:
 
 
 class TopKCompression(CompressionBase):
-    """A codec that sends the largest entries of each chunk in a few bits, and never zeros.
-
-    hivemind only decodes compression types that it knows. So this codec uses the type of a hivemind codec that is not
-    used here; `swarm.patches.install` replaces that codec.
+    """A codec that sends the largest entries of each chunk in a few bits, and never zeros. hivemind only decodes types
+    that it knows. So this codec uses the type of one that is not used here; `swarm.patches.install` replaces that one.
 
     :param density: the maximum share of numbers to send, above 0 and up to 1
     :param bits: the number of bits per value, 2 to 8, including the sign
@@ -154,11 +149,8 @@ class TopKCompression(CompressionBase):
 
 
 def compress_sparse_step(codec: CompressionBase) -> CompressionBase:
-    """Return this state codec with 8-bit top-k compression for the gradients of a missed step.
-
-    If all peers send sparse updates, their average is mostly zeros too, and takes a third of the size without them. A
-    codec that compresses nothing stays as it is.
-    """
+    """Return this state codec with 8-bit top-k compression for the gradients of a missed step: an average of sparse
+    updates is mostly zeros, and takes a third of the size. A codec that compresses nothing stays as it is."""
     if isinstance(codec, RoleAdaptiveCompression):
         codec = copy.copy(codec)
         codec.role_compressions = codec.role_compressions | {TensorRole.GRADIENT: TopKCompression()}

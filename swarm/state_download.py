@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
@@ -22,6 +22,7 @@ from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
 from swarm.state_server import BLOCK, MAX_BLOCKS, MAX_LINEAGE, RELAY, StateServer, allocate_flat, digest, list_blocks
+from swarm.trust import MAX_LEAD
 
 logger = logging.getLogger("swarm")
 
@@ -38,6 +39,9 @@ FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measur
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
+# Of peers that step in different groups: the same for parameters, and the ratio of the RMS of moments. Measured between
+# models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
+NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
 # types of the numbers and settings in an optimizer's state that are not tensors
 PLAIN_TYPES = (int, float, str, type(None))
@@ -51,11 +55,13 @@ class DownloadProgress(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
 
 
-def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
+def digests_differ(
+    digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0, tolerance: float = TOLERANCE
+) -> bool:
     """Return whether digests of shape (..., 2) describe other numbers; `floors` are differences that do not matter."""
     sizes = digests.abs().sum(-1, keepdim=True)
     # the first digests are finite; the other ones differ if they are not
-    return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()
+    return not ((digests - others).abs() <= tolerance * sizes + floors).all()
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,38 +82,61 @@ class Donor:
         """The epoch and the lineage of the state."""
         return self.metadata["epoch"], self.metadata["lineage"]
 
+    @property
+    def descriptors(self) -> list[TensorDescriptor]:
+        """The shapes and types of the tensors."""
+        return [info.descriptor for info in self.infos]
+
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
-        if self.key != other.key or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
+        if self.key != other.key or self.descriptors != other.descriptors:
             return False
         return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
 
-    def compute_digest_tolerances(self) -> torch.Tensor:
-        """Return the absolute difference of each digest that does not matter, of shape (digests, 1).
+    def is_near(self, other: "Donor") -> bool:
+        """Return whether both donors can be of one swarm whose peers do not step together: at about the same epoch,
+        with similar parameters, and moments of similar size."""
+        if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.descriptors != other.descriptors:
+            return False
+        own, theirs = self.compute_rms(), other.compute_rms()
+        if any(max(own[kind], theirs[kind]) > MAX_NEAR_RATIO * min(own[kind], theirs[kind]) for kind in own):
+            return False
+        params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
+        floors = self.compute_digest_tolerances()[:params]
+        return not digests_differ(self.digests[:params], other.digests[:params], floors, NEAR_TOLERANCE)
 
-        It is relative to the RMS of all numbers of the same kind: the parameters, or one of the moments. The gradients
-        of some biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates.
-        """
+    def list_kinds(self) -> list[tuple[Hashable, int, int]]:
+        """Return the kind, the number of dimensions and the size of each block. Kinds are the parameters, each of the
+        moments, and single numbers such as counts of steps."""
         infos = self.infos
-        moments = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER and info.descriptor.shape]
-        per_param = max(1, len(moments) // sum(info.role != TensorRole.OPTIMIZER for info in infos))
-        kinds = {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
-        blocks = [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
-        squares, counts, floors = Counter(), Counter(), torch.zeros(len(self.digests), 1)
-        for (kind, _, size), norm in zip(blocks, self.digests[:, 0].tolist(), strict=False):
+        states = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER]
+        moments = [i for i in states if infos[i].descriptor.shape]
+        per_param = max(1, len(moments) // (len(infos) - len(states)))
+        kinds = dict.fromkeys(states, "number")
+        kinds |= {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
+        return [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
+
+    def compute_rms(self) -> dict[Hashable, float]:
+        """Return the root mean square of the numbers of each kind."""
+        squares, counts = Counter(), Counter()
+        for (kind, _, size), norm in zip(self.list_kinds(), self.digests[:, 0].tolist(), strict=False):
             squares[kind] += norm**2
             counts[kind] += size
-        for number, (kind, ndim, size) in enumerate(blocks):
-            share = MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR
-            floors[number] = share * (squares[kind] / counts[kind] * size) ** 0.5
+        return {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
+
+    def compute_digest_tolerances(self) -> torch.Tensor:
+        """Return the absolute difference of each digest that does not matter, of shape (digests, 1), relative to the
+        RMS of all numbers of the same kind. The gradients of some biases, as of attention keys, are only rounding
+        errors, which Adam turns into full-size updates."""
+        rms, floors = self.compute_rms(), torch.zeros(len(self.digests), 1)
+        for number, (kind, ndim, size) in enumerate(self.list_kinds()):
+            floors[number] = (MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR) * rms[kind] * size**0.5
         return floors
 
 
 def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
-    """Group donors by state, and sort the groups by rank, then by size.
-
-    The epoch comes last, because a single donor may claim any state and any epoch.
-    """
+    """Group donors by state, and sort the groups by rank, then by size, then by epoch, because a single donor may claim
+    any state and any epoch."""
     remaining, groups = sorted(donors, key=lambda donor: donor.rank, reverse=True), []
     while remaining:
         candidates = ([donor for donor in remaining if first.has_state_of(donor)] for first in remaining)
@@ -117,17 +146,31 @@ def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
     return sorted(groups, key=lambda group: (group[0].rank, len(group), group[0].key[0]), reverse=True)
 
 
-def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> list[list[Donor]]:
-    """Return the group that contains more than half of the voters, if there is one; without voters, all groups."""
-    return [g for g in groups if not voters or 2 * sum(donor.peer in voters for donor in g) > len(voters)]
+def select_agreed(
+    groups: Sequence[list[Donor]], voters: Sequence[PeerID], is_synchronous: bool = True
+) -> list[list[Donor]]:
+    """Return the groups with a state that more than half of the voters confirm; without voters, all groups.
+
+    A voter confirms the state that it describes. If the peers do not all step together, it also confirms those of other
+    voters that are near: each peer may have a state of its own then.
+    """
+    if not voters:
+        return list(groups)
+    ballots = [donor for group in groups for donor in group if donor.peer in voters]
+
+    def count_votes(group: list[Donor]) -> int:
+        own = [donor for donor in ballots if donor in group]
+        if is_synchronous or not own:
+            return len(own)
+        return sum(donor in own or own[0].is_near(donor) for donor in ballots)
+
+    return [group for group in groups if 2 * count_votes(group) > len(voters)]
 
 
 @dataclasses.dataclass(eq=False)
 class StateDownload:
-    """The search for a state, or for a step, and the download from all peers that have it; in the averager's process.
-
-    Any of them may fail. hivemind (note 25) retries forever, accepts states unchecked, and crashes on a short answer.
-    """
+    """The search for a state, or for a step, and the download from all peers that have it (note 25), of which any may
+    fail. Runs in the averager's process."""
 
     averager: StateServer
     params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes
@@ -137,6 +180,7 @@ class StateDownload:
     trusted: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
     timeout: float = 600.0  # seconds for a whole state
+    is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
     ranks: dict[PeerID, tuple] = dataclasses.field(default_factory=dict)
     voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
@@ -153,7 +197,7 @@ class StateDownload:
             metadata, step_key = group[0].metadata, (epoch, self.averager.make_step_key(lineage))
             if group[0].key != step_key or type(metadata.get("group")) is not bytes:
                 continue
-            if tensors := await self.fetch_from(group):
+            if tensors := await self.download_from(group):
                 return metadata | {"group": metadata["group"][:MAX_LINEAGE]}, tensors
         return None
 
@@ -170,13 +214,13 @@ class StateDownload:
             # all voters are in the first batch, and batches without voters cannot decide
             for batch in batches[:1] if self.voters else batches:
                 candidates = await self.ask_for_descriptions(batch, [first_epoch])
-                for group in select_agreed(group_donors(candidates), self.voters):
+                for group in select_agreed(group_donors(candidates), self.voters, self.is_synchronous):
                     if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
                         continue
                     for donor in candidates:
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
-                    if tensors := await self.fetch_from(group):
+                    if tensors := await self.download_from(group):
                         senders = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
                         # an auxiliary peer names the client that it relays
                         names = [str(donor.metadata.get("origin", donor.peer))[:100] for donor in senders]
@@ -209,11 +253,9 @@ class StateDownload:
         return sorted(self.ranks, key=lambda peer: (self.ranks[peer], epochs[peer], random.random()), reverse=True)
 
     async def ask_for_descriptions(self, peers: Sequence[PeerID], request: list) -> list[Donor]:
-        """Return the peers that describe the requested state, see `parse_request`.
-
-        Once a peer has described it, the others get as much time again, and at least 1 s. With voters, more than half
-        of them must have described it first, because a malicious peer may be quick.
-        """
+        """Return the peers that describe the requested state, see `parse_request`. Once a peer has described it, the
+        others get as much time again, and at least 1 s. With voters, more than half of them must have described it
+        first, because a malicious peer may be quick."""
         donors = []
 
         async def ask(peer: PeerID) -> None:
@@ -240,10 +282,8 @@ class StateDownload:
         return donors
 
     def parse_description(self, peer: PeerID, metadata: dict, min_epoch: int) -> Donor | None:
-        """Check a description against this peer's tensors; return None if the state is of an earlier epoch.
-
-        :raises ValueError: the state differs from this peer's; untrusted bytes can raise any other exception
-        """
+        """Check a description against this peer's tensors; return None if the state is of an earlier epoch. Raise a
+        ValueError if the state differs from this peer's; untrusted bytes can raise any other exception."""
         epoch, lineage = metadata["epoch"], metadata["lineage"]
         if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > MAX_LINEAGE:
             raise ValueError("the description has no valid epoch and lineage")
@@ -287,7 +327,7 @@ class StateDownload:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         logger.info(f"the state of peer {peer} cannot be used ({reason[:200]}), trying other donors")
 
-    async def fetch_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
+    async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
         download = BlockDownload(group, self.averager, self.note_failure)
         try:

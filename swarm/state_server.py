@@ -121,10 +121,7 @@ class StateSnapshot:
 
 class StateServer(VerifyingAverager):
     """An averager that serves snapshots of its state, and the gradients of its last step, to several peers at once.
-
-    In hivemind, clients serve no state (note 65). Here, they serve it to the peers that they have called: to auxiliary
-    peers, which all clients call, and which relay it.
-    """
+    Clients (note 65) serve it to the peers that they have called: to auxiliary peers, which relay it."""
 
     def __init__(self, *args, **kwargs):
         self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
@@ -212,7 +209,7 @@ class StateServer(VerifyingAverager):
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's state, at the uplink's pace."""
         fields, peer = parse_request(request.value), context.remote_id
-        if fields is None or not self.allow_state_sharing or self._is_busy_without(peer):
+        if fields is None or not self.allow_state_sharing or not self._admit(peer):
             return
         if self.mode == AveragingMode.AUX:
             answer = self._relay_client_state(peer, fields)
@@ -223,18 +220,16 @@ class StateServer(VerifyingAverager):
         async for message in self.dht.uplink.send(answer, is_round=False):
             yield message
 
-    def _is_busy_without(self, peer: PeerID) -> bool:
-        """Return whether this peer's uplink already serves enough other peers; if not, count this peer among them.
-
-        A refused peer asks another donor, or retries.
-        """
+    def _admit(self, peer: PeerID) -> bool:
+        """Count this peer among those that are served, unless these are enough for the uplink; return whether it is
+        served. Otherwise, it asks another donor, or retries."""
         now = time.monotonic()
         self._last_requests = {other: at for other, at in self._last_requests.items() if now - at < IN_USE}
         max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
         if peer not in self._last_requests and len(self._last_requests) >= max_peers:
-            return True
+            return False
         self._last_requests[peer] = now
-        return False
+        return True
 
     async def _describe(self, peer: PeerID, epoch: int, lineage: str | None = None) -> AsyncIterator[DownloadData]:
         """Yield the description of a state of at least this epoch; with a lineage, of the step from that state."""

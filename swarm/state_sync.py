@@ -27,24 +27,26 @@ class StateSync:
         self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
-    def load(self, min_epoch: int, donors: Sequence[bytes], is_one_step_behind: bool) -> str | None:
+    def load(self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool) -> str | None:
         """Load the newest state of the swarm.
 
         :param min_epoch: load an earlier state only after some seconds without this one
         :param donors: the ids of peers of which more than half have to describe the same state
-        :param is_one_step_behind: whether the gradients of the missed step are enough
-        :returns: the first words of a log line; None if no peer has sent a state. Then the peers that do not answer no
-            longer count, so that training continues without them
+        :param is_synchronous: whether all peers step together. Then a peer that is one step behind first tries to load
+            the gradients of that step alone; otherwise donors have to describe only nearly the same state
+        :returns: the first words of a log line; None if no peer has sent a state. Then silent peers no longer count
         """
-        if is_one_step_behind:
+        if is_synchronous and self.state_averager.local_epoch + 1 == min_epoch:
             if self._replay_missed_step():
                 return "made the step to"
             if self.tracker.global_epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
-        if loaded := self._download("state", min_epoch, donors):
+        if loaded := self._download("state", min_epoch, donors, is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
+        if STOP_REQUESTED.is_set():
+            return None
         epoch = self.state_averager.local_epoch
         ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > epoch]
         logger.warning("no peer sent its state: continuing with the local one")
@@ -52,11 +54,14 @@ class StateSync:
         self.backoff.record_failure(time.monotonic())
         return None
 
-    def _download(self, content: str, min_epoch: int, trusted: Sequence[bytes]) -> tuple[dict, list] | None:
+    def _download(
+        self, content: str, min_epoch: int, trusted: Sequence[bytes], is_synchronous: bool = True
+    ) -> tuple[dict, list] | None:
         """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
         averager = self.state_averager
         timeout = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
         options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout)
+        options["is_synchronous"] = is_synchronous
         future = averager.start_download(min_epoch, is_step=content == "step", **options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():
@@ -70,12 +75,8 @@ class StateSync:
         return None
 
     def _replay_missed_step(self) -> bool:
-        """Make the last step of the swarm with the gradients that other peers have averaged.
-
-        From the same state, the same gradients lead to the same state, and are fewer bytes.
-
-        :returns: whether a peer that has started from this very state has sent them
-        """
+        """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
+        than a state; return whether a peer that started from this very state has sent them."""
         if (loaded := self._download("step", 0, self.tracker.list_donors())) is None:
             return False
         metadata, gradients = loaded

@@ -4,6 +4,8 @@ These are the rules about reports of peers, and about their behavior in rounds; 
 """
 
 import logging
+import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,13 +18,15 @@ from common.console import format_count
 from swarm.dht import format_peer_list
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
-from utils import filter_plausible_records
+from utils import LocalMetrics, filter_plausible_records, make_worker_key
 
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
+FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
+MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
 # A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
@@ -39,6 +43,46 @@ def find_majority_epoch(epochs: Iterable[int]) -> int:
     return started[len(started) // 2] if started else 0
 
 
+class ContributorRegistry:
+    """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
+
+    Contributors name the peers with which they averaged, which makes these contributors too. All peers that publish
+    metrics count at the start, and again if no contributor has finished an epoch for a while.
+    """
+
+    def __init__(self, ids: Iterable[bytes] = ()):
+        #: ids of all contributors, some of them from a trusted source, and of those with live metrics
+        self.ids, self.present = set(ids), set()
+        self.epochs: dict[bytes, int] = {}
+        self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
+        self.until = 0.0  # time at which the contributors are dropped unless one of them finishes an epoch
+
+    def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
+        """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
+        now = time.monotonic()
+        epochs = {peer_id: metrics.epoch for peer_id, metrics in records.items()}
+        present = self.ids & epochs.keys()
+        has_epoch = any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present)
+        if not has_epoch and now >= self.until:
+            self.ids = present = set(epochs)
+        if present and (has_epoch or now >= self.until):
+            seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
+            self.until = now + max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds)
+        self.epochs = epochs
+        newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
+        current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
+        names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
+        self.named_by = defaultdict(set, {peer_id: self.named_by[peer_id] for peer_id in epochs})
+        for peer_id in current:
+            for partner in filter(None, map(names.get, records[peer_id].partners or ())):
+                self.named_by[partner].add(peer_id)
+        # A single malicious contributor could name its other keys, so two must name a peer if there are two or more.
+        quorum = max(1, min(2, len(current)))
+        self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
+        self.present = self.ids & epochs.keys()
+        return self.present
+
+
 class PeerTrust:
     """The knowledge of a peer about the others: which have worked, and which are silent, late or banned. All times are
     in seconds of the DHT's time."""
@@ -51,8 +95,9 @@ class PeerTrust:
         self.silent_since: dict[bytes, float] = {}
         self.banned_until: dict[bytes, float] = {}
         self.unawaited_until: dict[bytes, float] = {}
-        #: how often each peer was banned, and how many rounds it has missed in a row
-        self.bans, self.missed_rounds = Counter(), Counter()
+        #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
+        self.last_bans: dict[bytes, tuple[float, float]] = {}
+        self.missed_rounds = Counter()
         #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
         self._updated_at = 0.0
 
@@ -114,13 +159,14 @@ class PeerTrust:
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
         for peer, violation in violations.items():
-            peer_id = peer.to_bytes()
-            if self.banned_until.get(peer_id, 0.0) > get_dht_time():
+            peer_id, now = peer.to_bytes(), get_dht_time()
+            if self.banned_until.get(peer_id, 0.0) > now:
                 continue
-            seconds = BAN_SECONDS * 4 ** self.bans[peer_id]
-            self.banned_until[peer_id] = get_dht_time() + seconds
+            last, ended = self.last_bans.get(peer_id, (0.0, 0.0))
+            seconds = 4 * last if now < ended + FORGIVEN_AFTER * last else BAN_SECONDS
+            self.banned_until[peer_id] = now + seconds
+            self.last_bans[peer_id] = seconds, now + seconds
             self.silent_since.pop(peer_id, None)
-            self.bans[peer_id] += 1
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:

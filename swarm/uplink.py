@@ -2,8 +2,6 @@
 
 A ping through a full uplink took longer than 3 s, and its peer was taken for dead (note 43). So everything that
 averagers send passes one pacer, and the queue stays here, where the next message can overtake it.
-
-    python benchmarks/rounds.py --short
 """
 
 import asyncio
@@ -92,11 +90,10 @@ class RoundTimeouts:
         self.partition_grace = min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
 
     def describe(self) -> str:
-        """Return the timeouts of a round as text, with the settings that fix them."""
+        """Return the timeouts of a round as text, with the setting that fixes one of them."""
         return (
-            f"it may take {self.averaging:.0f} s (`averaging_timeout`), its group {self.matchmaking:.1f} s to form "
-            f"(`matchmaking_time`), an answer {self.request:.1f} s (`request_timeout`), and a peer may pause for "
-            f"{self.next_chunk:.0f} s (`next_chunk_timeout`)"
+            f"it may take {self.averaging:.0f} s, its group {self.matchmaking:.1f} s to form (`matchmaking_time`), an "
+            f"answer {self.request:.1f} s, and a peer may pause for {self.next_chunk:.0f} s"
         )
 
 

@@ -19,11 +19,11 @@ ANSWER_TIMEOUT = 60.0  # seconds; a loaded machine may take some
 
 
 class Browser:
-    """One tab, and what a test does in it."""
+    """A tab, with the actions of the tests."""
 
     def __init__(self, commands: int, answers: int):
         self.commands, self.answers, self.numbers, self.unread = commands, answers, itertools.count(1), b""
-        #: what the page has complained of, breaches of its policy among it
+        #: the page's errors, among them breaches of its policy
         self.complaints: list[str] = []
         self.session = None
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]

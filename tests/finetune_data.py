@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from arguments import TokenizeArguments
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from text.tokenizers import train_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 
 def place(text: str, word: str) -> dict[str, int]:
-    """Where a word stands."""
+    """Return the position of a word."""
     return {"start": text.index(word), "end": text.index(word) + len(word)}
 
 
@@ -128,7 +128,7 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 
 def write_toy_task(folder: Path, name: str, records: list[dict], label: str = "label") -> None:
-    """As the benchmark's own files; what is learned is measured on the training data."""
+    """Write files like the benchmark's own; the validation split is the training data."""
     for split in ("train", "val"):
         write_lines(folder / name / f"{split}.jsonl", records)
     write_lines(folder / name / "test.jsonl", [{k: v for k, v in record.items() if k != label} for record in records])
@@ -145,7 +145,7 @@ def make_toy_pairs() -> list[dict]:
 
 
 def make_toy_choices() -> list[dict]:
-    """32 records in PARus's schema: who was in the rain is wet, whichever choice that is."""
+    """Make 32 records in PARus's schema: a person in the rain is wet, in the first or the second choice."""
     return [
         {"premise": f"{name} под дождём в {where}.", "question": "effect", "label": number % 2, "idx": number}
         | dict(zip(("choice1", "choice2") if number % 2 == 0 else ("choice2", "choice1"), outcomes, strict=True))

@@ -2,8 +2,8 @@
 program is a fork of it.
 
 processes.py starts it and sends it, over a socket, the words, folder and environment of a program with its standard
-input, output and error. What a program does by itself, our own modules first of all, it still does: LIBRARIES alone are
-there before it. No thread of Python's runs here, so nothing is lost in a fork.
+input, output and error. A program still imports our own modules itself: only LIBRARIES are there before it. No thread
+of Python's runs here, so nothing is lost in a fork.
 """
 
 import ctypes

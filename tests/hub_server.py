@@ -35,7 +35,7 @@ MESSAGES = {
 
 @dataclass
 class Fault:
-    """What becomes of requests: a status, "cut" in the middle of the body, or "hang" until `HubServer.release`."""
+    """The answer to some requests: a status, "cut" in the middle of the body, or "hang" until `HubServer.release`."""
 
     method: str
     path: str  # regular expression
@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.body = self.rfile.read(length)
                 return self.answer(fault.kind, {"error": MESSAGES[fault.kind]})
         self.body = self.rfile.read(length)
-        # what is addressed by its digest needs no token, as the Hub's storage, whose addresses are signed
+        # addresses that contain a digest need no token, like the signed ones of the Hub's storage
         is_open = self.command in ("GET", "HEAD") or path.startswith("/large/")
         if not is_open and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": MESSAGES[401]})

@@ -1,4 +1,4 @@
-"""The scripts' main() in the process of the tests, where a start of its own shows no more."""
+"""The scripts' main() in the process of the tests, if a process of its own would show no more."""
 
 import logging
 import signal
@@ -15,7 +15,7 @@ from common.console import UserError
 def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:
     """A script's main() in this process, which is left as it was.
 
-    :param groups: the dataclasses of its arguments, where the script has no GROUPS
+    :param groups: the dataclasses of its arguments, if the script has no GROUPS
     """
     argv, root, numbers = sys.argv, logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
     handlers, level = list(root.handlers), root.level

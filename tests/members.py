@@ -14,6 +14,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
 from swarm.config import SwarmConfig
+from swarm.contract import RunSchema
 from swarm.credentials import Authority, Invitation
 from swarm.dht import DHT
 from swarm.identity import make_identity
@@ -36,7 +37,7 @@ def run_peer(prefix: str, *others: DHT, **swarm):
     try:
         config = SwarmConfig(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
         membership = make_identity(config)
-        validators, _ = make_validators(config.experiment_prefix)
+        validators, _ = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
     finally:
         leave()

@@ -151,7 +151,7 @@ class Net:
             stdin=subprocess.PIPE,
             bufsize=0,
             pass_fds=[link["descriptor"] for link in self.links.values()],
-            # Ctrl-C is for whoever has started us: the fabric lives until the block is left
+            # Ctrl-C is for the parent process: the fabric lives until the end of the block
             start_new_session=True,
         )
         self.heal()
@@ -167,7 +167,7 @@ class Net:
         self.update_links([name], **change)
 
     def partition(self, names) -> None:
-        """From now on these hosts reach each other and nobody else; the rest likewise."""
+        """Separate these hosts from all others from now on."""
         self.update_links(names, group=1)
 
     def heal(self) -> None:
@@ -175,7 +175,7 @@ class Net:
         self.update_links(self.hosts, group=0)
 
     def prefix(self, name: str) -> list[str]:
-        """What to write before a command so that it runs on the host; the command keeps the process id."""
+        """Return the words before a command that run it on the host; the command keeps the process id."""
         return ["ip", "netns", "exec", self.hosts[name]["namespace"]]
 
     def popen(self, name: str, command: list[str], **options) -> subprocess.Popen:
@@ -184,7 +184,7 @@ class Net:
         return self.processes[-1]
 
     def bytes(self, name: str) -> tuple[int, int]:
-        """What the host has sent and received."""
+        """Return the bytes that the host has sent and received."""
         device = "wan" if self.hosts[name]["link"] == name else "eth0"
         shown = json.loads(run("ip -j -s -n", self.hosts[name]["namespace"], "link show", device))
         return shown[0]["stats64"]["tx"]["bytes"], shown[0]["stats64"]["rx"]["bytes"]

@@ -1,5 +1,5 @@
-"""Run pytest in several parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when
-it ends. A part takes the next file that no other part has taken. `make test` runs this:
+"""Run pytest in several parts at a time, because a swarm mostly waits; the output of a part is shown at its end. A part
+takes the next file that no other part has taken. `make test` runs this:
 
     python tests/parallel.py 5 -m "not slow"
 

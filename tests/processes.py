@@ -73,7 +73,7 @@ class ForkedProcess:
 class ForkServer:
     """fork_server.py and the way to ask it."""
 
-    # what nothing reads while it is imported; a program whose environment differs in more starts by itself
+    # variables that no import reads; a program whose environment differs in others starts by itself
     LATE_VARIABLES = re.compile(
         "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
         "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
@@ -88,7 +88,7 @@ class ForkServer:
         theirs.close()
 
     def can_start(self, words: list[str], env: dict[str, str]) -> bool:
-        """Whether nobody can tell such a program from one that starts by itself."""
+        """Return whether such a program can start as a fork without any difference."""
         differing = {name for name, _ in env.items() ^ self.env.items()}
         return all(map(self.LATE_VARIABLES.fullmatch, differing)) and (
             words[0] in ("-c", "-m") or not words[0].startswith("-")
@@ -113,9 +113,9 @@ class ForkServer:
         return ForkedProcess(int(pid))
 
 
-#: programs start as forks of one process, where this is true; conftest.py decides
+#: if this is true, programs start as forks of one process; conftest.py decides
 IS_FORKING = False
-#: None until the first of them starts; where parallel.py runs, it is there before
+#: None until the first of them starts, unless parallel.py has made it
 FORK_SERVER: ForkServer | None = None
 
 
@@ -244,7 +244,7 @@ class Script:
         self.send_to_all(signal.SIGCONT)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs of the script's session."""
+        """Return the running processes of the script's session."""
         running = []
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.Error):

@@ -1,4 +1,4 @@
-"""Records of a run on a real DHT, and peers that publish them: what the monitor and dashboards make of them."""
+"""Records of a run on a real DHT, and peers that publish them, for tests of the monitor and the dashboards."""
 
 import contextlib
 import functools
@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
 from arguments import AveragingArguments
+from swarm.config import AveragingConfig, make_config
 from swarm.progress import PeerTracker
 from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
@@ -48,7 +49,7 @@ def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
 
 @contextlib.contextmanager
 def run_dhts(*validators_of_each: list):
-    """DHTs that know each other: the first is met by all others."""
+    """Run DHTs that know each other; all join through the first one."""
     dhts = []
     try:
         for validators in validators_of_each:
@@ -64,16 +65,16 @@ def run_dhts(*validators_of_each: list):
 
 
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
-    """Of a peer with a key of its own, in this process."""
+    """Make the tracker of a peer with a new key, in this process."""
     RSAPrivateKey._process_wide_key = None
-    averaging = AveragingArguments(target_batch_size=target_batch_size, **periods)
+    averaging = make_config(AveragingConfig, AveragingArguments(target_batch_size=target_batch_size), **periods)
     return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink))
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:
-    """Runs in an attacker's DHT process: hands bytes as they are to a peer, and keeps them to answer with.
+    """Send these bytes to a peer unchanged, and serve them to others. Runs in the attacker's DHT process.
 
-    A value given as a number is so many bytes: hivemind's pipe to its own process breaks on large messages.
+    A number as the value stands for this number of bytes: hivemind's pipe to its own process breaks on large messages.
     """
     key, subkey, value, expiration_time = arguments
     if isinstance(value, int):
@@ -97,20 +98,20 @@ async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, f
 
 
 def attack(attacker: hivemind.DHT, victim: hivemind.DHT, *arguments) -> list[bool]:
-    """Whether the victim stored it: see send_bytes for the arguments after the victim."""
+    """Return whether the victim stored it; see send_bytes for the arguments after the victim."""
     coroutine = functools.partial(send_bytes, to=victim.peer_id, arguments=arguments)
     return attacker.run_coroutine(coroutine, return_future=True).result(timeout=20)
 
 
 def sign(private_key: RSAPrivateKey, key: str, subkey: bytes, value: bytes, expiration_time: float) -> bytes:
-    """The value with a signature by this key, whoever owns the subkey."""
+    """Sign a value by this key, which need not own the subkey."""
     record = DHTRecord(DHTID.generate(source=key).to_bytes(), subkey, value, expiration_time)
     signature = private_key.sign(RSASignatureValidator(private_key)._serialize_record(record))
     return value + RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
 
 
 def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list, **options) -> hivemind.DHT:
-    """hivemind's own DHT, whose peer id is of this key: ours take a record from nobody else."""
+    """Start hivemind's own DHT with the peer id of this key: our DHTs accept its records from no other peer."""
     identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
     with tempfile.NamedTemporaryFile() as file:
         file.write(identity.SerializeToString())
@@ -158,7 +159,7 @@ def run_peers(prefix: str, initial_peer: str, *validating: bool, key: RSAPrivate
 
 
 def read_wandb_history(path: Path) -> dict[int, dict]:
-    """What a .wandb file says of each step: records in blocks of 32 KiB, as LevelDB writes its log."""
+    """Return the values of each step in a .wandb file: records in blocks of 32 KiB, as LevelDB writes its log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, part, history = path.read_bytes(), 7, b"", {}

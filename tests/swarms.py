@@ -1,5 +1,4 @@
-"""Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network: starts them, and reads
-what they write."""
+"""Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network, and their output."""
 
 import json
 import time
@@ -17,23 +16,19 @@ TRAINER = {
     "--warmup_steps": 5,
     "--total_steps": 100,
     "--target_batch_size": 384,
-    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
+    # the rounding of 16 bits differs between peers, by 5e-6 in weights between two averagings of parameters
     "--compression": "none",
     "--per_device_train_batch_size": 16,
     "--gradient_accumulation_steps": 1,
     "--matchmaking_time": 3,
-    "--request_timeout": 1.5,
-    "--next_chunk_timeout": 8,
-    "--averaging_timeout": 20,
     # epochs are so short here that parameters are not averaged at the last one if they are at each
     "--average_state_every": 4,
-    "--default_refresh_period": 0.5,
     "--dataloader_num_workers": 0,
     # or each measures it for seconds, in which loopback takes both cores
     "--bandwidth": 1000,
 }
 
-# of a peer that needs nobody
+# for a single peer
 ALONE = {
     **TRAINER,
     "--target_batch_size": 64,
@@ -47,8 +42,7 @@ ALONE = {
 # flags of the trainers that an auxiliary peer needs
 SHARED = (
     *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
-    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
-    *("--average_state_every", "--default_refresh_period", "--bandwidth"),
+    *("--matchmaking_time", "--average_state_every", "--bandwidth"),
 )
 
 
@@ -65,7 +59,7 @@ def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "moni
 
 
 def read_epochs(output_dir: Path) -> list[dict]:
-    """What a monitor has written of the run's epochs."""
+    """Return the epochs that a monitor has written."""
     path = output_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -84,7 +78,7 @@ def start_trainer(
 
 
 def history(tmp_path: Path, name: str) -> dict[int, dict]:
-    """What a trainer has written of its epochs."""
+    """Return the epochs that a trainer has written."""
     path = tmp_path / name / "history.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
@@ -138,7 +132,6 @@ PACED = {
     **TRAINER,
     "--target_group_size": 16,
     "--matchmaking_time": MATCHMAKING_TIME,
-    "--request_timeout": 1,
     "--next_chunk_timeout": 4,
     "--averaging_timeout": AVERAGING_TIMEOUT,
     "--metadata_expiration": 30,
@@ -189,7 +182,7 @@ class Swarm:
         return max(self.history(name), default=0)
 
     def wait_for_joint_epochs(self, names: list[str], number: int, seconds: float, after: int = 0) -> list[int]:
-        """So many epochs beyond `after` that all of these have averaged, and nobody else."""
+        """Wait for this number of epochs after `after` that exactly these trainers have averaged, and return them."""
 
         def find() -> list[int]:
             epochs = [self.history(name) for name in names]

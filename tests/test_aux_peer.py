@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from swarms import (
     SHARED,
     TRAINER,
@@ -22,6 +22,11 @@ from training.checkpoint import find_checkpoints
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
 CLIENT = ("--client_mode", "--group_size", 3)
+
+
+def test_plain_aux_peer_needs_no_model_code():
+    code = "import sys, run_aux_peer; print({'experiment', 'models', 'text'} & {*sys.modules})"
+    assert run_python("-c", code, expect=0).stdout == "set()\n"
 
 
 def start_aux(start, prefix: str, name: str = "aux", others=()):
@@ -44,8 +49,8 @@ def joint_rounds(*peers) -> list[int]:
 
 @pytest.mark.slow
 def test_two_clients_average_through_an_auxiliary_peer(start):
-    """Nobody else accepts a connection. The auxiliary peer sends nothing of its own: hivemind's sends a gradient with a
-    weight of zero."""
+    """No other peer accepts a connection. The auxiliary peer sends nothing of its own; hivemind's sends a gradient with
+    a weight of zero."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])
@@ -64,7 +69,7 @@ def test_two_clients_average_through_an_auxiliary_peer(start):
             for sent_or_received in (0, 1):
                 count = after["traffic"][sent_or_received] - before["traffic"][sent_or_received]
                 assert BYTES <= count < 1.01 * BYTES
-    # what it helps with: the gradients of both in, the average to both out (when it reports differs by a round)
+    # the gradients of both in, the average to both out (the times of reports differ by a round)
     sent, received = epochs(aux)[joint[-1]]["traffic"]
     rounds = epochs(aux)[joint[-1]]["rounds"]
     assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
@@ -110,7 +115,7 @@ def test_a_public_trainer_takes_over_the_state_of_clients(start):
     assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
     for client in (first, second):
         reported = [line["epoch"] for line in client.json_lines() if "epoch" in line]
-        assert reported == sorted(reported)  # nobody went back
+        assert reported == sorted(reported)  # no peer went back
     stop(first, second, public, aux)
 
 
@@ -153,19 +158,11 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
 
 
 def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
-    """It would help nobody: before it starts when trainers are there, or as soon as the first ones have come."""
+    """It stops before its start if trainers are there, or else once the first ones have joined."""
     prefix = make_prefix()
-    command = [
-        "run_aux_peer.py",
-        "--experiment_prefix",
-        prefix,
-        *LOOPBACK,
-        "--refresh_period",
-        0.5,
-        "--report_to",
-        "none",
-    ]
-    command += [*flags({name: value for name, value in TRAINER.items() if name in SHARED}), "--assist_in_averaging"]
+    command = ["run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5]
+    command += flags({name: value for name, value in TRAINER.items() if name in SHARED})
+    command += ["--report_to", "none", "--assist_in_averaging"]
     command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)

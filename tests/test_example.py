@@ -50,6 +50,6 @@ def test_the_example_is_short_and_needs_nothing_of_ours():
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in imported} & {name.split(".")[0] for name in MODULES}
-    # where its docstring sends a reader
+    # the files that its docstring names
     named = re.findall(r"\b(?:\w+/)?\w+\.(?:py|md)\b", ast.get_docstring(tree))
     assert len(named) > 15 and all((ROOT / name).exists() for name in named)

@@ -27,15 +27,14 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
 from tokenizers import normalizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_mlm
 import predict_on_lidirus
-from arguments import FinetuneArguments
 from common.console import UserError
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
-    check_tokenizer,
+    FinetuneArguments,
     choose_length,
     collate,
     compute_logits,
@@ -44,7 +43,8 @@ from finetune_mlm import (
     make_task_model,
     tune,
 )
-from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
+from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertConfig, LeanAlbertForPreTraining
+from models.pretrained import Pretrained, check_tokenizer
 
 CPU = torch.device("cpu")
 PAIRS = list(enumerate(make_toy_pairs()))
@@ -157,7 +157,7 @@ def test_places_are_learned(name, make_records, toy_model, tmp_path, capsys):
     assert seed["history"][-1]["train_accuracy"] >= 0.95
     assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
     assert f"{task.name}, validation" in capsys.readouterr().out
-    # what is saved opens again: the encoder by from_pretrained, the head beside it
+    # the saved files open again: the encoder by from_pretrained, and the head
     saved = AutoModel.from_pretrained(tmp_path / "run" / "model")
     assert sorted(load_file(tmp_path / "run" / "model" / "head.safetensors")) == ["bias", "weight"]
     assert saved.config.model_type == "lean_albert"
@@ -282,10 +282,10 @@ def test_accumulated_gradients_are_those_of_one_batch(toy_model, tmp_path):
 # --- which model ------------------------------------------------------------------------------------------------------
 
 
-def prepare(task: str, **source: object) -> tuple[finetune_mlm.Pretrained, torch.nn.Module]:
+def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
-    check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    check_tokenizer(pretrained)
     torch.manual_seed(1)  # write_model's is 0, and weights drawn anew would be the same
     return pretrained, make_task_model(pretrained, TASKS[task], 0.0)
 
@@ -364,13 +364,13 @@ def test_a_bert_that_has_predicted_next_words_sees_all_words_again(tmp_path):
     assert not torch.allclose(logits, others, atol=1e-4)
 
 
-def test_only_an_albert_of_ours_has_as_many_pieces_as_its_tokenizer():
+def test_only_a_lean_albert_has_as_many_pieces_as_its_tokenizer():
     pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(find_minilm())))
     pretrained.config.vocab_size += 6  # rounded up, as pretrained vocabularies are
-    check_tokenizer(pretrained, is_own=True)
-    pretrained.config = AlbertConfig(vocab_size=pretrained.config.vocab_size)
+    check_tokenizer(pretrained)
+    pretrained.config = LeanAlbertConfig(vocab_size=pretrained.config.vocab_size)
     with pytest.raises(UserError):
-        check_tokenizer(pretrained, is_own=True)
+        check_tokenizer(pretrained)
 
 
 @pytest.fixture

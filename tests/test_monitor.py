@@ -70,7 +70,7 @@ def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
 
 
 def ask_trackio(environment: dict, prefix: str, *question: str) -> dict:
-    """What the dashboard has, by the command that its users type."""
+    """Return the dashboard's data, by the command that its users type."""
     command = [Path(sys.executable).with_name("trackio"), *question, "--project", prefix, "--json"]
     return json.loads(run_python(*command, env=environment, expect=0).stdout)
 
@@ -152,7 +152,7 @@ def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
     runs = [(path.name, {step: row["loss"] for step, row in read_wandb_history(path).items()}) for path in files]
     assert [losses for _, losses in runs] == [{64: 64.0}, {65: 65.0}, {1: 1.0}]
     assert runs[0][0] == runs[1][0] != runs[2][0]
-    # who reads the dashboard learns nothing of addresses and folders
+    # the dashboard shows no addresses and folders
     assert not any(word in path.read_bytes() for path in files for word in (b"/ip4/", str(tmp_path).encode()))
 
 
@@ -160,15 +160,11 @@ def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
     "flag, value",
     [
         *(("--report_to", "wandb"), ("--refresh_period", 0), ("--output_dir", ROOT / "LICENSE"), ("--no_such_flag", 1)),
-        *(("--watch", True), ("--logging_dir", ROOT / "LICENSE")),
+        ("--logging_dir", ROOT / "LICENSE"),
     ],
 )
 def test_monitor_refuses_wrong_flags_in_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
-
-
-def test_watch_alone_names_what_it_needs():
-    assert refuse(run_training_monitor, "--watch").startswith("--watch needs --initial_peers")
 
 
 @pytest.fixture
@@ -184,7 +180,7 @@ def model_and_tokenizer():
 
 def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
     model, tokenizer = model_and_tokenizer
-    (tmp_path / ".checkpoint-2.unfinished").mkdir()  # what a killed process left
+    (tmp_path / ".checkpoint-2.unfinished").mkdir()  # the remains of a killed process
     for epoch in (1, 2, 10, 10):
         state = {"model": model.state_dict(), "local_epoch": epoch}
         assert save_checkpoint(model, tokenizer, tmp_path, state, {"swarm_loss": 5.0}, save_total_limit=2)

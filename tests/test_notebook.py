@@ -1,4 +1,4 @@
-"""The notebook, executed cell by cell against a swarm on loopback, and what may not be in the committed file."""
+"""The notebook, executed cell by cell against a swarm on loopback, and the rules for the committed file."""
 
 import ast
 import asyncio
@@ -18,8 +18,9 @@ from file_server import FileServer
 from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-from arguments import TRAINER_ARGS, TokenizeArguments, parse_arguments
+from arguments import TRAINER_ARGS, parse_arguments
 from text.hosting import make_archive
+from tokenize_wikitext103 import TokenizeArguments
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [
@@ -28,8 +29,7 @@ SWARM = [
 ]
 # of each peer, as all are on one machine
 OWN = [
-    *("--matchmaking_time", "3", "--request_timeout", "1.5", "--averaging_timeout", "20", "--bandwidth", "1000"),
-    *("--default_refresh_period", "0.5", "--dataloader_num_workers", "0"),
+    *("--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"),
 ]
 
 
@@ -125,8 +125,10 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
         written = [path.read_text(errors="replace") for path in output_dir.rglob("*") if path.is_file()]
         assert not any(part in text for text in (json.dumps(notebook), *written) for part in secret_parts(invitation))
 
-    *_, measure, join, end = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    batch_size, accumulation = map(int, re.findall(r"--\w+ (\d+)", text_of(measure).splitlines()[-1]))
+    *_, join, end = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    log = (output_dir / "trainer.log").read_text()
+    sizes = re.search(r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+) suit this device", log)
+    batch_size, accumulation = map(int, sizes.groups())
     assert 1 <= batch_size * accumulation <= 1024 // 8
     assert history[-1]["samples_accumulated"] % (batch_size * accumulation) == 0
     # one picture of the progress, the last one, and its figures
@@ -147,26 +149,21 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     trees = [ast.parse(re.sub("(?m)^[%!].*$", "", source)) for source in cells]
     for tree in trees:
         compile(tree, str(NOTEBOOK), "exec")
-    *_, measure, join, _ = trees
+    *_, prepare, join, _ = trees
     settings = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "0" * 64, "more_flags": ""}
     settings |= {"experiment_prefix": "run", "initial_peers": "/ip4/127.0.0.1/tcp/1/p2p/Qm 127.0.0.1:8080"}
     settings |= {"invite": "/tmp/invitation"}
-    measured, names = [], {"settings": settings, "has_gpu": True, "shlex": shlex, "sys": sys, "folder": Path("out")}
-    sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
-    names["run"] = lambda *command: measured.append(command) or sizes
-    exec(compile(measure, str(NOTEBOOK), "exec"), names)
+    names = {"settings": settings, "has_gpu": True, "shlex": shlex, "sys": sys, "folder": Path("out")}
+    exec(compile(prepare, str(NOTEBOOK), "exec"), names)
     # what the cell that joins starts, without starting it
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
     _, script, *words = eval(ast.unparse(start.args[0]), names)
-    assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "training.preflight")]
-    for flags in (words, measured[0][2:]):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
-        swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
-        assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2 and swarm.invite == "/tmp/invitation"
-        assert data.dataset_path == settings["dataset_url"] and args.fp16
-        if flags is words:
-            assert swarm.client_mode and args.output_dir == "out"
-            assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
+    assert script == "run_trainer.py"
+    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
+    assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2 and swarm.invite == "/tmp/invitation"
+    assert data.dataset_path == settings["dataset_url"] and args.fp16
+    assert swarm.client_mode and args.output_dir == "out" and args.per_device_train_batch_size == "auto"
 
 
 def test_committed_notebook_has_no_outputs_and_no_keys():
@@ -175,10 +172,10 @@ def test_committed_notebook_has_no_outputs_and_no_keys():
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
-    # one thing to fill in, and what the organizer may have told
+    # the address to fill in, and values that the organizer may give
     parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)
     assert empty == ["initial_peers", "experiment_prefix", "dataset_url", "dataset_sha256", "more_flags"]
     source = "\n".join(cell.source for cell in notebook.cells)
-    source = re.sub(r"kaggle_secrets|UserSecretsClient|get_secret|\b[Ss]ecrets?\b", "", source)  # where they are kept
+    source = re.sub(r"kaggle_secrets|UserSecretsClient|get_secret|\b[Ss]ecrets?\b", "", source)  # the stores of secrets
     assert not re.search(r"hf_\w{20}|\b[0-9a-fA-F]{32,}\b|\b[A-Za-z0-9+/_-]{40,}\b|(?i:api_?key|passw|secret)", source)

@@ -17,7 +17,7 @@ from processes import ROOT, run_python
 from transformers import AlbertTokenizer
 
 import tokenize_wikitext103
-from arguments import DataArguments, ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments
 from common.console import UserError
 from common.hub import hub
 from experiment import data
@@ -27,6 +27,7 @@ from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset, make_tables
 from text.tokenization import CHUNK_CHARACTERS
 from text.tokenizers import load_tokenizer, train_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
 RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
@@ -53,7 +54,7 @@ def novel() -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, novel):
-    """A folder with 40 documents in documents.jsonl, and what the script made of them: 500 pieces, 64 tokens."""
+    """A folder with 40 documents in documents.jsonl, and the script's output: a vocabulary of 500, 64 tokens."""
     folder = tmp_path_factory.mktemp("written")
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
@@ -400,10 +401,10 @@ def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
 
 IN_WORKERS = """
 import sys
-from arguments import TokenizeArguments
 from common.console import edge
 from text.tokenization import tokenize_splits
 from text.tokenizers import load_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 with edge():
     args = TokenizeArguments(language="klingon", num_proc=2)
     tokenize_splits({"train": [["One sentence."]]}, load_tokenizer(sys.argv[1]), args)

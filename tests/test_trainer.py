@@ -1,4 +1,4 @@
-"""One trainer's own affairs: steps that must not count, parameters that must be restored, and what all roles build."""
+"""A single trainer: steps that must not count, parameters that must be restored, and the same model in all roles."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def facts(request, tmp_path_factory) -> dict:
 
 
 def test_all_roles_have_the_same_ordered_parameters(facts):
-    """State is exchanged by position (note 9): names, and what really stands at each position."""
+    """State is exchanged by position (note 9): compare the names and the values at each position."""
     assert facts["trainer"] == facts["monitor"]
     matrices = [name for name in facts["trainer"]["names"] if name in facts["trainer"]["matrices"]]
     assert facts["trainer"]["matrices"] == matrices
@@ -75,7 +75,7 @@ def test_all_roles_have_the_same_ordered_parameters(facts):
 
 
 def test_parameters_that_are_not_finite_end_a_trainer_that_is_alone(facts):
-    """What --state_path holds continues."""
+    """Training continues from a saved state."""
     assert facts["exit_code"] == 1 and facts["is_finite"]
 
 

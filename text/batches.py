@@ -15,7 +15,7 @@ import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from text.collators import DataCollator, DataCollatorForWholeWordMask, to_tensors
+from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, to_tensors
 from text.documents import count_within
 from text.instances import KINDS, PAIRS
 from text.shards import ShardedSplit
@@ -24,8 +24,7 @@ from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
 
-#: (columns of the dataset, multiple of the batch width) -> collator
-CollatorMaker = Callable[[list[str], int], DataCollator]
+CollatorMaker = Callable[[list[str], int], DataCollator]  # from the columns, and the multiple of the batch width
 
 
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
@@ -49,10 +48,8 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
     stored, most = corpus["seq_length"], args.max_sequence_length
     if min(stored, most or stored) > positions:
         source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
-        raise UserError(
-            f"{source} has sequences of {stored} tokens, the model takes {positions}: add --max_sequence_length "
-            f"{positions}"
-        )
+        cure = f"add --max_sequence_length {positions}"
+        raise UserError(f"{source} has sequences of {stored} tokens, the model takes {positions}: {cure}")
     if most and most > positions:
         raise UserError(f"--max_sequence_length {most} is more than the model takes: give at most {positions}")
     if most and most > stored:
@@ -67,18 +64,15 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
     if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
         return args.max_sequence_length
     grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
-    multiple = args.pad_to_multiple_of or 8
-    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
+    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // 8 * 8)
 
 
-def choose_multiple(args: DataArguments, longest: int) -> int:
+def choose_multiple(longest: int) -> int:
     """Return the multiple for the width of batches: 8 suits tensor cores, but pads short rows by up to a seventh."""
-    return args.pad_to_multiple_of or (8 if longest >= 128 else 1)
+    return 8 if longest >= 128 else 1
 
 
-def cut_rows(
-    flat: dict[str, np.ndarray], lengths: np.ndarray, sequence_length: int
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: int) -> tuple[Columns, np.ndarray]:
     """Truncate rows to sequence_length; return their columns, joined end to end, and their lengths.
 
     [CLS] A [SEP] B [SEP] keeps this form: each segment keeps its first tokens and its [SEP], and the longer segment is
@@ -117,19 +111,19 @@ class IndexedBatches:
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
         self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
-        multiple = choose_multiple(args, self.longest)
+        multiple = choose_multiple(self.longest)
         # grouping by padded length leaves more rows to choose from, at the same amount of padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
         self.collator = make_collator(self.columns, multiple)
 
-    def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[Columns, np.ndarray]:
         """Return the columns of these rows, joined end to end as int64, and the rows' lengths."""
         table = self.dataset[rows.tolist()]
-        columns = {name: table[name].combine_chunks() for name in self.columns}
-        flat = {
-            name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
-            for name, column in columns.items()
-        }
+        flat = {}
+        for name in self.columns:
+            column = table[name].combine_chunks()
+            values = column if name == "sentence_order_label" else column.flatten()
+            flat[name] = values.to_numpy().astype(np.int64)
         return cut_rows(flat, self.lengths[rows], sequence_length)
 
     def order(self, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, list[int]]]:
@@ -139,7 +133,7 @@ class IndexedBatches:
             for rows in group_by_length(self.padded_lengths, batch_size, generator):
                 yield rows, [seed, next(number)]
 
-    def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+    def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> Columns:
         rows, mask_seed, sequence_length = key
         longest = min(sequence_length or self.longest, self.longest)
         flat, lengths = self.read_rows(rows, longest)
@@ -203,7 +197,7 @@ class ShardedBatches:
             for rows in group_by_length(lengths, batch_size, generator):
                 yield folder, rows, [seed, next(number)]
 
-    def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+    def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> Columns:
         folder, *rest = key
         return self.open(folder)[tuple(rest)]
 
@@ -218,9 +212,8 @@ class BatchLoader:
     def set_sequence_length(self, sequence_length: int | None) -> None:
         """Truncate sequences to this many tokens from the next batch on; None: do not truncate."""
         if sequence_length != self.sequence_length:
-            logger.info(
-                f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
-            )
+            limit = f"up to {sequence_length} tokens" if sequence_length else "any length"
+            logger.info(f"sequences of {limit} from now on")
         self.sequence_length = sequence_length
 
     def __iter__(self) -> Iterator[dict]:
@@ -255,14 +248,7 @@ class StreamedBatches:
     """
 
     def __init__(
-        self,
-        dataset,
-        collator,
-        *,
-        batch_size: int,
-        num_workers: int = 0,
-        stop: threading.Event | None = None,
-        state: dict | None = None,
+        self, dataset, collator, *, batch_size: int, num_workers=0, stop: threading.Event | None = None, state=None
     ):
         self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
         self.stop, self.progress = stop, state
@@ -278,12 +264,8 @@ class StreamedBatches:
 
     def describe(self) -> dict:
         """Return the values, other than its documents, that determine a pool's batches."""
-        return {
-            "seed": self.dataset.seed,
-            "batch_size": self.batch_size,
-            "sequence_length": self.sequence_length,
-            "shuffle_buffer": self.dataset.shuffle_buffer,
-        }
+        own = {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
+        return {"seed": self.dataset.seed, **own, "shuffle_buffer": self.dataset.shuffle_buffer}
 
     def __iter__(self) -> Iterator[dict]:
         dataset, saved = self.dataset, self.progress

@@ -8,6 +8,7 @@ from common.console import UserError
 from text.tokenizers import find_word_beginnings
 
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
+Columns = dict[str, np.ndarray]
 
 
 def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
@@ -28,10 +29,9 @@ class DataCollator:
     :param pad_to_multiple_of: the number whose multiples are the widths of batches
     """
 
-    def __init__(self, tokenizer, pad_to_multiple_of: int | None = None):
-        #: padding value of each column
-        self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}
-        self.pad_to_multiple_of = pad_to_multiple_of or 1
+    def __init__(self, tokenizer, pad_to_multiple_of: int = 1):
+        self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}  # value of each column
+        self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, instances: list[dict], seed: int | list[int] | None = None, longest: float = math.inf) -> dict:
         """Return the batch as tensors.
@@ -55,15 +55,12 @@ class DataCollator:
             flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
         return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
-    def collate(self, flat: dict, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> dict:
+    def collate(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> Columns:
         """Return the batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""
         return self.pad(self.add_labels(flat, lengths, generator), lengths, longest)
 
-    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float) -> dict[str, np.ndarray]:
-        """Return int64 arrays [rows, width]; width is the longest row's length, rounded up to pad_to_multiple_of.
-
-        :param longest: the maximum width, because a model may have no position beyond it
-        """
+    def pad(self, flat: Columns, lengths: np.ndarray, longest: float) -> Columns:
+        """Return int64 arrays [rows, width]; width is the longest row's length, rounded up to pad_to_multiple_of."""
         width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
         is_filled = np.arange(width) < lengths[:, None]
         batch = {"attention_mask": is_filled.astype(np.int64)}
@@ -78,9 +75,7 @@ class DataCollator:
 class DataCollatorForCausalLM(DataCollator):
     """A collator whose labels are the tokens themselves, but the first of a row; transformers' models shift labels."""
 
-    def add_labels(
-        self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
-    ) -> dict[str, np.ndarray]:
+    def add_labels(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator) -> Columns:
         """Add the labels to rows joined end to end; IGNORED_LABEL marks tokens without a label."""
         labels = flat["input_ids"].copy()
         labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL
@@ -98,11 +93,7 @@ class DataCollatorForWholeWordMask(DataCollator):
     """
 
     def __init__(
-        self,
-        tokenizer,
-        mlm_probability: float = 0.15,
-        pad_to_multiple_of: int | None = None,
-        whole_word_mask: bool = True,
+        self, tokenizer, mlm_probability: float = 0.15, pad_to_multiple_of: int = 1, whole_word_mask: bool = True
     ):
         super().__init__(tokenizer, pad_to_multiple_of)
         self.padding["token_type_ids"] = 0
@@ -116,9 +107,7 @@ class DataCollatorForWholeWordMask(DataCollator):
                 "--no_whole_word_mask, or use a tokenizer of ALBERT or BERT"
             )
 
-    def add_labels(
-        self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
-    ) -> dict[str, np.ndarray]:
+    def add_labels(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator) -> Columns:
         """Mask the input_ids of rows joined end to end, and add the labels: IGNORED_LABEL for tokens not chosen."""
         input_ids = flat["input_ids"].copy()
         special = flat["special_tokens_mask"] if "special_tokens_mask" in flat else self.is_special[input_ids]

@@ -78,9 +78,8 @@ def split_articles(lines: list[str]) -> list[list[str]]:
         if not text:
             continue
         # a formula can look like a title, but has no blank lines around it
-        is_alone = not any(neighbour.strip() for neighbour in lines[max(position - 1, 0) : position + 2 : 2])
-        if position == 0:
-            is_alone = not any(neighbour.strip() for neighbour in lines[1:2])
+        neighbours = lines[position - 1 : position] + lines[position + 1 : position + 2]
+        is_alone = not any(neighbour.strip() for neighbour in neighbours)
         if not articles or (is_alone and WIKITEXT_TITLE.match(line.rstrip("\n"))):
             articles.append([])
         articles[-1].append(WIKITEXT_HEADING.sub(r"\1", text))
@@ -302,19 +301,17 @@ def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, 
     document, and a line break joins paragraphs.
     """
     joint, end = (" ", tokenizer.sep_token_id) if kind.is_masked else ("\n", tokenizer.eos_token_id)
-    parts, are_last = [], []
+    texts, are_last = [], []
     for document in documents:
-        size = PART_CHARACTERS
+        parts, size = [[]], 0
         for paragraph in document:
             if size >= PART_CHARACTERS:
-                parts.append([])
-                are_last.append(False)
+                parts.append([""])  # joined to the previous part
                 size = 0
             parts[-1].append(paragraph)
             size += len(paragraph)
-        are_last[-1] = True
-    follows = [False, *(not is_last for is_last in are_last)]
-    texts = [joint * is_next + joint.join(part) for is_next, part in zip(follows, parts, strict=False)]
+        texts += map(joint.join, parts)
+        are_last += [False] * (len(parts) - 1) + [True]
     encodings = zip(encoder.encode_batch_fast(texts, add_special_tokens=False), are_last, strict=True)
     lists = ([*encoding.ids, end] if is_last else encoding.ids for encoding, is_last in encodings)
     return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32)

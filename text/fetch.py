@@ -13,7 +13,6 @@ In the cache folder the name of an archive comes from its sha256 if that is know
 
 import contextlib
 import errno
-import fcntl
 import gzip
 import hashlib
 import json
@@ -23,22 +22,21 @@ import os
 import re
 import shutil
 import tarfile
-import time
 import urllib.parse
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from common.console import UserError, format_bytes, show_progress
-from common.files import hash_file, locked
-from text.http import FIRST_DELAY, ChangedError, HttpError, HttpFile, is_url
+from common.files import hash_file, locked, read_json
+from text.http import ChangedError, HttpError, HttpFile, is_url
 
 logger = logging.getLogger("fetch")
 
 PATIENCE = 60.0  # seconds without a byte, over all attempts, before the start fails
 KEEP_FREE = 10**9  # bytes of the disk that stay free for other programs
 MAX_HEADER = 2**20  # bytes of a file's header in an archive
+MOST_RESTARTS = 3  # of a download whose file changes
 
 
 class NoRoomError(UserError):
@@ -70,13 +68,8 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
     :param sha256: the file's sha256, 64 hexadecimal digits; None: do not check it
     """
     cache_dir = Path(cache_dir)
-    if "://" in path:
-        try:
-            is_known = is_url(path) and urllib.parse.urlsplit(path).port != 0
-        except ValueError:
-            is_known = False
-        if not is_known:
-            raise UserError(f"--dataset_path {path} is not an http(s) address: fix it, or fetch the file and name that")
+    if "://" in path and not is_url(path):
+        raise UserError(f"--dataset_path {path} is not an http(s) address: fix it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
             raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
@@ -92,39 +85,18 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
 def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE, is_shown: bool = True) -> Path:
     """Return the cache's folder of the unpacked archive, or its index file, after a download if necessary.
 
-    :param patience: the seconds without a byte, over all attempts, before an error
+    :param patience: the seconds without a byte, over all attempts, before a UserError
     :param is_shown: whether to show progress
-    :raises UserError: the file cannot be downloaded or unpacked, or has another sha256
     """
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
-    index, partial = folder.with_suffix(".json"), folder.with_suffix(".part")
     try:
         # at first without the lock, because a shared cache may be read-only
-        if found := find_fetched(folder, index, source):
+        if found := find_fetched(folder, source):
             return found
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_suffix(".lock")):
-            if found := find_fetched(folder, index, source):
-                return found
-            file = partial if is_url(source) else Path(source)
-            if is_url(source):
-                download(source, partial, patience, is_shown)
-            try:
-                check_sha256(file, source, sha256)
-                with open(file, "rb") as opened:
-                    is_index = opened.read(1) == b"{"
-                if is_index:
-                    read_index(file, source)
-                    shutil.copy(file, index.with_suffix(".unfinished"))
-                    index.with_suffix(".unfinished").replace(index)
-                else:
-                    unpack(file, source, folder)
-            except UserError:
-                discard(partial)
-                raise
-            discard(partial)
-            return index if is_index else folder
+            return find_fetched(folder, source) or fetch_missing(source, sha256, folder, patience, is_shown)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
@@ -134,11 +106,45 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
         raise UserError(f"cannot store {source} in {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
 
-def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
-    found = next((path for path in (folder, index) if path.exists()), None)
+def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float, is_shown: bool) -> Path:
+    """Fetch a file that is not in the cache, like `fetch`."""
+    index, file = folder.with_suffix(".json"), Path(source)
+    if is_url(source):
+        file = folder.with_suffix(".part")
+        download(source, file, patience, is_shown)
+    try:
+        found = hash_file(file)
+        if sha256 is None:
+            logger.info(f"{source} has sha256 {found}: pass it as --dataset_sha256 to verify the next download")
+        elif found != sha256:
+            raise UserError(
+                f"{source} has sha256 {found}, not {sha256}, and is not used: ask its publisher, then try again"
+            )
+        with open(file, "rb") as opened:
+            is_index = opened.read(1) == b"{"
+        if is_index:
+            read_index(file, source)
+            shutil.copy(file, folder.with_suffix(".unfinished"))
+            folder.with_suffix(".unfinished").replace(index)
+        else:
+            unpack(file, source, folder)
+    except UserError:
+        discard(folder)
+        raise
+    discard(folder)
+    return index if is_index else folder
+
+
+def find_fetched(folder: Path, source: str) -> Path | None:
+    found = next((path for path in (folder, folder.with_suffix(".json")) if path.exists()), None)
     if found:
         logger.info(f"{source} is in {found}")
     return found
+
+
+def find_name(source: str) -> str:
+    """Return the name of a file by its path or URL."""
+    return PurePosixPath(source.partition("?")[0]).name
 
 
 def make_name(source: str, sha256: str | None) -> str:
@@ -149,112 +155,58 @@ def make_name(source: str, sha256: str | None) -> str:
             status = os.stat(source)
             text = f"{os.path.abspath(source)} {status.st_size} {status.st_mtime_ns}"
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-    stem = PurePosixPath(urllib.parse.urlsplit(source).path).name.split(".")[0]
+    stem = find_name(source).split(".")[0]
     return f"{re.sub(r'[^A-Za-z0-9_-]', '', stem)[:60] or 'data'}-{sha256[:16]}"
-
-
-def pin(folder: Path) -> IO | None:
-    """Protect a folder of the cache from `evict_oldest` of any process, as long as the returned file is open.
-
-    :returns: the open file; None for a folder of another user, who may remove it at any time
-    :raises FileNotFoundError: the folder has just been removed
-    """
-    try:
-        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until the caller closes it)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return None
-        raise
-    fcntl.flock(file, fcntl.LOCK_SH)
-    if not folder.exists():
-        raise FileNotFoundError(folder)
-    os.utime(folder / ".in_use")
-    return file
-
-
-def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
-    """Remove the least recently read shard that is not pinned; return False if there is none."""
-    folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
-    try:
-        marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
-        for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-            # the shard is pinned, or belongs to another user
-            with contextlib.suppress(BlockingIOError, PermissionError), open(mark, "a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.info(f"no room for the next shard: removing {mark.parent}")
-                removed = mark.parent.with_suffix(".removed")
-                shutil.rmtree(removed, ignore_errors=True)  # left by a killed process
-                mark.parent.rename(removed)
-                shutil.rmtree(removed)
-                return True
-    except FileNotFoundError:  # another trainer has just made room
-        return True
-    return False
 
 
 # --- download ---------------------------------------------------------------------------------------------------------
 
 
 def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
-    """Download a URL to the file `partial`, from the byte at which an earlier attempt or process stopped.
-
-    :raises UserError: the download failed; the bytes received so far are kept
-    """
-    facts_file = partial.with_suffix(".part.json")
-    largest, reached = file_size(partial), time.monotonic()
-    while True:
-        facts = {}
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            facts = json.loads(facts_file.read_text())
+    """Download a URL to the file `partial`, from the byte at which an earlier attempt or process stopped."""
+    for restarts_left in reversed(range(MOST_RESTARTS + 1)):
+        facts = read_json(partial.with_suffix(".part.json"))
         if not facts:
             discard(partial)
         try:
-            with HttpFile(url, patience, facts=facts, is_one=True) as source:
-                if not facts:
-                    source.find_size()
-                    facts_file.write_text(json.dumps({"url": url, **source.facts}))
+            with HttpFile(url, patience, facts=facts) as source:
                 copy_rest(source, partial, is_shown)
-                facts_file.write_text(json.dumps({"url": url, **source.facts, "size": source.position}))
-        except OSError:
-            if source.facts.get("size") is None:  # the file may be endless
-                discard(partial)
-            raise
+            break
         except ChangedError as e:
-            if file_size(partial) > largest:
-                largest, reached = file_size(partial), time.monotonic()
             discard(partial)
-            # the file could change at each attempt
-            if time.monotonic() + FIRST_DELAY - reached > min(patience, PATIENCE):
+            if not restarts_left:
                 raise UserError(f"{url}: {e}: the same command downloads it again") from e
             logger.warning(f"{url}: {e}: starting over")
-            time.sleep(FIRST_DELAY)
-            continue
         except HttpError as e:
-            size = file_size(partial)
-            resume = f". The same command continues from {format_bytes(size)}" if size else ""
-            raise UserError(f"{url}: {e}{resume}") from e
-        if file_size(partial):
-            return
+            size = format_bytes(partial.stat().st_size) if partial.exists() else ""
+            raise UserError(f"{url}: {e}{f'. The same command continues from {size}' if size else ''}") from e
+    if not partial.stat().st_size:
         discard(partial)
         raise UserError(f"{url} is empty: check the address")
 
 
 def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
     """Append the missing rest of the source to a file."""
-    received, total = source.seek(file_size(partial)), source.find_size()
-    name = PurePosixPath(urllib.parse.urlsplit(source.url).path).name
+    total, name = source.find_size(), find_name(source.url)
+    partial.with_suffix(".part.json").write_text(json.dumps(source.facts))
     with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(partial, "ab"))
+        received = source.seek(file.tell())
         if is_shown:
             size = format_bytes(total) if total else "unknown size"
             logger.info(f"fetching {name}, {size}{f', from {format_bytes(received)} on' if received else ''}")
             bar = stack.enter_context(show_progress(f"fetching {name}", total, received))
-        file = stack.enter_context(open(partial, "ab"))
-        while piece := source.read(1 << 16):
-            check_room(partial.parent, len(piece))
-            file.write(piece)
-            file.flush()  # keeps the bytes if this process is killed
-            if is_shown:
-                bar.update(len(piece))
+        try:
+            while piece := source.read(1 << 16):
+                check_room(partial.parent, len(piece))
+                file.write(piece)
+                file.flush()  # keeps the bytes if this process is killed
+                if is_shown:
+                    bar.update(len(piece))
+        except OSError:
+            if total is None:  # the file may be endless
+                discard(partial)
+            raise
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -264,34 +216,16 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a download that is no longer needed."""
-    partial.unlink(missing_ok=True)
-    partial.with_suffix(".part.json").unlink(missing_ok=True)
-
-
-def file_size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    """Remove a download, by its name with any suffix, that is no longer needed."""
+    for suffix in (".part", ".part.json"):
+        partial.with_suffix(suffix).unlink(missing_ok=True)
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------
 
 
-def check_sha256(file: Path, source: str, sha256: str | None) -> None:
-    """Raise a UserError if the file's sha256 is not this one; None: only log it."""
-    found = hash_file(file)
-    if sha256 is None:
-        logger.info(f"{source} has sha256 {found}: pass it as --dataset_sha256 to verify the next download")
-    elif found != sha256:
-        raise UserError(
-            f"{source} has sha256 {found}, not {sha256}, and is not used: check it with the publisher, then try again"
-        )
-
-
 def read_index(file: Path, source: str) -> list[Shard]:
-    """Return the archives that an index lists, the common one first; they are in the same place as the index.
-
-    :raises UserError: the file is not an index of shards
-    """
+    """Return the archives that an index lists, the common one first; they are in the same place as the index."""
     shards = []
     try:
         if file.stat().st_size > 10**7:  # bytes; enough for 60,000 shards
@@ -303,12 +237,12 @@ def read_index(file: Path, source: str) -> list[Shard]:
             name = entry["name"]
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
+        if len(shards) < 2:
+            raise ValueError("it lists none")
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(
             f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
-    if len(shards) < 2:
-        raise UserError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
     return shards
 
 
@@ -323,29 +257,31 @@ class BoundedInfo(tarfile.TarInfo):
         return member
 
 
-def unpack(file: Path, source: str, folder: Path) -> None:
-    """Unpack an archive, in which links and devices are forbidden, to `folder`, which appears once it is complete.
+def take_plain(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """Refuse what tarfile's data filter refuses, all links, and absolute names; check the room on the disk."""
+    if not (member.isreg() or member.isdir()):
+        raise tarfile.SpecialFileError(member)
+    if member.name.startswith("/"):
+        raise tarfile.AbsolutePathError(member)
+    check_room(Path(folder), member.size)
+    return tarfile.data_filter(member, folder)
 
-    :raises UserError: the archive is damaged, or contains anything else, or no dataset
-    """
+
+def unpack(file: Path, source: str, folder: Path) -> None:
+    """Unpack an archive, in which links and devices are forbidden, to `folder`, which appears once it is complete."""
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
-    # Python before 3.11.4 has no filters; the checks below refuse the same members
-    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     try:
         with tarfile.open(file, "r:*", tarinfo=BoundedInfo) as archive:
-            for member in archive:
-                path = PurePosixPath(member.name)
-                if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-                    raise UserError(
-                        f"{source} contains {member.name!r}, which is a link, a device or outside its folder, and is "
-                        "not used: ask its publisher for plain files (tokenize_wikitext103.py --archive packs these)"
-                    )
-                check_room(unfinished, member.size)
-                archive.extract(member, unfinished, **options)
+            archive.extractall(unfinished, filter=take_plain)
         locate_dataset(unfinished, source)
         unfinished.rename(folder)
+    except tarfile.FilterError as e:
+        raise UserError(
+            f"{source} contains {e.tarinfo.name!r}, which is a link, a device or outside its folder, and is not used: "
+            "ask its publisher for plain files (tokenize_wikitext103.py --archive packs these)"
+        ) from e
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, RecursionError) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)

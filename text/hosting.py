@@ -7,13 +7,13 @@ import contextlib
 import gzip
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 
-from arguments import TokenizeArguments
-from common.console import UserError, format_bytes
+from common.console import UserError, format_bytes, format_count
 from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
@@ -28,7 +28,7 @@ def name_shards(archive: Path, count: int) -> list[Path]:
     return [archive.with_name(name) for name in names]
 
 
-def check_archive(archive: Path, args: TokenizeArguments):
+def check_archive(archive: Path, args):
     """Raise a UserError if a file of the archive exists, or its folder does not."""
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
@@ -37,7 +37,7 @@ def check_archive(archive: Path, args: TokenizeArguments):
         raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
 
-def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
+def make_archive(dataset_path: Path, tokenizer_path: Path, args):
     """Pack dataset and tokenizer into one archive, or into shards and an index, and print the flags for a trainer.
 
     Row r goes into shard r modulo the number of shards, so that each shard represents the whole corpus.
@@ -48,48 +48,41 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
     tokenizer = load_tokenizer(tokenizer_path, kind)
     dataset, corpus = load_tokenized_dataset(dataset_path, tokenizer)
     archive, count = Path(args.archive), args.archive_shards
-    made: list[Path] = []
-    try:
+    if count > len(dataset["train"]):
+        raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
+    with unfinished_folder(archive) as folder:
         if count == 1:
-            made = [archive]
-            sha256 = pack(archive, {"dataset": dataset_path, "tokenizer": tokenizer_path})
+            paths = [folder / archive.name]
+            sha256 = pack(paths[0], {"dataset": dataset_path, "tokenizer": tokenizer_path})
         else:
-            if count > len(dataset["train"]):
-                raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
-            made = name_shards(archive, count)
-            sha256 = make_shards(made, dataset, corpus, tokenizer_path)
-    except BaseException as e:
-        for path in made:
-            path.unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise UserError(
-                f"cannot write {archive} ({e}): free some space, then run the same command again to pack the dataset"
-            ) from e
-        raise
-    size = sum(path.stat().st_size for path in made)
+            paths = name_shards(folder / archive.name, count)
+            sha256 = make_shards(paths, dataset, corpus, tokenizer_path)
+        size = sum(path.stat().st_size for path in paths)
+        for path in reversed(paths):  # the index comes last
+            path.rename(archive.with_name(path.name))
     print(
-        f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
-        f"{format_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
-        f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
+        f"packed {dataset_path} and {tokenizer_path} into {format_count(len(paths), 'file')} of {format_bytes(size)}; "
+        f"put {'it' if count == 1 else 'all of them side by side'} on any web server, then for each trainer:\n"
+        f"--dataset_path https://YOUR_HOST/{paths[0].name} --dataset_sha256 {sha256}"
     )
 
 
-def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
+def make_shards(paths: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
     """Write the files of `name_shards`, and return the sha256 of the index."""
     from tqdm import tqdm
 
-    index, *archives = names
-    entries = []
+    index, *archives = paths
+    folder, entries = index.with_name("dataset"), []
     for number, archive in enumerate(tqdm(archives, desc="packing", unit="file", disable=None), start=-1):
-        with unfinished_folder(archive) as folder:
-            if number < 0:
-                parts = {"dataset": folder, "tokenizer": tokenizer_path}
-                tables = {"validation": select_rows(dataset["validation"], 1, 0)}
-            else:
-                parts, count = {"dataset": folder}, len(archives) - 1
-                tables = {"train": select_rows(dataset["train"], count, number)}
-            write_dataset(tables, corpus, folder)
-            entries.append({"name": archive.name, "sha256": pack(archive, parts), "size": archive.stat().st_size})
+        parts = {"dataset": folder}
+        if number < 0:
+            parts["tokenizer"] = tokenizer_path
+            tables = {"validation": select_rows(dataset["validation"], 1, 0)}
+        else:
+            tables = {"train": select_rows(dataset["train"], len(archives) - 1, number)}
+        write_dataset(tables, corpus, folder)
+        entries.append({"name": archive.name, "sha256": pack(archive, parts), "size": archive.stat().st_size})
+        shutil.rmtree(folder)
     index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
     return hash_file(index)
 
@@ -106,26 +99,20 @@ def select_rows(dataset, count: int, number: int):
 
 
 def pack(archive: Path, parts: dict[str, Path]) -> str:
-    """Write an archive of folders by their names in it, which appears once it is complete; return its sha256.
+    """Write an archive of folders by their names in it, and return its sha256.
 
     The same files result in the same bytes on every machine, because they are sorted, without owners and times. (The
     bytes of a .tar.gz also depend on the version of zlib.)
     """
-    unfinished = archive.with_name(f".{archive.name}.packing-{os.getpid()}")
-    try:
-        with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(open(unfinished, "wb"))
-            if archive.suffix in (".gz", ".tgz"):
-                stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
-            tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
-            for name, folder in parts.items():
-                for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                    member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
-                    member.size = path.stat().st_size
-                    with open(path, "rb") as file:
-                        tar.addfile(member, file)
-        sha256 = hash_file(unfinished)
-        unfinished.replace(archive)
-        return sha256
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(open(archive, "wb"))
+        if archive.suffix in (".gz", ".tgz"):
+            stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
+        tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
+        for name, folder in parts.items():
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
+                member.size = path.stat().st_size
+                with open(path, "rb") as file:
+                    tar.addfile(member, file)
+    return hash_file(archive)

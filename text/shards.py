@@ -1,17 +1,22 @@
 """A train split in shards, each of which is downloaded while the previous one is read."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import logging
-import math
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from common.console import UserError
-from text.fetch import FetchedDataset, NoRoomError, evict_oldest, fetch, locate_dataset, pin
+from text.fetch import FetchedDataset, NoRoomError, Shard, fetch, locate_dataset, make_name
 
 logger = logging.getLogger("shards")
 
@@ -81,7 +86,7 @@ class ShardFetch(threading.Thread):
         while self.folder is None and not self.stop.is_set():
             try:
                 try:
-                    folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
+                    folder = fetch(self.shard.source, self.shard.sha256, cache_dir, is_shown=False)
                     self.pinned = pin(folder)
                     self.folder = folder
                 except NoRoomError:
@@ -102,3 +107,42 @@ class ShardFetch(threading.Thread):
                 next_line = time.monotonic() + 60
                 logger.warning(f"this peer has used all its data: waiting for {self.shard.source}")
         return self.folder
+
+
+def pin(folder: Path) -> IO | None:
+    """Protect a folder of the cache from `evict_oldest` of any process, as long as the returned file is open.
+
+    :returns: the open file; None for a folder of another user, who may remove it at any time
+    :raises FileNotFoundError: the folder has just been removed
+    """
+    try:
+        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until the caller closes it)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return None
+        raise
+    fcntl.flock(file, fcntl.LOCK_SH)
+    if not folder.exists():
+        raise FileNotFoundError(folder)
+    os.utime(folder / ".in_use")
+    return file
+
+
+def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
+    """Remove the least recently read shard that is not pinned; return False if there is none."""
+    folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
+    try:
+        marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
+        for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
+            # the shard is pinned, or belongs to another user
+            with contextlib.suppress(BlockingIOError, PermissionError), open(mark, "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                logger.info(f"no room for the next shard: removing {mark.parent}")
+                removed = mark.parent.with_suffix(".removed")
+                shutil.rmtree(removed, ignore_errors=True)  # left by a killed process
+                mark.parent.rename(removed)
+                shutil.rmtree(removed)
+                return True
+    except FileNotFoundError:  # another trainer has just made room
+        return True
+    return False

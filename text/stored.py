@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import TokenizeArguments
 from common.console import UserError, first_line
 from text.fetch import FetchedDataset
 from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
@@ -19,7 +18,6 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
 
     :param found: the result of fetch_data, or a folder
     :param kind: the kind of instances to load, None: the stored kind; stored pairs can also be loaded as blocks
-    :raises UserError: there is no such dataset, or it has another tokenizer or kind of instances
     """
     from datasets import load_from_disk
 
@@ -53,7 +51,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
     return splits, corpus
 
 
-def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
+def describe_corpus(tables: dict, tokenizer, args) -> dict:
     """Return the contents of corpus.json.
 
     unigram_entropy, in nats, is the entropy of the validation split's tokens without special ones: a lower bound on the

@@ -7,11 +7,9 @@ To look at the first documents of a mixture:
     python -c "from text.streams import *; stream = stream_documents(read_sources('configs/sources.json'), seed=0); \
         [print(text[:70].split()) for _, chunk in itertools.islice(stream, 2) for _, _, text in chunk]; stream.close()"
 
-docs/data.md describes the file of sources. A document is a record, or about 10,000 characters of a text file, up to the
-next blank line.
-
-In each pass over a source, the peer's seed determines a new order of its files and of their parts: 16 MiB of a plain
-file, or a row group of parquet. A compressed file can only be read from its beginning: divide large ones.
+docs/data.md describes the file of sources. In each pass over a source, the peer's seed determines a new order of its
+files and of their parts: 16 MiB of a plain file, or a row group of parquet. A compressed file can only be read from its
+beginning: divide large ones.
 
 A position in each source is enough to resume, because a document's treatment depends only on its number and the seed.
 The mixtures of datasets (5.2) cannot resume like this. They also end at a broken line, and repeat the same order.
@@ -19,6 +17,7 @@ The mixtures of datasets (5.2) cannot resume like this. They also end at a broke
 
 import codecs
 import contextlib
+import dataclasses
 import functools
 import glob
 import gzip
@@ -27,7 +26,6 @@ import itertools
 import json
 import logging
 import lzma
-import math
 import os
 import queue
 import re
@@ -36,16 +34,16 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pydantic
 from torch.utils.data import IterableDataset, get_worker_info
 
-from common.console import UserError, suggest
+from common.console import UserError, first_line, suggest
 from text.documents import (
     cut_blocks,
     encode_documents,
@@ -63,9 +61,10 @@ from text.instances import InstanceKind
 logger = logging.getLogger("streams")
 
 FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", "text": "text", "parquet": "parquet"}
+PACKED = (".gz", ".xz", ".zst")
 PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
-TEXT_CHARACTERS = 10_000  # of a text file, for one document
+TEXT_CHARACTERS = 10_000  # of a text file, for one document, which ends at a blank line
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # the maximum that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # the wait for a source before the others continue without it
@@ -82,6 +81,7 @@ READ_ERRORS = (
     *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
 )
+NumberedRecord = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
 
 
 class Position(NamedTuple):
@@ -98,18 +98,6 @@ class Position(NamedTuple):
 # ---------------------------------------------------------------- files, local and http
 
 
-def skip_bytes(file: BinaryIO, count: int) -> None:
-    while count > 0:
-        piece = file.read(min(count, 2**20))
-        if not piece:
-            raise Broken("shorter than it was before")
-        count -= len(piece)
-
-
-def is_packed(path: str) -> bool:
-    return path.endswith((".gz", ".xz", ".zst"))
-
-
 def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
     """Open a local file or URL to read decompressed bytes; errors are of READ_ERRORS."""
     file = io.BufferedReader(HttpFile(path, patience, stop), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
@@ -122,11 +110,11 @@ def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
 
 def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
     """Return the parts of a file of lines as (begin, end), in bytes."""
-    if is_packed(path):
-        return [(0, sys.maxsize)]
-    try:
-        size = file.seek(0, io.SEEK_END)
-    except io.UnsupportedOperation:
+    size = None
+    if not path.endswith(PACKED):
+        with contextlib.suppress(io.UnsupportedOperation):
+            size = file.seek(0, io.SEEK_END)
+    if size is None:
         return [(0, sys.maxsize)]
     return [(begin, begin + PART_BYTES) for begin in range(0, size, PART_BYTES)]
 
@@ -135,8 +123,9 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
     """Yield (line, offset after it) for lines that begin in the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
-    if is_packed(path):
-        skip_bytes(file, position)
+    if path.endswith(PACKED):
+        if sum(len(file.read(min(2**20, position - at))) for at in range(0, position, 2**20)) < position:
+            raise Broken("shorter than it was before")
     else:
         file.seek(position)
     if begin and not start:
@@ -151,8 +140,8 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
         yield text, position
 
 
-def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
-    """Yield (record or Broken, offset after it, number of the line); the first line number is `record` + 1."""
+def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
+    """Yield the records in these lines, of which the first one has the number `record` + 1."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
@@ -163,7 +152,7 @@ def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tupl
         yield value, offset, number
 
 
-def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
+def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but documents of at least TEXT_CHARACTERS, to a blank line, or twice as many."""
     kept, characters, number, offset = [], 0, 0, 0
     for number, (line, offset) in enumerate(lines, start=record + 1):
@@ -181,9 +170,7 @@ def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> I
         yield {column: "".join(kept)}, offset, number
 
 
-def read_parquet(
-    table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int
-) -> Iterator[tuple[object, int, int]]:
+def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but the rows of one row group, from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
@@ -199,7 +186,7 @@ def read_parquet(
         first += len(values)
 
 
-def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
+def read_examples(shard, start: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but the records of a datasets.IterableDataset, from record `start` on."""
     from datasets.exceptions import DatasetsError
 
@@ -213,17 +200,17 @@ def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
 # ---------------------------------------------------------------- sources
 
 
-@dataclass
+@pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid"))
 class Source:
     """An entry of a file of sources, which counts its documents and broken records."""
 
-    path: str | list[str]
+    path: Annotated[str | list[str], pydantic.Field(min_length=1)]
     name: str = ""
-    format: str = ""
+    format: Literal["", "jsonl", "text", "parquet", "hub"] = ""
     text_column: str = "text"
-    weight: float = 1.0
+    weight: float = pydantic.Field(1.0, gt=0, allow_inf_nan=False)
     language: str = "english"
-    sentence_splitter: str = "auto"
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = "auto"
     config: str | None = None
     split: str = "train"
 
@@ -274,7 +261,8 @@ class Source:
             return  # files were added or removed, so the order is different
         position = position._replace(files=len(order))
         for place in range(position.place, len(order)):
-            position = position if place == position.place else Position(position.number, len(order), place)
+            if place != position.place:
+                position = Position(position.number, len(order), place)
             index = int(order[place])
             try:
                 with self.open(index, stop, patience) as (parts, read):
@@ -305,7 +293,9 @@ class Source:
                 if stop.is_set():
                     return
                 if isinstance(text, Broken):
-                    self.count_broken(text)
+                    self.broken += 1
+                    if str(self.broken).strip("0") == "1":  # the first, the tenth, the hundredth, ...
+                        logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {text}")
                 elif text and not text.isspace():
                     is_empty = False
                     yield text, behind
@@ -314,35 +304,24 @@ class Source:
                 stop.wait(EMPTY_SECONDS)
             position = Position(position.number + 1)
 
-    def count_broken(self, reason: Broken) -> None:
-        """Count a broken record, and log the first, the tenth, the hundredth, ..."""
-        self.broken += 1
-        if str(self.broken).strip("0") == "1":
-            logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {reason}")
-
     def find_problem(self, seed: int) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
         problems, deadline = [], time.monotonic() + START_PATIENCE
         try:
             for text, _ in self.read_pass(seed, Position(), threading.Event(), START_PATIENCE):
-                if not isinstance(text, Broken):
-                    if text and not text.isspace():
-                        return None
-                    text = Broken("its records have no text")
-                problems.append(str(text))
+                if not isinstance(text, Broken) and text.strip():
+                    return None
+                problems.append(str(text).strip() or "its records have no text")
                 if len(problems) == BAD_START or time.monotonic() > deadline:
                     break
         except READ_ERRORS as e:  # from the Hub
-            problems.append(str(e).strip().split("\n")[0] or type(e).__name__)
+            problems.append(first_line(e))
         return problems[0] if problems else f"there is no text in {self.path}"
 
 
-def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
-    """Read the sources of a JSON file; raise a UserError if it is invalid.
-
-    :param sentence_splitter: the sentence splitter of sources that name none
-    """
-    kinds = [item.name for item in fields(Source)]
+def read_sources(path: str | Path) -> list[Source]:
+    """Read the sources of a JSON file; raise a UserError if it is invalid."""
+    names = [item.name for item in dataclasses.fields(Source)]
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -352,25 +331,15 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     sources = []
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
-        if unknown := entry.keys() - kinds:
-            name = min(unknown)
-            raise UserError(f"{where}: unknown field {name}{suggest(name, kinds)} (fields: {', '.join(kinds)})")
-        paths = entry.get("path")
-        if not paths or not all(isinstance(one, str) for one in (paths if isinstance(paths, list) else [paths])):
-            raise UserError(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
-        weight = entry.get("weight", 1)
-        if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise UserError(f"{where}: weight must be a number greater than 0; remove the source to exclude it")
-        for name in entry.keys() - {"path", "weight"}:
-            if not isinstance(entry[name], str):
-                raise UserError(f"{where}: {name} must be a string")
-        source = Source(**{"sentence_splitter": sentence_splitter, **entry})
-        if source.format not in ("jsonl", "text", "parquet", "hub"):
-            raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
-        if source.format == "hub" and (isinstance(paths, list) or is_url(paths)):
+        try:
+            source = Source(**entry)
+        except pydantic.ValidationError as e:
+            problem = e.errors()[0]
+            name = str(problem["loc"][0])
+            hint = "" if name in names else f"{suggest(name, names)} (fields: {', '.join(names)})"
+            raise UserError(f"{where}: {problem['msg']}: {name}{hint}") from None
+        if source.format == "hub" and (isinstance(source.path, list) or is_url(source.path)):
             raise UserError(f"{where}: the path does not show the format: give jsonl, text or parquet")
-        if source.sentence_splitter not in ("auto", "punkt", "razdel"):
-            raise UserError(f"{where}: sentence_splitter must be auto, punkt or razdel")
         load_sentence_splitter(source.language, source.sentence_splitter)
         if source.name in [other.name for other in sources]:
             raise UserError(f"{where}: two sources have this name: give each its own name")
@@ -424,9 +393,9 @@ def stream_documents(
 
     :param interrupted: an event that ends the iteration
     """
-    interrupted, stop, positions, count = interrupted or threading.Event(), threading.Event(), {}, 0
-    if state:
-        positions, count = state["positions"], state["documents"]
+    interrupted, stop = interrupted or threading.Event(), threading.Event()
+    state = state or {"documents": 0, "positions": {}}
+    positions, count = state["positions"], state["documents"]
     readers = [Reader(source, seed, Position(*positions.get(source.name, ())), stop) for source in sources]
     try:
         while True:
@@ -506,7 +475,7 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class TrainingDataset(IterableDataset):
     """Endless instances, see data.make_training_dataset. The trainer's StreamedBatches uses only its attributes."""
 

@@ -1,4 +1,7 @@
-"""Tokenization of documents by several processes, for tokenize_wikitext103.py and for trainers that read text files."""
+"""Tokenization of documents by several processes, for tokenize_wikitext103.py and for trainers that read text files.
+
+The functions' `args` are TokenizeArguments of tokenize_wikitext103.py, or have the same names.
+"""
 
 import contextlib
 import hashlib
@@ -7,10 +10,11 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from arguments import DataArguments, TokenizeArguments
+from arguments import DataArguments
 from common.console import UserError, first_line, show_progress
 from common.files import locked, make_folder, unfinished_folder
 from common.hub import hub
@@ -32,16 +36,15 @@ from text.tokenizers import tokenizer_fingerprint
 from text.workers import prepare_in_workers
 
 CHUNK_CHARACTERS = 500_000  # of text per task: about half a second
+VALIDATION_FRACTION = 0.05  # share of documents, unless a split exists
 
 
-def make_dataset(
-    source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args: TokenizeArguments
-) -> dict:
+def make_dataset(source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args) -> dict:
     """Tokenize the splits into a folder, and return the contents of its corpus.json."""
     tables = tokenize_splits(splits, tokenizer, args)
     for name, table in tables.items():
         if not table.num_rows:
-            raise UserError(f"too little text for a {name} split: give more text or another --validation_fraction")
+            raise UserError(f"too little text for a {name} split: give more text")
     corpus = describe_corpus(tables, tokenizer, args) | {
         "documents": {name: len(documents) for name, documents in splits.items()},
         "source": source,
@@ -50,24 +53,23 @@ def make_dataset(
     return corpus
 
 
-def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict[str, list[list[str]]]:
+def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str]]]:
     """Split off random documents for validation, if possible within its share; cut a single one near its end."""
-    fraction = args.validation_fraction
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
         if len(units) == 1:
-            kind, units = "sentences", split_sentences(units, args.language, args.sentence_splitter)
+            kind, units = "sentences", split_sentences(units, args.language)
         if len(units) == 1:
             raise UserError("the text is a single sentence: give more text")
-        cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
+        cut = min(max(round(len(units) * (1 - VALIDATION_FRACTION)), 1), len(units) - 1)
         print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
     sizes = [count_characters(document) for document in documents]
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
-    fitting = [index for index in shuffled if sizes[index] <= fraction * sum(sizes)]
+    fitting = [index for index in shuffled if sizes[index] <= VALIDATION_FRACTION * sum(sizes)]
     if not fitting:
         fitting = [min(shuffled, key=sizes.__getitem__)]
-    held_out = set(fitting[: min(max(1, round(fraction * len(documents))), len(documents) - 1)])
+    held_out = set(fitting[: min(max(1, round(VALIDATION_FRACTION * len(documents))), len(documents) - 1)])
     train = [document for index, document in enumerate(documents) if index not in held_out]
     return {"train": train, "validation": [documents[index] for index in sorted(held_out)]}
 
@@ -75,7 +77,7 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
 class ChunkEncoder:
     """A map for workers from (split, [(index, paragraphs)]) to columns and lengths of pairs, or to ids for blocks."""
 
-    def __init__(self, tokenizer, args: TokenizeArguments):
+    def __init__(self, tokenizer, args):
         self.tokenizer, self.args, self.kind = tokenizer, args, KINDS[args.objective]
         self.encoder = make_text_encoder(tokenizer)
 
@@ -83,12 +85,12 @@ class ChunkEncoder:
         (split, chunk), args = key, self.args
         if not self.kind.has_pairs:
             return encode_documents([paragraphs for _, paragraphs in chunk], self.kind, self.tokenizer, self.encoder)
-        documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
+        documents = [split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
         generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
         return make_instances(documents, generators, args.seq_length, self.tokenizer, self.encoder)
 
 
-def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args: TokenizeArguments) -> dict:
+def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict:
     """Return an Arrow table of instances for each split, in the order of the documents."""
     import pyarrow
 
@@ -139,20 +141,19 @@ def tokenize_for_trainer(
     :param source: the origin of the documents, for corpus.json
     :param splits: the documents, as lists of paragraphs, for train and optionally for validation
     """
-    load_sentence_splitter(args.language, args.sentence_splitter)
+    load_sentence_splitter(args.language)
     for name, documents in splits.items():
         if not documents:
             where = args.validation_file if name == "validation" and args.validation_file else source
             raise UserError(f"no text for the {name} split in {where}: give files that are not empty")
-    options = TokenizeArguments(
+    options = SimpleNamespace(
         objective=kind.name,
         seq_length=args.max_sequence_length,
         language=args.language,
-        sentence_splitter=args.sentence_splitter,
         seed=seed,
         num_proc=min(8, os.cpu_count() or 1),
     )
-    facts = [kind.name, options.seq_length, seed, args.language, args.sentence_splitter]
+    facts = [kind.name, options.seq_length, seed, args.language]
     digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
     for name, documents in splits.items():
         digest.update(f"{name} {len(documents)}".encode())

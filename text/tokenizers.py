@@ -13,11 +13,12 @@ import os
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
+from arguments import DEFAULT_TOKENIZER_PATH
 from common.console import UserError, first_line
 from common.hub import hub
 from text.instances import PAIRS, InstanceKind
@@ -115,35 +116,20 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
     return None
 
 
-SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
-
-
-def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
-    """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested.
-
-    It uses AlbertTokenizer's normalizer and pre-tokenizer, because AlbertTokenizer silently replaces any others when it
-    loads a saved tokenizer (transformers 5.23).
-    """
-    from tokenizers.trainers import UnigramTrainer
+def train_tokenizer(documents: list[list[str]], args):
+    """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested."""
     from transformers import AlbertTokenizer
 
-    text = " ".join(itertools.islice((paragraph for document in documents for paragraph in document), 10_000))
+    text = " ".join(itertools.islice(itertools.chain.from_iterable(documents), 10_000))
     letters = [character for character in text if character.isalpha()]
     marked = sum(len(unicodedata.normalize("NFKD", character)) > 1 for character in letters)
     if not args.keep_accents and marked > 0.01 * len(letters):
         print(f"{marked / len(letters):.1%} of the letters lose their accents (short i becomes i): see --keep_accents")
 
     flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
-    backend = AlbertTokenizer(**flags).backend_tokenizer
-    trainer = UnigramTrainer(
-        vocab_size=args.vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        unk_token="<unk>",
-        show_progress=sys.stderr.isatty(),
-    )
-    print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
-    backend.train_from_iterator((paragraph for document in documents for paragraph in document), trainer)
-    pieces = json.loads(backend.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
+    trained = train_like(AlbertTokenizer(**flags), itertools.chain.from_iterable(documents), args)
+    vocabulary = json.loads(trained.backend_tokenizer.to_str())["model"]["vocab"]
+    special, pieces = vocabulary[:5], vocabulary[5:]
     if not pieces:
         raise UserError("too little text to train a tokenizer: give more text, or use --tokenizer")
 
@@ -154,27 +140,20 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     highest_filler = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     pieces = [(p, round(lowest if len(p) == 1 and score <= highest_filler else score, 4)) for p, score in pieces]
     pieces.sort(key=lambda piece: (-piece[1], piece[0]))
-    vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS] + pieces
+    vocabulary = [(token, 0.0) for token, _ in special] + pieces
     names = ["input_ids", "token_type_ids", "attention_mask"]
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 
 
-def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+def train_byte_tokenizer(documents: list[list[str]], args):
     """Train a tokenizer like GPT-2's: byte-level BPE, with one special token that follows documents."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from tokenizers.trainers import BpeTrainer
     from transformers import GPT2Tokenizer
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = BpeTrainer(
-        vocab_size=args.vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
+    empty = GPT2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[], model_max_length=args.seq_length)
+    return train_like(empty, ("\n".join(document) for document in documents), args)
+
+
+def train_like(tokenizer, texts: Iterable[str], args):
+    """Return a tokenizer of the same kind with a vocabulary from these texts."""
     print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
-    backend.train_from_iterator(("\n".join(document) for document in documents), trainer)
-    model = json.loads(backend.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    return GPT2Tokenizer(vocab=model["vocab"], merges=merges, model_max_length=args.seq_length)
+    return tokenizer.train_new_from_iterator(texts, args.vocab_size, show_progress=sys.stderr.isatty())

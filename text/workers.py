@@ -3,14 +3,7 @@
 import os
 from collections.abc import Iterator
 
-import numpy as np
-
 import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
-
-
-def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the batch as arrays: tensors need shared memory, scarce in containers, and threads, noisy at exit."""
-    return batch
 
 
 def keep_to_one_core(_: int) -> None:
@@ -31,7 +24,7 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         prepared,
         sampler=keys,
         batch_size=None,  # a key stands for a whole batch
-        collate_fn=keep_arrays,
+        collate_fn=lambda batch: batch,  # arrays: tensors need scarce shared memory, and threads, noisy at exit
         num_workers=num_workers,
         multiprocessing_context="fork",
         worker_init_fn=keep_to_one_core,

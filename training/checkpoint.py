@@ -3,10 +3,8 @@
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
 written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
-state file (--state_path) holds a complete state. README.md shows how to open the model. To look at a checkpoint:
+state file holds a complete state. README.md shows how to open the model. To look at the rest:
 
-    python -c "from transformers import AlbertForPreTraining; \
-        print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
     python -c "import torch; \
         print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
 
@@ -17,7 +15,6 @@ state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, ran
 import contextlib
 import json
 import logging
-import os
 import pickle
 import platform
 import random
@@ -31,16 +28,17 @@ import hivemind
 import numpy
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments
 from common.console import UserError
-from common.files import describe_file, lock_folder, make_folder, write_whole
+from common.files import describe_file, lock_folder, write_whole
 from models.build import describe_architecture
 
 logger = logging.getLogger("checkpoint")
+
+CARD = Path(__file__).with_name("card.md")
 
 
 class CheckpointError(Exception):
@@ -74,8 +72,7 @@ def save_model(
         write_weights(model, state and state["model"], unfinished)
         if state is not None:
             weights = state["model"]
-            files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
-            stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            stored = weights.keys() & load_weights(unfinished).keys()
             # by address, because safetensors keeps only one of the names of tied weights
             places = {weights[name].data_ptr() for name in stored}
             others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
@@ -98,42 +95,33 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
     transformers renames some weights (mixtures of experts, gpt_neox), omits others, and saves only the adapters of a
     model with adapters.
     """
-    # pass a copy of the dictionary, because save_pretrained empties it
-    model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
+    weights = model.state_dict() if weights is None else weights
+    model.save_pretrained(folder, state_dict=dict(weights))  # a copy, because save_pretrained empties it
     if (folder / "adapter_config.json").exists():
         # save the base model along with its adapters, so that the folder is complete
         with torch.device("meta"):
             plain = type(model)(model.config)
-        weights = model.state_dict() if weights is None else weights
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in a folder's safetensors files by name."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
     """Save the model to `checkpoint-{epoch}`, then remove the oldest other checkpoints beyond the limit."""
     folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
     card = {"README.md": write_readme(model, folder)}
-    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card):
-        return False
-    others = [path for path in find_checkpoints(output_dir) if path != folder]
-    remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
-    return True
+    is_saved = save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card)
+    if is_saved:
+        others = [path for path in find_checkpoints(output_dir) if path != folder]
+        remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
+    return is_saved
 
 
 # --- how to open a model ----------------------------------------------------------------------------------------------
-
-README = """\
----
-library_name: transformers
-pipeline_tag: {task}
----
-
-A model of the class `{kind}`. This opens it:
-
-```python
-{code}
-```
-"""
 
 
 def is_known(model) -> bool:
@@ -145,23 +133,23 @@ def is_known(model) -> bool:
 def write_code(model, place: str | Path) -> str:
     """Return Python code that opens the saved model at `place`, and prints a prediction if a pipeline supports it."""
     objective, kind = model.objective, type(model)
-    ask = f"print(predict({objective.example}))"
-    if is_known(model):
-        trust = ", trust_remote_code=True" * model.is_remote_code()
-        load = f'predict = pipeline("{objective.pipeline}", "{place}"{trust})'
-        return "\n".join(["from transformers import pipeline", "", load, ask])
-    lines = ["# in the folder of the training code", f"from {kind.__module__} import {kind.__name__}", ""]
-    lines += [f'model = {kind.__name__}.from_pretrained("{place}")']
-    if not objective.kind.has_pairs and (model.can_generate() or not objective.is_causal):
-        lines.insert(1, "from transformers import pipeline\n")
-        lines += [f'predict = pipeline("{objective.pipeline}", model=model, tokenizer="{place}")', ask]
-    return "\n".join(lines)
+    how = f'"{place}"' + (", trust_remote_code=True" if model.is_remote_code() else "")
+    imports, load = "", ""
+    if not is_known(model):
+        imports = f"# in the folder of the training code\nfrom {kind.__module__} import {kind.__name__}\n"
+        load = f'\nmodel = {kind.__name__}.from_pretrained("{place}")'
+        how = f'model=model, tokenizer="{place}"'
+        if objective.kind.has_pairs or (objective.is_causal and not model.can_generate()):
+            return imports + load
+    ask = f'predict = pipeline("{objective.pipeline}", {how})\nprint(predict({objective.example}))'
+    return f"{imports}from transformers import pipeline\n{load}\n{ask}"
 
 
 def write_readme(model, folder: str | Path) -> bytes:
-    """Return the README.md for a model in this folder."""
+    """Return the README.md for a model in this folder, from card.md."""
     code = write_code(model, folder)
-    return README.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
+    card = CARD.read_text(encoding="utf-8")
+    return card.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
 
 
 # --- find and load states ---------------------------------------------------------------------------------------------
@@ -213,7 +201,7 @@ def load_state(path: str | Path) -> dict:
     if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
         raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
     if is_folder:
-        weights = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+        weights = load_weights(path)
         # states of earlier versions have no list of stored names: all files' weights count
         state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     if not isinstance(state.get("model"), dict):
@@ -237,21 +225,15 @@ def check_files(folder: Path) -> None:
 
 
 def claim_folders(args: TrainerArguments) -> None:
-    """Make --output_dir and the folder of --state_path, and lock --output_dir against other peers."""
-    if args.state_path and os.path.isdir(args.state_path):
-        raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
-    make_folder("--state_path", os.path.dirname(args.state_path or ""))
+    """Make --output_dir, and lock it against other peers."""
     lock_folder("--output_dir", args.output_dir)
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
     """Return the path of the state to resume from, or None to start at epoch 0.
 
-    --resume_from_checkpoint, --output_dir and --state_path decide. The result is a path because helper processes,
-    which are forked later, would keep the memory of a loaded state.
-
-    Checkpoints of later epochs belong to another history of the run. They are moved to a separate folder, because a
-    later restart would resume from the newest one.
+    The result is a path because helper processes, which are forked later, would keep the memory of a loaded state.
+    Checkpoints of later epochs are moved away, because a later restart would resume from the newest one.
 
     :raises UserError: if the state belongs to a different model or run, or the given path holds no state
     """
@@ -260,7 +242,7 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     state = None
     try:
         if args.resume_from_checkpoint is None:
-            state = find_newest_state(output_dir, args.state_path)
+            state = find_newest_state(output_dir)
             found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
             if state and found != experiment_prefix:
                 raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
@@ -291,18 +273,14 @@ def set_aside(output_dir: Path, epoch: int) -> None:
         logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
 
 
-def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
-    """Return the newest complete state of all checkpoints and the state file, and log a warning for each other one."""
-    newest = None
-    is_there = state_path is not None and Path(state_path).exists()
-    for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
-        if newest and path.is_dir() and newest["local_epoch"] >= read_epoch(path):
-            break
+def find_newest_state(output_dir: Path) -> dict | None:
+    """Return the state of the newest complete checkpoint, and log a warning for each newer one."""
+    for path in find_checkpoints(output_dir)[::-1]:
         try:
-            newest = load_state(path)
+            return load_state(path)
         except CheckpointError as e:
             logger.warning(f"skipped a training state: {e}")
-    return newest
+    return None
 
 
 def collect_state(
@@ -311,8 +289,6 @@ def collect_state(
     """Return a copy, in host memory, of the state that a process needs to continue from here.
 
     :param optimizer: the CollaborativeOptimizer of this model, whose copy of the parameters is used
-    :param arguments: the command line's arguments by name
-    :param counters: other counters to continue
     """
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
@@ -375,28 +351,24 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     own = model.state_dict(keep_vars=True)
     # safetensors keeps only one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
-    where = state.get("path", "the backup")
+    problem = f"{state.get('path', 'the backup')} belongs to a different model"
     for name, tensor in own.items():
         if id(tensor) not in found:
-            raise CheckpointError(f"{where} belongs to a different model: it has no {name}")
+            raise CheckpointError(f"{problem}: it has no {name}")
         shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
         if shape != saved_shape:
-            raise CheckpointError(
-                f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
-                f"there, {shape} here"
-            )
+            reason = f"{name} is {saved_shape} there, {shape} here"
+            raise CheckpointError(f"{problem} (see --config_path, --tokenizer_path): {reason}")
         # peers exchange only trained weights, so frozen ones must match those that all peers start from
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         if is_frozen and not torch.allclose(tensor.cpu(), found[id(tensor)].to(tensor.dtype), rtol=1e-3, atol=1e-5):
-            raise CheckpointError(
-                f"{where} belongs to a different model (see --seed, --model_name_or_path): its values of {name}, which "
-                "is not trained, are different"
-            )
+            reason = f"its values of {name}, which is not trained, are different"
+            raise CheckpointError(f"{problem} (see --seed, --model_name_or_path): {reason}")
     if unknown := sorted(state["model"].keys() - own.keys()):
-        raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
+        raise CheckpointError(f"{problem}: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
     # states of earlier versions have no objective after the model's type, and a digest of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:
-        raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")
+        raise CheckpointError(f"{problem} (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -1,14 +1,10 @@
 """The device, precision, compiler and batch size of a trainer.
 
-Devices are chosen without a CUDA context, because hivemind forks its helpers later (see run_trainer.py). To see them:
-
-    python -c "from training import devices; from arguments import TrainerArguments; \\
-        print(devices.choose_devices(TrainerArguments()))"
+Devices are chosen without a CUDA context, because hivemind forks its helpers later (see run_trainer.py).
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import platform
 import time
@@ -22,7 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
-from common.console import UserError
+from common.console import UserError, first_line
 from experiment.data import make_train_batches
 from experiment.objectives import compute_losses
 from models.build import find_longest_sequence
@@ -30,38 +26,34 @@ from training.model import move_batch
 
 logger = logging.getLogger("trainer")
 
-LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
-#: upper bound on the used share of the memory that is free without a batch; rounds and other batches need the rest
-FULLEST_MEMORY = 0.8
+Batch = dict[str, torch.Tensor]
+
+MAX_PASS_SECONDS = 5.0  # a step of up to 10 s is advised
+MAX_MEMORY_SHARE = 0.8  # of the memory that is free without a batch; rounds and other batches need the rest
 
 
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
     """Return the devices that --device and --num_devices select. On a CPU, each stands for one training process."""
-    # uses the driver's management library; torch.cuda.is_available() would initialize CUDA
-    gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus else "cpu") if args.device == "auto" else args.device
-    if kind.startswith("cuda"):
-        index = torch.device(kind).index
-        count = (args.num_devices or gpus) if index is None else 1
-        if (index or 0) >= gpus or count > gpus:
-            raise UserError(
-                f"--device {args.device}{f' --num_devices {count}' if count > gpus > 0 else ''}: {gpus} NVIDIA GPUs "
-                "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
-            )
-        devices = [torch.device("cuda", number if index is None else index) for number in range(count)]
-    elif kind == "cpu":
-        devices = [torch.device("cpu")] * (args.num_devices or 1)
-    else:
-        devices = [torch.device(kind)]
-        if kind == "mps" and not torch.backends.mps.is_available():
-            raise UserError("--device mps: this is not a Mac with an Apple GPU, or its torch cannot use it")
-        if kind == "xla" and not importlib.util.find_spec("torch_xla"):
-            raise UserError("--device xla: the package torch_xla is missing; install the one for this torch version")
-    if (args.num_devices or len(devices)) != len(devices):
-        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
-    if args.fp16 and devices[0].type != "cuda":
+    # counts by the driver's management library; is_available() would initialize CUDA
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    present = accelerator.type if count else "cpu"
+    default = "cuda" if present == "cuda" else "cpu"
+    device = torch.device(default if args.device == "auto" else args.device)
+    if args.fp16 and device.type != "cuda":
         raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
-    return devices
+    if device.type == "cpu":
+        return [device] * (args.num_devices or 1)
+    count = count if device.type == present else 0
+    numbers = range(args.num_devices or count) if device.index is None else [device.index]
+    if not count or max(numbers) >= count:
+        number = f" --num_devices {args.num_devices}" if args.num_devices else ""
+        raise UserError(
+            f"--device {args.device}{number}: torch finds {count} such devices here: look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    if (args.num_devices or len(numbers)) != len(numbers):
+        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
+    return [torch.device(device.type, number) for number in numbers]
 
 
 def log_versions(device: torch.device, count: int) -> None:
@@ -78,17 +70,14 @@ def place_model(
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Move the model to its device, in training mode. Call this after hivemind has forked its helpers.
 
-    :returns: a context for forward passes in the precision of --fp16 or --bf16, and a loss scaler, which is disabled
-        without --fp16
+    :returns: a context for forward passes in the chosen precision, and a loss scaler, which is disabled without --fp16
     """
-    if device.type in ("mps", "xla"):
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    if device.type not in ("cpu", "cuda"):
         logger.warning(f"--device {device.type} is untested: please report your results")
-    if device.type == "xla":
-        import torch_xla  # noqa: F401  registers the device with torch
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if args.tf32:
-            torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")
         if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError("--bf16 is not supported by this GPU: use --fp16")
     model.to(device).train()
@@ -98,12 +87,7 @@ def place_model(
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all values are finite. This waits for the device."""
-    return bool(find_finite(tensors))
-
-
-def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return whether all values are finite as a scalar on their device, without waiting for it."""
     return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all()
 
@@ -111,7 +95,7 @@ def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
     """Return the loss as a number, or nan unless all gradients are finite. This waits for the device once."""
-    return torch.where(find_finite(gradients), loss, torch.nan).item()
+    return torch.where(all_finite(gradients), loss, torch.nan).item()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -131,8 +115,8 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
             raise
         cures, size, count = [], args.per_device_train_batch_size, args.gradient_accumulation_steps
         if size not in ("auto", 1):
-            cures.append(f"a smaller --per_device_train_batch_size (now {size}) with more")
-            cures[-1] += f" --gradient_accumulation_steps (now {count})"
+            more = f"--gradient_accumulation_steps (now {count})"
+            cures.append(f"a smaller --per_device_train_batch_size (now {size}) with more {more}")
         if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
             cures.append("--gradient_checkpointing")
         if not args.bf16 and not args.fp16:
@@ -144,19 +128,16 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
 
 def measure_memory(device: torch.device) -> float:
     """Return the used share of the device's memory. On a GPU, torch's cached memory counts as used."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
         return 1 - free / total  # includes memory of other programs
     return psutil.virtual_memory().percent / 100
 
 
 def make_trial_batch(
-    model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
-) -> dict[str, torch.Tensor]:
-    """Return a batch of one sequence of the data, repeated up to the maximum length in training.
-
-    :param corpus: the description of the data, from load_data
-    """
+    model: PreTrainedModel, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
+) -> Batch:
+    """Return a batch of one sequence of the data, repeated up to the maximum length in training."""
     batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
     stored = corpus["seq_length"]
     length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))
@@ -165,20 +146,19 @@ def make_trial_batch(
     return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
 
 
-def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+def stretch_batch(batch: Batch, rows: int) -> Batch:
     """Return a batch that repeats this batch of one sequence."""
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 
-def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: AbstractContextManager) -> float:
+def time_pass(model: torch.nn.Module, batch: Batch, autocast: AbstractContextManager) -> float:
     """Return the seconds of one forward and backward pass."""
     start = time.monotonic()
     with autocast:
         loss = compute_losses(model, batch)["loss"]
     loss.backward()
-    loss.item()
-    if loss.is_cuda:
-        torch.cuda.synchronize()
+    if loss.device.type != "cpu":
+        torch.accelerator.synchronize(loss.device)
     return time.monotonic() - start
 
 
@@ -190,23 +170,17 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
             yield
         finally:
             model.zero_grad(set_to_none=False)  # hivemind.Optimizer refers to these tensors
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            if device.type != "cpu":
+                torch.accelerator.empty_cache()
 
 
 def find_batch_size(
-    model: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
-    device: torch.device,
-    autocast: AbstractContextManager,
-    largest_step: int,
-    num_devices: int = 1,
+    model, batch: Batch, device: torch.device, autocast: AbstractContextManager, largest_step: int, num_devices: int = 1
 ) -> tuple[int, int]:
     """Return the samples per forward pass and the batches per step that suit this machine.
 
-    The batch is doubled while it fits FULLEST_MEMORY and LONGEST_PASS and samples/s rise. Passes below 0.25 s vary too
-    much to compare. Then enough batches are accumulated for a step of a second. The gradients are zero afterwards, and
-    the random state is unchanged.
+    The batch is doubled while memory, the time of a pass and samples/s allow it. Passes below 0.25 s vary too much to
+    compare. Then enough batches are accumulated for a step of a second.
 
     :param batch: the longest sequence, from make_trial_batch
     :param largest_step: the maximum number of samples per step
@@ -229,7 +203,7 @@ def find_batch_size(
                 f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the free memory"
             )
             is_faster = size / seconds > 1.05 * best / best_seconds
-            if best and (used > FULLEST_MEMORY or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):
+            if best and (used > MAX_MEMORY_SHARE or seconds > MAX_PASS_SECONDS or (seconds > 0.25 and not is_faster)):
                 break
             best, best_seconds, size = size, seconds, 2 * size
     if not best:
@@ -237,9 +211,7 @@ def find_batch_size(
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
-def compile_model(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
-) -> None:
+def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
     """Compile the model in place (--torch_compile); if the compiler fails, log a warning and keep it as it is.
 
     :param batch: a batch of one sequence, from make_trial_batch
@@ -264,15 +236,14 @@ def compile_model(
             raise
         model._compiled_call_impl = None  # set by compile()
         torch.compiler.reset()
-        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
+        logger.warning(f"--torch_compile: the compiler failed ({first_line(e)[:200]}); continuing without it")
         return
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
 
 
 def tune_to_device(
     model: torch.nn.Module,
-    make_trial: Callable[[], dict[str, torch.Tensor]],
+    make_trial: Callable[[], Batch],
     args: TrainerArguments,
     device: torch.device,
     autocast: AbstractContextManager,

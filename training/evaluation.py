@@ -16,9 +16,10 @@ from experiment.objectives import compute_losses
 from experiment.samples import sample_texts
 from swarm.local_steps import at_anchor
 from training.devices import is_out_of_memory
+from training.figures import format_evaluation
 from training.model import move_batch
 from training.state import TrainerState
-from utils import Evaluation, format_evaluation
+from utils import Evaluation
 
 logger = logging.getLogger("trainer")
 

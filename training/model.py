@@ -28,10 +28,7 @@ def make_trained_model(
                 "a LeanALBERT (--config_path configs/lean-albert.json)"
             )
         model.activation_checkpointing_enable()
-    if "flash" not in (args.attn_implementation or ""):  # no CPU supports flash attention
-        flags = ["--gradient_checkpointing"] * trainer_args.gradient_checkpointing
-        flags += [f"--attn_implementation {args.attn_implementation}"] if args.attn_implementation else []
-        try_out(model, " ".join(flags) + ": " if flags else "")
+    try_out(model, "--gradient_checkpointing: " if trainer_args.gradient_checkpointing else "")
     return model
 
 
@@ -86,10 +83,10 @@ def try_out(model: PreTrainedModel, where: str) -> None:
 def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Return the model's inputs on the device, with the positions of the labels, and no mask if there is no padding.
 
-    Both are found here on the host, because the GPU would have to wait for it. Attention is fastest without a mask.
+    Both are found on the host, because the GPU would have to wait for them. Attention is fastest without a mask.
     """
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # like DeviceFeed: from other memory, the host would wait for the copy
+    if device.type == "cuda":  # like PrefetchLoader: from other memory, the host would wait for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 
-from arguments import split_host_port
+from common.addresses import split_host_port
 from common.console import UserError
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
 from swarm.probe import find_peer
@@ -25,10 +25,8 @@ def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> 
     """Return a trainer's command to join the run, for copy and paste.
 
     :param flags: the flags that all peers of the run must share
-    :param is_closed: whether the run is for invited peers alone
     """
-    invite = " --invite FILE" if is_closed else ""
-    prefix = shlex.quote(prefix) + invite
+    prefix = shlex.quote(prefix) + (" --invite FILE" if is_closed else "")
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 
@@ -60,8 +58,8 @@ async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
 def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
     """Choose the addresses of a peer to try after its status page answered at `ip`.
 
-    Those with this IP address are best. Otherwise the peer may be behind a router or in a container: try `ip` with
-    the ports of its private addresses, and its public and relayed addresses.
+    Those with `ip` are best. Otherwise the peer may be behind a router or in a container: try `ip` with the ports of
+    its private addresses, and its public and relayed addresses.
     """
     place, seen = make_place(ip)
     if same := [maddr for maddr in maddrs if get_ip(maddr) == seen]:
@@ -90,7 +88,9 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
     try:
         body, ip = asyncio.run(asyncio.wait_for(fetch_page(host, port), VISIT_TIMEOUT))
         if body == GREETING:  # the peer's own port, as in older guides
-            return [find_peer_at(ip, port)]
+            if maddr := asyncio.run(find_peer(f"{make_place(ip)[0]}/tcp/{port}")):
+                return [maddr]
+            raise ValueError("a peer listens there, but does not reveal its id")
         page = json.loads(body)
         if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):
             raise ValueError("it lists no multiaddrs")
@@ -102,14 +102,6 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}") from e
     return choose_maddrs(maddrs, ip)
-
-
-def find_peer_at(ip: str, port: int) -> str:
-    """Return the multiaddr of the peer that listens there, or raise a ValueError if it does not reveal its id."""
-    maddr = asyncio.run(find_peer(f"{make_place(ip)[0]}/tcp/{port}"))
-    if maddr is None:
-        raise ValueError("a peer listens there, but does not reveal its id")
-    return maddr
 
 
 def make_place(ip: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:

@@ -14,12 +14,12 @@ from swarm.processes import STOP_REQUESTED
 from text.batches import load_stream_state, sequence_length_at
 
 
-class DeviceFeed:
+class PrefetchLoader:
     """An iterator over batches that stops on a stop signal and measures how long its caller waits for batches.
 
     Batches for a GPU are in pinned memory, so that the host need not wait for their copy.
 
-    :param args: the data arguments with the growth of sequences, for `begin_epoch`
+    :param args: the data arguments, for the sequence length of an epoch
     :param position: the file for the position in a stream
     """
 
@@ -36,7 +36,7 @@ class DeviceFeed:
         #: seconds since the last `take_seconds_waited`
         self.waited = 0.0
 
-    def __iter__(self) -> "DeviceFeed":
+    def __iter__(self) -> "PrefetchLoader":
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ class DeviceFeed:
 
 def make_feed(
     split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
-) -> DeviceFeed:
+) -> PrefetchLoader:
     """Return the batches of the train split for this rank. A stream continues after the batches already read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
@@ -83,4 +83,4 @@ def make_feed(
         stop=STOP_REQUESTED,
         state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
     )
-    return DeviceFeed(batches, device, data_args, position)
+    return PrefetchLoader(batches, device, data_args, position)

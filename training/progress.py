@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from arguments import TrainerArguments
 from common.console import fit_terminal, format_epoch
-from swarm.contract import TrainingSchedule
+from training.figures import TrainingSchedule
 
 logger = logging.getLogger("trainer")
 

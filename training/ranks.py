@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -31,45 +30,30 @@ from arguments import TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, block_signals
 from swarm.processes import STOP_REQUESTED
-from training.devices import choose_devices, is_out_of_memory
+from training.devices import choose_devices, is_out_of_memory, log_versions
 
 logger = logging.getLogger("trainer")
 
-# no limit for rank 0 to join the swarm, to download a state or to average
-PATIENCE = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)  # rank 0 may take any time to join the swarm, to download a state or to average
 NCCL_TIMEOUT = timedelta(minutes=5)
 BUCKET_BYTES = 100_000_000  # of tensors that are exchanged together
 #: environment variable with the path of the file store for ranks that this script has started
 STORE_VARIABLE = "TRAINER_RANKS_FILE"
 
 
-class RankLost(Exception):
+class RankFailedError(Exception):
     """An error that says that another rank has ended or cannot be reached."""
 
 
-@dataclass
-class Failure:
-    """The error that ended the training of rank 0, if any."""
-
-    error: Exception | None = None
-
-    @property
-    def code(self) -> int:
-        """The exit code of the process."""
-        if self.error is None:
-            return 0
-        return 2 if isinstance(self.error, UserError) else 1
-
-
-def start_ranks(args: TrainerArguments) -> "DeviceGroup":
-    """Return this process's rank among the ranks of torchrun, or as rank 0 start a rank for each other device.
+def start_ranks(args: TrainerArguments) -> "RankGroup":
+    """Return this process's rank of torchrun, or as rank 0 start a rank for each other device.
 
     This starts no thread and makes no CUDA context.
     """
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" not in os.environ:  # torchrun sets it; a cloud may set WORLD_SIZE alone
-        return start_others(devices) if len(devices) > 1 else DeviceGroup(0, devices)
+        return start_others(devices) if len(devices) > 1 else RankGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: a peer has the ranks of one machine only: start torchrun --standalone on each machine"
@@ -82,18 +66,16 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
             "--nproc_per_node to the number of devices"
         )
     if count == 1:
-        return DeviceGroup(0, devices[:1])
-    if path := os.environ.get(STORE_VARIABLE):
-        store = dist.FileStore(path, count)
-    else:
-        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        return RankGroup(0, devices[:1])
+    path = os.environ.get(STORE_VARIABLE)
+    store = dist.FileStore(path, count) if path else next(dist.rendezvous("env://", timeout=NO_TIMEOUT))[0]
     if number > 0:  # only rank 0 logs more than warnings
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    return DeviceGroup(number, devices[:count], store)
+    return RankGroup(number, devices[:count], store)
 
 
-def start_others(devices: list[torch.device]) -> "DeviceGroup":
+def start_others(devices: list[torch.device]) -> "RankGroup":
     """Start this process's command again for each device but the first."""
     folder = tempfile.mkdtemp(prefix="ranks_")
     CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
@@ -109,13 +91,13 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
             env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
             command = [sys.executable, *sys.orig_argv[1:]]
             children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-    return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
+    return RankGroup(0, devices, dist.FileStore(path, count), children)
 
 
-class DeviceGroup(contextlib.AbstractContextManager):
+class RankGroup(contextlib.AbstractContextManager):
     """A process among the ranks of one peer. With a single rank, all methods do nothing.
 
-    Waits for other ranks raise RankLost if one has ended; `with` turns it into one log line and exit code 1.
+    Waits for other ranks raise RankFailedError if one has ended; `with` turns it into one log line and exit code 1.
     """
 
     def __init__(
@@ -124,12 +106,12 @@ class DeviceGroup(contextlib.AbstractContextManager):
         devices: list[torch.device],
         store: dist.Store | None = None,
         children: Iterable[subprocess.Popen] = (),
-        folder: str | None = None,
     ):
         self.number, self.count, self.device = number, len(devices), devices[number]
-        self.store, self.children, self.folder = store, list(children), folder
+        self.store, self.children = store, list(children)
         self.parent = os.getppid()
-        self.group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None  # of GPUs
+        self.failure: Exception | None = None  # that ended the training of rank 0
         self.sent_versions: list[int] = []
 
     @property
@@ -142,29 +124,40 @@ class DeviceGroup(contextlib.AbstractContextManager):
         """The suffix of this rank's name; empty for rank 0."""
         return "" if self.is_main else f" rank {self.number}"
 
+    @property
+    def exit_code(self) -> int:
+        """The exit code of rank 0 after its failure, if any."""
+        if self.failure is None:
+            return 0
+        return 2 if isinstance(self.failure, UserError) else 1
+
+    def __enter__(self) -> "RankGroup":
+        if self.is_main:
+            log_versions(self.device, self.count)
+        return self
+
     def __exit__(self, _, error: BaseException | None, __) -> bool:
-        self.remove_files()
-        if isinstance(error, RankLost) and not STOP_REQUESTED.is_set():
+        if isinstance(error, RankFailedError) and not STOP_REQUESTED.is_set():
             logger.error(f"{error}; ending")
             raise SystemExit(1) from error
-        return isinstance(error, RankLost)
+        return isinstance(error, RankFailedError)
 
     # -- before the connection: polls of the store in Python, which Ctrl-C can interrupt
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Run the block on rank 0 before the other ranks, and have rank 0 wait for them."""
-        if self.number > 0:
-            self.wait_for("is well", [0])
+        if not self.is_main:
+            self.wait_for("loaded", [0])
         yield
-        self.announce("is ready" if self.number > 0 else "is well")
-        if self.number == 0:
-            self.wait_for("is ready", self.others)
+        self.announce("loaded")
+        if self.is_main:
+            self.wait_for("loaded", range(1, self.count))
 
-    def announce(self, what: str) -> None:
-        """Tell the other ranks that this one has reached a point."""
+    def announce(self, what: str, value: str = "1") -> None:
+        """Tell the other ranks that this one has reached a point, and a value."""
         if self.count > 1:
-            self.store.set(f"{what} {self.number}", b"1")
+            self.store.set(f"{what} {self.number}", value)
 
     def wait_for(self, what: str, numbers: Iterable[int]) -> None:
         """Wait until these ranks have announced a point."""
@@ -172,43 +165,33 @@ class DeviceGroup(contextlib.AbstractContextManager):
         while keys and not self.store.check(keys):
             for number, child in enumerate(self.children, start=1):
                 if child.poll() is not None:
-                    raise RankLost(f"rank {number} of this machine ended at its start with code {child.returncode}")
+                    reason = f"rank {number} of this machine ended at its start with code {child.returncode}"
+                    raise RankFailedError(reason)
             if os.getppid() != self.parent:
-                raise RankLost("the process that started this one has ended")
+                raise RankFailedError("the process that started this one has ended")
             time.sleep(0.1)
 
     def share(self, words: list[str]) -> list[str]:
         """Return the words of rank 0 on all ranks."""
-        if self.number > 0:
-            self.wait_for("has words", [0])
-            return json.loads(self.store.get("words"))
-        if self.count > 1:
-            self.store.set("words", json.dumps(words))
-        self.announce("has words")
-        return words
-
-    @property
-    def others(self) -> range:
-        """The numbers of all ranks but rank 0."""
-        return range(1, self.count)
+        if self.is_main:
+            self.announce("words", json.dumps(words))
+            return words
+        self.wait_for("words", [0])
+        return json.loads(self.store.get("words 0"))
 
     def connect(self) -> None:
         """Connect the ranks. Rank 0 must call this after hivemind has forked its helpers; the others wait for it."""
         if self.count == 1:
             return
         with self.explain():
-            # in two steps, so that no rank connects before all are ready
-            if self.number == 0:
-                self.announce("connects")
-                self.wait_for("is here", self.others)
-                self.announce("is here")
-            else:
-                self.wait_for("connects", [0])
-                self.announce("is here")
-                self.wait_for("is here", [0])
+            # no rank connects before all are ready, because a connection would wait for a rank that has ended
+            self.announce("ready")
+            self.wait_for("ready", range(self.count))
             if sys.platform == "linux":
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
-            dist.init_process_group("gloo", store=self.store, rank=self.number, world_size=self.count, timeout=PATIENCE)
+            dist.init_process_group(
+                "gloo", store=self.store, rank=self.number, world_size=self.count, timeout=NO_TIMEOUT
+            )
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 self.group = dist.new_group(backend="nccl", timeout=NCCL_TIMEOUT)
@@ -217,24 +200,24 @@ class DeviceGroup(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
-        """Turn the error of an exchange between ranks into a RankLost that names the rank that has ended."""
+        """Turn the error of an exchange between ranks into a RankFailedError that names the rank that has ended."""
         try:
             yield
         except RuntimeError as e:
             if is_out_of_memory(e):
                 raise
-            who, reason = "another rank", first_line(e)
-            if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
-                reason = "its connection is closed"
-            time.sleep(0.5 * bool(self.children))  # a process closes its connections before it ends
+            if self.children:
+                time.sleep(0.5)  # a process closes its connections before it ends
             for number, child in enumerate(self.children, start=1):
                 if child.poll() is not None:
-                    who, reason = f"rank {number}", f"exit code {child.returncode}"
-                    break
-            else:
-                if "CUDA error" in str(e):  # an error of this rank's own queued work
-                    raise
-            raise RankLost(f"{who} of this machine has ended ({reason})") from e
+                    text = f"rank {number} of this machine has ended (exit code {child.returncode})"
+                    raise RankFailedError(text) from e
+            if "CUDA error" in str(e):  # an error of this rank's own queued work
+                raise
+            reason = first_line(e)
+            if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
+                reason = "its connection is closed"
+            raise RankFailedError(f"another rank of this machine has ended ({reason})") from e
 
     # -- after the connection: all ranks call each of these, in the same order
 
@@ -252,7 +235,7 @@ class DeviceGroup(contextlib.AbstractContextManager):
             raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
     def all_continue(self, goes_on: bool) -> bool:
-        """Return whether all ranks continue, or raise RankLost if only another rank was stopped."""
+        """Return whether all ranks continue, or raise RankFailedError if only another rank was stopped."""
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
@@ -263,7 +246,7 @@ class DeviceGroup(contextlib.AbstractContextManager):
             dist.all_reduce(stopping)
         # a signal to all ranks, such as Ctrl-C, may reach this rank last
         if stopping.item() and goes_on and self.is_main and not STOP_REQUESTED.wait(1.0):
-            raise RankLost("another rank of this machine was stopped")
+            raise RankFailedError("another rank of this machine was stopped")
         return not stopping.item()
 
     @torch.no_grad()
@@ -301,18 +284,17 @@ class DeviceGroup(contextlib.AbstractContextManager):
         return int(epoch)
 
     @contextlib.contextmanager
-    def catch_failure(self) -> Iterator["Failure"]:
-        """If training fails on rank 0, kill the other ranks and keep the error; on other ranks, raise it."""
-        failure = Failure()
+    def catch_failure(self) -> Iterator[None]:
+        """If training fails on rank 0, kill the other ranks and keep the error as `failure`; on others, raise it."""
         try:
-            yield failure
-        except (RankLost, UserError) as e:
+            yield
+        except (RankFailedError, UserError) as e:
             if not self.is_main:
                 raise
             for child in self.children:  # they wait for rank 0 and have no state to save
                 child.kill()
             if not STOP_REQUESTED.is_set():
-                failure.error = e
+                self.failure = e
                 logger.error(f"{e}; saving the state: the same command continues from there")
 
     def end(self) -> None:
@@ -321,11 +303,6 @@ class DeviceGroup(contextlib.AbstractContextManager):
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
-
-    def remove_files(self) -> None:
-        """Remove the folder of the file store."""
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def list_gradients(model: torch.nn.Module) -> list[torch.Tensor]:

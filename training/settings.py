@@ -27,34 +27,29 @@ from swarm.identity import make_identity
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.probe import fetch_attestations, find_problem
-from training.devices import log_versions
 from training.page_client import resolve_initial_peers
-from training.ranks import DeviceGroup
 
 logger = logging.getLogger("joining")
 
 OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may mean another thing on each machine
 CONFIGS = "configs"
+PUBLIC_IP_URL = "https://api.ipify.org"
 
 
-def begin(
-    groups: tuple, ranks: DeviceGroup | None = None, kept_at: Path | None = None
-) -> tuple[Membership | None, tuple]:
+def begin(groups: tuple, ranks=None, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
     """Make this peer's identity, and inherit the run's settings.
 
     :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
-    :param ranks: the processes of this peer; rank 0 talks to the swarm for all
+    :param ranks: a trainer's processes, see training/ranks.py; rank 0 talks to the swarm for all
     :param kept_at: see `make_identity`
     :returns: the membership of a closed run on rank 0, and the arguments with the settings
     """
-    membership, settings = None, []
-    if ranks and ranks.is_main:
-        log_versions(ranks.device, ranks.count)
-    if ranks is None or ranks.is_main:
-        membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
-        settings = discover_settings(groups[0], membership)
+    if ranks and not ranks.is_main:
+        return None, apply_settings(groups, ranks.share([]))
+    membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
+    settings = discover_settings(groups[0], membership)
     if ranks:
-        settings = ranks.share(settings)
+        ranks.share(settings)
     return membership, apply_settings(groups, settings)
 
 
@@ -63,7 +58,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
 
     :raises UserError: if the peers disagree or serve another run, or if the run name remains unknown
     """
-    if not swarm.initial_peers or not swarm.adopt or swarm.use_ipfs:
+    if not swarm.initial_peers or swarm.use_ipfs:
         return []
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
@@ -96,11 +91,7 @@ def is_for_all(setting: str) -> bool:
 
 
 def require_settings(settings: Iterable[str], groups: tuple) -> None:
-    """Raise a UserError that lists the flags which differ from the run's.
-
-    :param settings: the run's flags as --NAME=VALUE
-    :param groups: the parsed command line, one dataclass instance per group of flags
-    """
+    """Raise a UserError that lists the flags which differ from the run's, as --NAME=VALUE in `settings`."""
     own = {name: value for group in groups for name, value in vars(group).items()}
     differences = []
     for setting in settings:
@@ -119,8 +110,8 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
 def require_attested(swarm: Swarm, groups: tuple) -> None:
     """Raise a UserError if the flags differ from the attested ones, which bind trainers until there is a contract.
 
-    Usually `apply_settings` has compared them before. It has not if --no_adopt or --use_ipfs skipped that, or if the
-    attesting peer had only just started.
+    Usually `apply_settings` has compared them before. It has not if --use_ipfs skipped that, or if the attesting peer
+    had only just started.
     """
     attestation = swarm.dht.attestation
     if attestation and not attestation.contract:
@@ -136,7 +127,6 @@ def split_setting(setting: str) -> tuple[str, str]:
 def apply_settings(groups: tuple, settings: list[str]) -> tuple:
     """Parse the command line again, with the run's settings as defaults, and log the flags that changed.
 
-    :param groups: the command line as parsed before, one dataclass instance per group of flags
     :param settings: the run's flags as --NAME=VALUE
     :raises UserError: if the command line sets other values, or does not fit the settings
     """
@@ -146,7 +136,7 @@ def apply_settings(groups: tuple, settings: list[str]) -> tuple:
         adopted = parse_arguments(*map(type, groups), before=settings)
     except UserError as e:
         flags = " ".join(settings).replace("=", " ")
-        raise UserError(f"{e} (with {flags} from --initial_peers; --no_adopt ignores their flags)") from e
+        raise UserError(f"{e} (with {flags} from --initial_peers)") from e
     own, new = ({name: value for group in each for name, value in vars(group).items()} for each in (groups, adopted))
     require_settings(settings, adopted)
     names = [split_setting(setting)[0] for setting in settings]
@@ -157,10 +147,7 @@ def apply_settings(groups: tuple, settings: list[str]) -> tuple:
 
 
 def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
-    """Check all addresses, resolve HOST:PORT in --initial_peers, and return the swarm's settings.
-
-    :raises UserError: if an address is invalid or does not resolve
-    """
+    """Return the swarm's settings with multiaddrs for HOST:PORT, or raise a UserError if an address is invalid."""
     initial_peers = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     if initial_peers != swarm.initial_peers:
         logger.info(f"--initial_peers {' '.join(initial_peers)}")
@@ -176,15 +163,18 @@ def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
     return make_config(SwarmConfig, swarm)
 
 
-def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
-    """Look up this machine's address with --public_ip_url and return the arguments with it in --announce_maddrs."""
+def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> SwarmArguments:
+    """Look up this machine's address and return the arguments with it in --announce_maddrs.
+
+    :param url: the URL of a page that contains only the visitor's IP address
+    """
     try:
-        with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=10) as answer:
             ip = ipaddress.ip_address(answer.read(100).decode().strip())
     except (OSError, ValueError, http.client.HTTPException) as e:
         raise UserError(
-            f"--public_ip_url {swarm.public_ip_url} does not return this machine's address ({e}): choose another one, "
-            "or pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT"
+            f"--use_google_dns: {url} does not return this machine's address ({e}): pass --announce_maddrs "
+            "/ip4/PUBLIC_IP/tcp/PORT instead"
         ) from e
     host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:

@@ -5,14 +5,12 @@ import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.console import UserError
-from common.files import write_file
 from swarm.joining import Swarm
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
@@ -125,11 +123,6 @@ class TrainerState:
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
-
-    def back_up(self) -> None:
-        """Write the state to --state_path, if set; a crash loses only the epochs after it."""
-        if self.args.state_path is not None:
-            write_file(self.args.state_path, partial(torch.save, self.collect()))
 
     def list_tensors(self) -> list[torch.Tensor]:
         """Return the optimizer's parameters and moments, which are in host memory."""

@@ -1,4 +1,4 @@
-"""What other people have written reaches a terminal as printable text in one line."""
+"""Text of other people reaches a terminal as one printable line."""
 
 import logging
 import sys

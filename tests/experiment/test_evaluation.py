@@ -1,4 +1,4 @@
-"""Evaluation on the way, and the way's end: numbers against those computed by hand, and what of them is shown where."""
+"""Evaluation during training, and the end of a run: the numbers against those computed by hand, and their displays."""
 
 import json
 import math
@@ -18,21 +18,22 @@ from records import make_metrics, make_tracker, run_dhts
 from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
-from arguments import DataArguments, ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments
 from experiment.data import make_eval_batches
 from experiment.model import make_model
 from experiment.samples import PROMPTS, SENTENCES, sample_texts
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
 from monitoring.progress import find_final_epoch
-from swarm.contract import TrainingSchedule
 from text.documents import read_text
 from text.instances import PAIRS, TEXT
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, train_byte_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 from training.evaluation import count_bytes, evaluate
+from training.figures import TrainingSchedule, find_evaluation, perplexity
 from training.progress import measure_progress
-from utils import LocalMetrics, find_evaluation, make_validators, perplexity
+from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [
@@ -62,7 +63,7 @@ def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, 
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
         with torch.no_grad():
             scores = plain(input_ids=ids).logits.log_softmax(-1)
-        if kind == "gpt2":  # what stands at a place is predicted by the place before
+        if kind == "gpt2":  # each token is predicted at the position before it
             scores = scores.roll(1, dims=1)
         for row, column in (labels != -100).nonzero().tolist():
             losses.append(-scores[row, column, labels[row, column]].item())
@@ -160,7 +161,7 @@ def test_progress_tells_samples_and_the_expected_end():
     }
     assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
-    # peers may end at an epoch of their own: what most of them say
+    # peers may have their own last epoch; that of most peers counts
     records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
     assert find_final_epoch(records[:1], 800) == 500
     assert find_final_epoch([*records, ("d", make_metrics())], 800) == 800
@@ -243,7 +244,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
         "trainer",
         *("run_trainer.py", *TRAINER, "--experiment_prefix", prefix, "--initial_peers", address),
         *(*sum(tiny_data.items(), ()), "--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5),
-        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1, "--request_timeout", 0.5),
+        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1),
     )
     trainer.assert_clean_end(120)
     history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]

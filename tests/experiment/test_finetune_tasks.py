@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from arguments import FinetuneArguments
 from common.console import UserError
 from experiment.tasks import (
     TASKS,
@@ -30,13 +29,22 @@ from experiment.tasks import (
     make_examples,
     predict_majority,
 )
-from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
+from finetune_mlm import (
+    FinetuneArguments,
+    Row,
+    collate,
+    compute_logits,
+    compute_losses,
+    encode,
+    load_pretrained,
+    order_batches,
+)
 
 CPU = torch.device("cpu")
 
 
 def spell(example: Example) -> tuple:
-    """Texts, right answers, and what is written at the places of each span."""
+    """Return the texts, the right answers, and the words of each span."""
     places = [[example.texts[0][text][start:end] for text, start, end in span] for span in example.spans]
     return example.texts, example.right, [found[0] if len(found) == 1 else found for found in places]
 
@@ -524,7 +532,7 @@ def test_the_hub(tmp_path, monkeypatch):
                 pairs = zip(examples, expected[name][split], strict=True)
                 assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
-    # where no server is, and nothing in the cache
+    # without a server and without a cache
     code = (
         "from experiment.tasks import TASKS, load_examples\n"
         "from common.console import edge\n"

@@ -17,10 +17,10 @@ RECIPES = {diff[1]: diff[2] for diff in re.finditer(r"```diff\n--- (\S+)\n(.*?)`
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """What a new experiment consists of."""
+    """A copy of the files that a new experiment consists of."""
     for name in [*ROOMS, "configs"]:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("arguments.py", "utils.py"):
+    for name in ("arguments.py", "utils.py", "tokenize_wikitext103.py"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -38,7 +38,7 @@ def apply_recipe(copy: Path, name: str) -> None:
 
 
 def run(copy: Path, program: str, *words: object, **options) -> dict:
-    """What a program prints of the copy, in which it runs."""
+    """Run a program in the copy, and return its output."""
     result = run_python(ROOT / "tests" / "programs" / program, *words, cwd=copy, timeout=180, expect=0, **options)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -54,21 +54,46 @@ def test_each_file_has_one_recipe():
 def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     apply_recipe(copy, "experiment/model.py")
     (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
+    model, lines = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (copy / "experiment" / "wide_bert.py").write_text(model)
     words = [*STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ())]
     facts = run(copy, "few_steps.py", *words)
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 
-    # by the lines in the guide, and by those in the saved folder
-    [lines] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    # in another folder, without our code: by the lines in the guide, and by those in the saved folder
+    shutil.copytree(copy / "outputs", copy / "elsewhere" / "outputs")
     card = re.search(r"```python\n(.*?)```", (copy / "outputs/trainer/model/README.md").read_text(), re.DOTALL)[1]
-    result = run_python("-c", f"{lines}\n{card}", cwd=copy, timeout=180, expect=0, is_real=True)
+    options = dict(cwd=copy / "elsewhere", timeout=180, env={"HF_HOME": str(copy / "cache")})
+    result = run_python("-c", f"{lines}\n{card}", expect=0, is_real=True, **options)
     answer, (best, *_) = map(ast.literal_eval, result.stdout.splitlines())
     assert answer == best and answer["token_str"] == facts["answer"]
     assert answer["score"] == pytest.approx(facts["score"], rel=1e-4) and answer["score"] > 5 / 500
     assert "MISSING" not in result.stderr and "UNEXPECTED" not in result.stderr
     # a piece that is in many texts
     assert facts["frequency"] > len(facts["texts"]) / 4
+
+
+def test_an_objective_of_your_own_reuses_a_kind(copy, tiny_data):
+    """CONTRIBUTING.md has the steps: an entry, and its name among the flag's values."""
+    for name, before, after in (
+        ("arguments.py", 'OBJECTIVES = Literal["mlm", ', 'OBJECTIVES = Literal["mine", "mlm", '),
+        (
+            "experiment/objectives.py",
+            '    "mlm": ',
+            '    "mine": Objective("mine", BLOCKS, find_masked_class, "words"),\n    "mlm": ',
+        ),
+    ):
+        text = (copy / name).read_text()
+        assert text.count(before) == 1
+        (copy / name).write_text(text.replace(before, after))
+    (copy / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
+    (copy / "bert.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
+    paths = ["--dataset_path", copy / "dataset", "--tokenizer_path", copy / "tokenizer", "--objective", "mine"]
+    words = ["--text_files", copy / "a.txt", "--tokenizer", tiny_data["--tokenizer_path"], "--seq_length", 32]
+    run_python(copy / "tokenize_wikitext103.py", *words, *paths, cwd=copy, expect=0, is_real=True)
+    assert json.loads((copy / "dataset" / "corpus.json").read_text())["objective"] == "mlm"
+    assert run(copy, "few_steps.py", *STEPS, "--config_path", "bert.json", *paths)["objective"] == "mine"
 
 
 def test_json_lines_of_your_own(copy, tiny_data):
@@ -89,11 +114,21 @@ def test_json_lines_of_your_own(copy, tiny_data):
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 
 
-def test_another_optimizer(copy):
-    """The momentum begins at zero, without the weights that are decayed in it, and a newcomer takes it over."""
+@pytest.mark.parametrize(
+    "optim, rate, terms, kinds",
+    [
+        ("adamw", 0.1, "sgd, momentum 0.9, decay 0.5, clip 1", {"momentum_buffer": 32}),  # by the recipe
+        (
+            *("muon", 0.01, "muon, beta 0.9 0.999, epsilon 1e-06, decay 0.5, clip 1"),
+            {"momentum_buffer": 10, "exp_avg": 22},
+        ),
+    ],
+)
+def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
+    """The moments begin at zero, without the weights that are decayed, and a joining peer loads all of them."""
     apply_recipe(copy, "experiment/optimizer.py")
-    facts = run(copy, "shared_momentum.py", make_prefix())
-    assert facts["contract"] == "sgd, momentum 0.9, decay 0.5, clip 1"
+    facts = run(copy, "shared_momentum.py", make_prefix(), optim, rate)
+    assert facts["contract"] == terms and facts["kinds"] == kinds
     assert not any(facts["before"]) and facts["losses"][-1] < facts["losses"][0]
     assert facts["loaded"] and facts["epochs"] == [4, 4]
     assert sum(size > 1e-3 for size in facts["sizes"]) > len(facts["sizes"]) / 2

@@ -40,7 +40,7 @@ def test_a_look_at_the_batches(tiny_data, capsys):
         assert len(rows) == 6
         assert all(row.startswith("    [CLS] ") and row.endswith(" [SEP]\n") for *_, row in rows), rows
         assert all(int(length) <= (16 if name == "short" else 32) for length, *_ in rows)
-        # what is shown as masked is about as much as is said to be: a word stands in one pair of brackets
+        # a masked word of several tokens has one pair of brackets, so there are fewer brackets than masked tokens
         assert 0 < sum(row.count("⟦") for *_, row in rows) <= sum(int(count) for _, _, count, _ in rows)
     percents = {name: [float(p) for p in re.findall(r"([\d.]+)%", text)] for name, text in shown.items()}
     for name, rate in (("words", 15), ("pieces", 30), ("short", 15)):

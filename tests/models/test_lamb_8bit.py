@@ -1,4 +1,4 @@
-"""8-bit LAMB: what its bytes stand for, that it steps as LAMB does, learns as well, and continues from where it was."""
+"""8-bit LAMB: the meaning of its bytes, steps and learning like LAMB's, and resumption."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def test_zeros_and_what_is_not_finite():
         tensor = torch.ones(2 * BLOCK_SIZE)
         tensor[7] = number
         codes, scales = quantizer.quantize(tensor)
-        assert scales.isfinite().tolist() == [False, True]  # whoever looks for such numbers finds them
+        assert scales.isfinite().tolist() == [False, True]  # a search for such numbers finds them
 
 
 def make_params(seed: int = 0) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from processes import ROOT, run_python
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
@@ -27,7 +28,7 @@ from models.lean_albert import (
     LeanAlbertForSequenceClassification,
     LeanAlbertForTokenClassification,
     LeanAlbertModel,
-    RecomputedLinear,
+    apply_recomputed,
     project,
 )
 from models.ruleanalbert import load_ruleanalbert
@@ -97,7 +98,7 @@ def make_inputs(seed: int = 0, size: int = 3, length: int = LONG, padding: bool 
 def make_model_of(options: dict, kind: type = LeanAlbertForPreTraining, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = kind(LeanAlbertConfig(**SMALL | options))
-    with torch.no_grad():  # what begins as 0 or 1 is to matter too
+    with torch.no_grad():  # parameters that start as 0 or 1 must matter too
         for param in model.parameters():
             if param.dim() == 1 or param.shape[1] == 3:
                 param.add_(torch.randn_like(param) * 0.2)
@@ -216,7 +217,7 @@ def test_numbers_are_those_of_a_plain_implementation(name):
         if checkpointing:
             model.activation_checkpointing_enable()
         for padding in (True, False):
-            # what 32 bits round off depends on the processor: 1.05e-5 on an Intel Xeon
+            # the rounding of 32 bits depends on the processor: 1.05e-5 on an Intel Xeon
             assert_same(model, make_inputs(padding=padding), 2e-5)
     assert_same(model.double(), make_inputs(), 1e-10)
 
@@ -256,16 +257,30 @@ def test_gradcheck_of_what_is_recomputed():
         return gelu(layer_norm(hidden, (4,), weight, bias))
 
     inputs = (hidden, norm_weight, norm_bias)
+
+    def apply(*tensors):
+        return apply_recomputed(prepare, tensors[:4], *tensors[4:])
+
     for parameters in ((weight, bias, first, second), (weight, None, None, None), (weight, bias, None, None)):
-        assert torch.autograd.gradcheck(lambda *args: RecomputedLinear.apply(prepare, *args), (*parameters, *inputs))
-        assert RecomputedLinear.apply(prepare, *parameters, *inputs).equal(project(prepare(*inputs), *parameters))
+        assert torch.autograd.gradcheck(apply, (*parameters, *inputs))
+        assert apply(*parameters, *inputs).equal(project(prepare(*inputs), *parameters))
     # parts that do not learn
     for frozen in itertools.combinations(range(7), 2):
         for place, tensor in enumerate((weight, bias, first, second, *inputs)):
             tensor.requires_grad_(place not in frozen)
-        assert torch.autograd.gradcheck(
-            lambda *args: RecomputedLinear.apply(prepare, *args), (weight, bias, first, second, *inputs)
-        )
+        assert torch.autograd.gradcheck(apply, (weight, bias, first, second, *inputs))
+
+
+def test_backward_repeats_no_product():
+    """What is cheap is done again, the matrix product is not: torch stops before it."""
+    weight, hidden = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    adapters = torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+    for parameters, small in (((weight, None, None, None), 0), ((weight, None, *adapters), 2 * 3 * 2 * (4 + 5))):
+        with FlopCounterMode(display=False) as forward:
+            output = apply_recomputed(torch.relu, parameters, hidden)
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+        assert backward.get_total_flops() == 2 * forward.get_total_flops() + small
 
 
 def test_gradients_of_frozen_models():

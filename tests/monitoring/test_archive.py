@@ -1,4 +1,4 @@
-"""What monitor and auxiliary peers keep and publish: which checkpoints, what the Hub gets, and when the Hub fails."""
+"""The archive of monitors and auxiliary peers: its checkpoints, uploads to the Hub, and failures of the Hub."""
 
 import hashlib
 import json
@@ -16,18 +16,10 @@ from hub_server import TOKEN, HubServer
 from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import make_metrics
-from swarms import ALONE, flags, history, start_alone, start_monitor
+from swarms import ALONE, flags, history, read_epochs, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
 
-from arguments import (
-    ArchiveArguments,
-    AveragingArguments,
-    ModelArguments,
-    MonitorArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    parse_arguments,
-)
+from arguments import SHARED_ARGS, ArchiveArguments, ModelArguments, MonitorArguments, SwarmArguments, parse_arguments
 from common.console import UserError
 from experiment.model import make_model
 from monitoring import archive
@@ -60,7 +52,7 @@ def parse(monkeypatch, *words: str) -> ArchiveArguments:
         (["--store_checkpoints", "--repo_url", "https://huggingface.co/datasets/org/name"], "ORG/NAME"),
         (["--store_checkpoints", "--repo_url", "https://me:hf_secret@example.org/org/name"], "example.org"),
         (["--store_checkpoints", "--repo_url", "org/name", "--upload_interval", "0"], "--upload_interval"),
-        (["--store_checkpoints", "--save_checkpoint_epoch_interval", "0"], "--save_checkpoint_step_interval"),
+        (["--store_checkpoints", "--save_checkpoint_epoch_interval", "0"], "--save_steps"),
         (["--store_checkpoints", "--keep_one_in", "-1"], "--keep_one_in"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -86,7 +78,7 @@ def test_a_repository_is_named_in_three_ways(monkeypatch):
         assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_and_one_in_every_so_many_are_kept():
@@ -155,8 +147,8 @@ def save(tmp_path, tiny_data):
     """save(epoch) -> the folder of a checkpoint as the archive writes it, of a small model."""
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
-    groups = (ModelArguments(), OptimizerArguments(), AveragingArguments())
-    settings = {name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS}
+    arguments = {name: value for group in SHARED_ARGS for name, value in vars(group()).items()}
+    settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
 
     def save_epoch(epoch: int) -> Path:
         folder = tmp_path / "archive" / f"checkpoint-{epoch}"
@@ -203,7 +195,7 @@ def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
             assert stamp | {"given_by": [DONOR]} == read_stamp(folder)
         else:
             assert content == (folder / name).read_bytes(), name
-    # what was there already, weights and picture, was not sent again
+    # the unchanged weights and picture were not sent again
     assert sum(method == "PUT" for method, *_ in hub.requests) == 4
 
     card = last.files["README.md"].decode()
@@ -231,7 +223,7 @@ def test_what_a_trainer_wrote_is_not_published(hub, save):
 
 
 def test_an_error_of_this_machine_is_not_blamed_on_the_network(tmp_path):
-    """What the client's errors are told as, real servers show below."""
+    """The tests below show the errors of real servers."""
     with pytest.raises(ValueError) as error:
         upload_checkpoint(tmp_path, REPOSITORY)
     assert explain_failure(error.value) == f"ValueError: {error.value}"
@@ -369,16 +361,8 @@ def test_no_token_is_asked_for_on_a_terminal(start, hub, tmp_path, tiny_data, sc
 
 
 def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "monitoring.archive",
-        "--store_checkpoints",
-        "--repo_url",
-        REPOSITORY,
-        "--local_path",
-        folder,
-    ]
+    words = ["--store_checkpoints", "--repo_url", REPOSITORY, "--local_path", folder]
+    command = [sys.executable, "-m", "monitoring.archive", *words]
     env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": token, "PATH": ""}
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -410,14 +394,9 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
     interval = {"--save_checkpoint_epoch_interval": 4, "--keep_one_in": 2, "--upload_interval": 1}
     faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
-    monitor, peers = start_monitor(
-        start,
-        prefix,
-        tmp_path / "monitor",
-        *flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY}),
-        "--store_checkpoints",
-        env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN},
-    )
+    words = flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY})
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *words, "--store_checkpoints", env=env)
     own = {**tiny_data, "--target_batch_size": 64, "--total_steps": 400, "--initial_peers": peers}
     trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, pace=0.15)
     donor = trainer.wait_for(r"parameters, peer (\w+)").group(1)
@@ -445,9 +424,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     assert len({epoch // 8 for epoch in epochs[:-2]}) == len(epochs[:-2]) and max(epochs) < 400
     assert len(list(folder.glob("set-aside-*/checkpoint-400"))) == 1
     lines = history(tmp_path, "trainer")
-    seen_epochs = [
-        json.loads(line)["epoch"] for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()
-    ]
+    seen_epochs = [entry["epoch"] for entry in read_epochs(tmp_path / "monitor")]
     for path in find_checkpoints(folder):
         stamp = read_stamp(path)
         assert stamp["given_by"] == [donor]
@@ -458,7 +435,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
         assert has_curve == (path / "learning_curve.png").exists()
 
-    # what is on the Hub, as a folder
+    # the Hub's content, as a folder
     copy = tmp_path / "copy"
     copy.mkdir()
     secrets = [str(tmp_path), str(tiny_data["--tokenizer_path"]), str(ROOT), "/ip4/", donor, TOKEN]

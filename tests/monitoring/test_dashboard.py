@@ -1,4 +1,4 @@
-"""What people look at: curves that go on, contributors who are never lost, pictures, a terminal, a trainer's curves."""
+"""What people look at: curves that go on, contributors who are never lost, pictures, a trainer's curves."""
 
 import json
 import re
@@ -13,8 +13,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
 from mains import refuse, run_main
 from processes import LOOPBACK, make_prefix, run_python, wait_until
-from records import make_metrics, read_wandb_history, run_peers
-from swarms import start_monitor
+from records import make_metrics, read_wandb_history
 
 import run_training_monitor
 from arguments import MonitorArguments, SwarmArguments
@@ -22,14 +21,7 @@ from common.console import UserError
 from monitoring.curves import draw_learning_curve
 from monitoring.history import MAX_POINTS, Contributions, History, load_history
 from monitoring.report import RunReport
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
-from utils import (
-    RunContract,
-    SwarmMetrics,
-    aggregate_metrics,
-    peer_label,
-)
+from utils import aggregate_metrics
 
 
 def make_entry(epoch: int, **fields) -> dict:
@@ -89,7 +81,7 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     contributors, expires = Contributions({}), iter(range(1, 100))
 
     def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
-        """Take in a record of 64 samples in its epoch, `total` so far; what the table then says."""
+        """Add a record of 64 samples in its epoch, `total` so far, and return the samples in the table."""
         record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
         contributors.update({label: record}, {}, 1000.0 + record[1])
         return contributors.peers[label].total_samples
@@ -194,7 +186,7 @@ def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     before, began = process.memory_info().rss, time.monotonic()
     report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("long"))
     assert len(report.history) <= MAX_POINTS and report.history[-1]["epoch"] == 20_000
-    assert report.last.epoch == 20_000 and isinstance(report.last, SwarmMetrics)
+    assert report.last == report.history[-1]
     read = time.monotonic() - began
     assert draw_learning_curve(report.history, "long", tmp_path / "curve.png")
     drawn = time.monotonic() - began - read
@@ -207,63 +199,6 @@ def test_a_summary_that_cannot_be_read_is_not_overwritten(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
         RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
-
-
-# Runs a script in a terminal, 80 columns wide, and passes on what it shows.
-TERMINAL = """
-import fcntl, os, pty, struct, sys, termios
-def read(fd):
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    return os.read(fd, 65536)
-os.environ["TERM"] = "xterm-256color"
-sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]], read)))
-"""
-
-
-def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
-    prefix, output_dir = make_prefix(), tmp_path / "monitor"
-    identity = ["--identity_path", tmp_path / "monitor.id"]
-    _, address = start_monitor(start, prefix, output_dir, "--report_to", "none", *identity)
-    with run_peers(prefix, address, True) as (peer,):
-        peer.publish(make_metrics(7, loss=8.5, mini_steps=2, total_samples=1234).dict())
-        expires = get_dht_time() + 300
-        numbers = dict(epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires)
-        report = LocalTrainingProgress(peer_id=peer.dht.peer_id.to_bytes(), client_mode=True, **numbers)
-        assert peer.dht.store(f"{prefix}_progress", report.dict(), subkey=peer.subkey, expiration_time=expires)
-        place = Swarm(SwarmConfig(prefix), peer.dht, peer.subkey)
-        place.contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
-        assert place.renew_contract(300).result(timeout=30)
-
-        command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--watch", "--initial_peers", address]
-        command += ["--refresh_period", "0.3", "--output_dir", tmp_path / "none", *identity]
-        terminal = start("terminal", "-c", TERMINAL, *command)
-        lines = start("lines", *command)
-        label = peer_label(peer.subkey)
-
-        def screen() -> str:
-            return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text)
-
-        for pattern in (
-            rf"{label} +7 +1,234 +100\.0% +10\.0 +0 s ago +client",
-            r"loss +4\.2500",
-            "100 of 4,096 samples",
-        ):
-            wait_until(lambda pattern=pattern: re.search(pattern, screen()), 60, f"{pattern} in\n{screen()[-2000:]}")
-        assert max(len(line.rstrip()) for line in screen().splitlines()) <= 80
-        lines.wait_for(r"(?m)^\d\d:\d\d:\d\d epoch 7  loss 4\.2500  peers 2/1  6\.0 s  samples 64")
-        peer.publish(make_metrics(8, loss=7.0, mini_steps=2, total_samples=1298).dict())
-        wait_until(lambda: re.search(r"loss +3\.5000 +█▁", screen()), 30, "the next epoch")
-        lines.wait_for(r"(?m)^\d\d:\d\d:\d\d epoch 8  loss 3\.5000")
-
-        (inner,) = psutil.Process(terminal.process.pid).children()
-        terminal.session = inner.pid  # the terminal's own
-        terminal.interrupt()
-        lines.interrupt()
-        terminal.assert_clean_end(30)
-        lines.assert_clean_end(30)
-        assert "\x1b[?25h" in terminal.text.rsplit("\x1b[?25l", 1)[1]  # the cursor is back
-        assert "\x1b" not in lines.text
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_trainer_reports_its_own_curves(start, tmp_path, tiny_data):

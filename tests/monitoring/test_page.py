@@ -1,4 +1,4 @@
-"""The run's page: in a real browser against a live swarm, and what visitors, kind and hostile, get and cost."""
+"""The status page: in a real browser with a live swarm, and the answers to friendly and hostile visitors."""
 
 import concurrent.futures
 import contextlib
@@ -53,7 +53,7 @@ def make_history(epochs: int) -> History:
 
 @pytest.fixture
 def server():
-    """A page of a long run with many contributors; the DHT is nobody's."""
+    """A page of a long run with many contributors, and a DHT without other peers."""
     contributors = Contributions({})
     records = {f"{i:08x}": (make_metrics(total_samples=i, username="\U00020000" * 32), 1.0) for i in range(500)}
     contributors.update(records, {}, 0.0)
@@ -92,7 +92,7 @@ def test_browsers_get_the_page_and_programs_what_they_always_got(server):
 
 
 def test_a_dht_that_does_not_answer_costs_only_new_addresses(server, monkeypatch):
-    """An answer that was lost, for which nobody may wait forever."""
+    """A lost answer, for which no thread may wait forever."""
     port, known = server.socket.getsockname()[1], server.make_status()["multiaddrs"]
     monkeypatch.setattr(server.dht, "run_coroutine", lambda *_, return_future: concurrent.futures.Future())
     server.next_look = 0.0
@@ -189,15 +189,15 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         assert "python tokenize_wikitext103.py" in tab.run("document.querySelector('#data').innerText")
         assert "word frequencies" in tab.run("document.querySelector('#legend').textContent")
 
-        # the copied command, and what each machine has of its own
+        # the copied command, with each machine's own flags
         tab.wait_for("status.join.includes('--target_batch_size')", 60)
         tab.click("[data-copies=join]")
         tab.wait_for("document.querySelector('[data-copies=join]').textContent === 'Copied'", 10)
-        # what a shell makes of it
+        # the words that a shell makes of it
         command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
         words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
-        own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3, "--request_timeout": 1.5}
+        own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3}
         assert words[0] == "run_trainer.py"
         other = start("two", *choose_trainer(0.1), *words[1:], *LOOPBACK, *flags(own))
         wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")

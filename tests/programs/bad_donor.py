@@ -1,6 +1,6 @@
-"""A peer that offers a state to those who join, and gives one that cannot be used: each time another kind of KINDS.
+"""A peer that offers a state to joining peers, and sends invalid ones: each time another kind of KINDS.
 
-It claims to be further than everybody, so that it is asked first. Its parameter is that of gradient_peer.py. Run
+It claims the highest epoch, so that it is asked first. Its parameter is that of gradient_peer.py. Run
 by tests/swarm/test_averaging.py.
 """
 
@@ -96,6 +96,7 @@ def main() -> None:
         prefix=f"{args.experiment_prefix}_state_averager",
         params=[{"params": [torch.nn.Parameter(torch.full([args.numbers], -777.0))]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         offload_optimizer=True,
         custom_gradients=True,
         min_matchmaking_time=2.0,

@@ -9,7 +9,7 @@ import torch
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_optimizer
-from swarm.config import SwarmConfig
+from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 
@@ -19,7 +19,9 @@ with clean_end():
     dht = swarm.dht
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
-    averaging = AveragingArguments(
+    averaging = make_config(
+        AveragingConfig,
+        AveragingArguments(),
         target_batch_size=64,
         matchmaking_time=2,
         request_timeout=1,

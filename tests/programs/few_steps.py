@@ -1,5 +1,6 @@
-"""A few steps of training by the experiment in the current folder, without a swarm; what it saw, as a line of JSON.
-A model of words alone is saved as a trainer does it, and asked for one."""
+"""Make a few steps by the experiment in the current folder, without a swarm, and print the results as JSON.
+
+A model with masked words only is saved as a trainer does it, and asked for a word."""
 
 import itertools
 import json

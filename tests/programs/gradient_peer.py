@@ -5,8 +5,11 @@ components; after each epoch it prints a JSON line with its parameters and count
 """
 
 import argparse
+import asyncio
 import gc
 import json
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -19,7 +22,8 @@ from hivemind.utils import MPFuture
 from arguments import AveragingArguments
 from common.console import setup_logging
 from models.state_codecs import COMPRESSIONS
-from swarm.config import SwarmConfig
+from swarm.allreduce import FailFastAllReduceRunner
+from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
@@ -54,7 +58,9 @@ def make_gradient_optimizer(
     if not times_follow_the_line:
         settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
         settings["averaging_timeout"] = averaging_timeout
-    averaging = AveragingArguments(
+    averaging = make_config(
+        AveragingConfig,
+        AveragingArguments(),
         target_batch_size=target_batch_size,
         batch_size_lead=0,
         target_group_size=group_size,
@@ -73,7 +79,7 @@ def make_gradient_optimizer(
         averaging,
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
-        client_mode=dht.client_mode,
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
         local_steps=TopKCompression(density, bits=2) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
@@ -106,6 +112,26 @@ def ask_in_vain(matchmaking: EarlyStartMatchmaking, leader: PeerID, ask=Matchmak
     return refuse() if is_first else ask(matchmaking, leader)
 
 
+def die_for_all_but(peer_id: str, rounds: int, serve=FailFastAllReduceRunner.rpc_aggregate_part) -> None:
+    """After so many rounds, give averages to this peer alone, and die: for it this round has succeeded."""
+    groups = set()
+
+    async def serve_one(runner, stream, context):
+        groups.add(runner.group_id)
+        messages = serve(runner, stream, context)
+        if len(groups) <= rounds or str(context.remote_id) == peer_id:
+            async for message in messages:
+                yield message
+        else:
+            _ = [message async for message in messages]  # what it sends enters the average
+            await asyncio.sleep(3600)
+        if len(groups) > rounds:
+            await asyncio.sleep(0.5)
+            os.killpg(0, signal.SIGKILL)
+
+    FailFastAllReduceRunner.rpc_aggregate_part = serve_one
+
+
 def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_result) -> None:
     """As where the processor has other work after each message to a helper."""
 
@@ -119,7 +145,7 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
 
 
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
-    """Until so many other peers are there, and not behind this one."""
+    """Wait until this number of other peers are there, and not behind this one."""
 
     def present() -> int:
         return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())
@@ -152,6 +178,9 @@ def main() -> None:
     parser.add_argument("--times_follow_the_line", action="store_true", help="instead of being given")
     parser.add_argument("--host", default="127.0.0.1", help="its address")
     parser.add_argument("--robust", action="store_true")
+    parser.add_argument("--begin", type=float, default=0.0, help="the parameters at epoch 0")
+    parser.add_argument("--known", nargs="*", default=[], help="ids of peers that are known to have contributed")
+    parser.add_argument("--dies_for_all_but", help="the id of the only peer for which its last round succeeds")
     parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
@@ -169,6 +198,8 @@ def main() -> None:
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
     setup_logging("peer")
+    if args.dies_for_all_but:
+        die_for_all_but(args.dies_for_all_but, rounds=3)
     if args.asks_in_vain:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 
@@ -177,7 +208,7 @@ def main() -> None:
     dht = swarm.dht
     if args.mbits:
         dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
-    parameter = torch.nn.Parameter(torch.zeros(args.numbers))
+    parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
     options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
@@ -186,6 +217,7 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.serve_state()
+    optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
     optimizer.sync.backoff.min_epoch = args.download_from
     start_download = optimizer.state_averager.start_download
     optimizer.state_averager.start_download = lambda *own, **more: (

@@ -1,4 +1,4 @@
-"""run_trainer.py where data comes slowly and, in the 42nd pass of rank 0's training, memory is used up."""
+"""run_trainer.py with slow data and, in the 42nd pass of rank 0's training, without any memory left."""
 
 import os
 import time
@@ -13,7 +13,7 @@ collated = float("inf")  # when the last batch was ready
 
 
 def collate_slowly(*args, **options):
-    """In 0.1 s, and where the machine is so busy that computing takes much longer, in a part of that."""
+    """Collate in 0.1 s, or in a part of the computing time if a busy machine makes that much longer."""
     global collated
     time.sleep(max(0.1, 0.4 * (time.monotonic() - collated)))
     batch = collate(*args, **options)

@@ -1,5 +1,6 @@
-"""LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
-That of 8-bit LAMB has tensors of bytes, which neither torch's load_state_dict nor Float16 leaves as they are."""
+"""LAMB's state has numbers that become tensors after some steps. Each peer must accept the state of another.
+
+The state of 8-bit LAMB has tensors of bytes, which torch's load_state_dict and Float16 would change."""
 
 import json
 import sys
@@ -43,7 +44,7 @@ with clean_end():
         bytes=sum(b.numel() for _, b in pairs if b.dtype == torch.uint8),
         weights=max((a - b).abs().max().item() for a, b in zip(model.parameters(), copy.parameters(), strict=True)),
     )
-    # what was taken over is what a step takes
+    # a step uses the loaded state
     for optimizer in (giver, taker):
         for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
             param.grad.fill_(0.1)

@@ -1,8 +1,8 @@
-"""run_trainer.py that keeps what each rank has in the end, of weights and of the batches that it has seen.
+"""run_trainer.py that saves each rank's weights at the end, and the batches that it has read.
 
     python -m tests.programs.observed_trainer SECONDS FOLDER ...  (flags of run_trainer.py)
 
-Each batch takes so many seconds, and little of the processor."""
+Each batch takes SECONDS, and little of the processor."""
 
 import os
 import sys
@@ -29,9 +29,11 @@ def main() -> None:
 
     run_trainer.make_trained_model, run_trainer.move_batch = keep_model, keep_rows
     with run_trainer.clean_end():
-        run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
-        path = os.path.join(folder, f"rank{os.environ.get('RANK', 0)}.pt")
-        torch.save({"weights": dict(models[-1].named_parameters()), "rows": rows}, path)
+        try:
+            run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
+        finally:  # rank 0 ends with its exit code
+            path = os.path.join(folder, f"rank{os.environ.get('RANK', 0)}.pt")
+            torch.save({"weights": dict(models[-1].named_parameters()), "rows": rows}, path)
 
 
 if __name__ == "__main__":

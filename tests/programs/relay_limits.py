@@ -1,4 +1,4 @@
-"""What relays pass through a connection: plain hivemind's, and those of Swarm.join, each asked by a fresh daemon."""
+"""Print the bytes that a relay lets through: of plain hivemind, and of Swarm.join, each with a new daemon."""
 
 import asyncio
 

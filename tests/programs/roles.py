@@ -3,8 +3,8 @@
 import contextlib
 import json
 import math
-import os
 import sys
+from pathlib import Path
 
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -21,12 +21,11 @@ from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
 from swarm.config import SwarmConfig
-from swarm.contract import describe_averaging
+from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
 from training.evaluation import Evaluator
 from training.state import TrainerState
-from utils import RunContract
 
 with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
@@ -38,7 +37,7 @@ with clean_end():
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
-        # names by what stands at each position of the state that peers exchange, where the values tell
+        # names by the value at each position of the state that peers exchange, if the values differ
         _, tensors, _ = optimizer.state_averager.get_current_state()
         count = sum(len(group["params"]) for group in optimizer.opt.param_groups)
         shapes = [list(tensor.shape) for tensor in tensors]
@@ -51,7 +50,7 @@ with clean_end():
         def compute(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
-    swarm.contract = RunContract(joined=0.0, contract=describe_averaging(averaging))
+    swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
     def make_callback(**more):
         sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
@@ -61,8 +60,8 @@ with clean_end():
         state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
         return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
 
-    callback = make_callback(state_path=(path := os.path.join(sys.argv[2], "state.pt")))
-    callback.state.back_up()
+    callback = make_callback()
+    torch.save(callback.state.collect(), path := Path(sys.argv[2], "state.pt"))
     with torch.no_grad():
         for tensor in callback.state.list_tensors():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))

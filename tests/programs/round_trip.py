@@ -86,7 +86,7 @@ with clean_end():
             "scale": other_scaler.get_scale(),
             "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
         }
-        # what it continues with is a copy: a step leaves the state that was loaded alone
+        # training continues with a copy: a step does not change the loaded state
         moment = loaded["optimizer"]["state"][0][MOMENTS.get(optim, "exp_avg")]
         before_step = moment.clone()
         for param in other_model.parameters():

@@ -1,9 +1,9 @@
-"""A peer of the experiment in the current folder steps alone, and a second one takes over its state; what both hold
-then, as a line of JSON."""
+"""A peer of the experiment in the current folder steps alone, and a second one loads its state. Print both as JSON."""
 
 import json
 import os
 import sys
+from collections import Counter
 
 sys.path.insert(0, os.getcwd())
 
@@ -19,11 +19,19 @@ from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from training.model import move_batch
 
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
+
+
+def list_moments(optimizer) -> list[torch.Tensor]:
+    """The first moment of each parameter."""
+    return [state[name] for state in optimizer.opt.state.values() for name in FIRST_MOMENTS if name in state]
+
+
 with clean_end():
     torch.set_num_threads(1)
-    prefix, options = sys.argv[1], OptimizerArguments(learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
-    times = dict(matchmaking_time=1.0, request_timeout=0.5)
-    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", **times)
+    prefix, optim, rate = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    options = OptimizerArguments(optim=optim, learning_rate=rate, warmup_steps=0, weight_decay=0.5)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
@@ -36,7 +44,7 @@ with clean_end():
         optimizer.accumulate_on(torch.device("cpu"))
         peers.append((dht, model, optimizer))
         if seed == 1:
-            before = [state["momentum_buffer"].abs().max().item() for state in optimizer.opt.state.values()]
+            before = [moment.abs().max().item() for moment in list_moments(optimizer)]
             ids = torch.arange(64).reshape(4, 16) % 290 + 5
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
             batch |= {"token_type_ids": torch.zeros_like(ids), "sentence_order_label": torch.tensor([0, 1, 0, 1])}
@@ -49,8 +57,11 @@ with clean_end():
                 losses.append(loss.item())
     loaded = optimizer.load_state_from_peers()
     (_, first, giver), (_, second, taker) = peers
-    buffers = [[state["momentum_buffer"] for state in optimizer.opt.state.values()] for optimizer in (giver, taker)]
-    facts = dict(before=before, losses=losses, loaded=loaded, epochs=[giver.local_epoch, taker.local_epoch])
+    buffers = [list_moments(optimizer) for optimizer in (giver, taker)]
+    kinds = Counter(name for state in giver.opt.state.values() for name in state if name in FIRST_MOMENTS)
+    facts = dict(
+        kinds=kinds, before=before, losses=losses, loaded=loaded, epochs=[giver.local_epoch, taker.local_epoch]
+    )
     facts["sizes"] = [buffer.norm().item() for buffer in buffers[0]]
     facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
     facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]

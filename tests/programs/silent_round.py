@@ -1,4 +1,4 @@
-"""Two peers average once; in a second round one of them is in the group, and sends nothing. What is left of both?"""
+"""Two peers average once; in a second round one of them is in the group, and sends nothing. Print their states."""
 
 import json
 import multiprocessing
@@ -12,7 +12,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 import swarm.averager
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_optimizer
-from swarm.config import SwarmConfig
+from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 
@@ -42,14 +42,14 @@ class CountedRunner(swarm.averager.FailFastAllReduceRunner):
 
 swarm.averager.plan_allreduce, swarm.averager.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
-    settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
+    settings = dict(matchmaking_time=2, target_group_size=2, bandwidth=100.0)
     peers, keys, maddrs = [], [], []
     for _ in range(2):
         RSAPrivateKey._process_wide_key = None  # two peers in one process
         place = Swarm.join(SwarmConfig(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
         keys.append(RSAPrivateKey.process_wide())
         maddrs = [str(maddr) for maddr in place.dht.get_visible_maddrs()]
-        averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
+        averaging = make_config(AveragingConfig, AveragingArguments(**settings), **json.loads(sys.argv[2]))
         optimizer = make_optimizer(torch.nn.Linear(100, 10), place, OptimizerArguments(), averaging)
         peers.append((place.dht, optimizer))
     averagers = [optimizer.grad_averager for _, optimizer in peers]

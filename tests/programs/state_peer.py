@@ -2,8 +2,10 @@
 with known random numbers, and may change one of them or step on; a taker downloads, and says what it has got."""
 
 import json
+import os
 import sys
 import time
+from functools import partial
 
 import torch
 from hivemind.p2p import PeerID
@@ -37,6 +39,7 @@ with clean_end():
         dht=dht,
         prefix=f"{options['prefix']}_state_averager",
         optimizer=make_optimizer,
+        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         params=[{"params": [torch.nn.Parameter(torch.zeros(rows, 1000)) for rows in (400, 512, 65, 2)]}],
         offload_optimizer=True,
         custom_gradients=True,
@@ -52,13 +55,15 @@ with clean_end():
     expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
     if options["role"] == "donor":
         dht.uplink.set_bandwidth(options["mbits"], is_fixed=True)
+        torch.manual_seed(os.getpid())
         with torch.no_grad():
             for tensor, numbers in zip(list_tensors(averager), expected, strict=True):
-                tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
+                # as no two peers are alike, even less those of different groups
+                tensor.copy_(numbers).mul_(1 + options.get("noise", 1e-6) * torch.rand_like(numbers))
             if "lie" in options:
                 list_tensors(averager)[options["lie"]].mul_(-1)
-        averager.lineage = "common"
-        averager.local_epoch = averager.state_sharing_priority = 3
+        averager.lineage = options.get("lineage", "common")
+        averager.set_epoch(options.get("epoch", 3))
         print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
         sent = 0
         while not stop.wait(0.1):
@@ -66,14 +71,15 @@ with clean_end():
                 sent = dht.uplink.traffic[0]
                 print(json.dumps({"sent": sent}), flush=True)
                 if options.get("steps"):
-                    with averager._lock_step, torch.no_grad():
+                    with averager.lock_optimizer, torch.no_grad():
                         list_params(averager.optimizer)[0].add_(1)
-                        averager.local_epoch = averager.state_sharing_priority = averager.local_epoch + 1
+                        averager.set_epoch(averager.local_epoch + 1)
                         averager.lineage = f"common {averager.local_epoch}"
     else:
         time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
-        future = averager.start_download(min_epoch=3, trusted=known)
+        own = {name: options[name] for name in ("is_synchronous",) if name in options}
+        future = averager.start_download(min_epoch=3, trusted=known, **own)
         while not future.done():
             print(json.dumps({"received": averager.download_progress.bytes}), flush=True)
             time.sleep(0.1)

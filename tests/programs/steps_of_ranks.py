@@ -10,10 +10,11 @@ import time
 import torch
 
 from arguments import DataArguments, ModelArguments, TrainerArguments
+from common.signals import terminate_process_tree
 from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
 from run_trainer import accumulate_gradients
-from training.ranks import RankLost, list_gradients, start_ranks
+from training.ranks import RankFailedError, list_gradients, start_ranks
 
 torch.set_num_threads(1)
 tokenizer_path, dataset_path, observed = sys.argv[1:]
@@ -51,7 +52,7 @@ while epoch < 3:
     model.zero_grad(set_to_none=False)
 try:  # one rank that stops is enough; rank 0 learns that it has stopped alone
     assert not ranks.all_continue(ranks.number != 1) and ranks.number == 1
-except RankLost:
+except RankFailedError:
     assert ranks.number == 0
 seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
 torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
@@ -64,4 +65,4 @@ if ranks.number == 0:
         optimizer.zero_grad()
     torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
 ranks.end()
-ranks.remove_files()
+terminate_process_tree(0)

@@ -1,4 +1,4 @@
-"""Who was given a peer's address believes that peer, not what strangers have stored about the run."""
+"""A joining peer believes the peers in --initial_peers, and not the records of untrusted peers."""
 
 import contextlib
 import re
@@ -24,19 +24,19 @@ from swarm.attestation import (
     set_attestation,
 )
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch
+from swarm.contract import ContractMismatch, RunContract, RunSchema
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
-from utils import RunContract, make_validators
+from utils import make_validators
 
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT):
     """A node of ours, as Swarm.join starts it, and its key."""
     RSAPrivateKey._process_wide_key = None
-    validators, public_key = make_validators(prefix)
+    validators, public_key = make_validators(prefix, schema=RunSchema)
     dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
     try:
         dht.run_coroutine(partial(register_attestation_handler, prefix=prefix))
@@ -96,18 +96,18 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
     with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
         tell(one, three, RunAttestation(prefix=prefix, flags=shared))
         command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
-        # what nobody was told is the first trainer's to choose
+        # the first trainer chooses the settings that no peer has
         command += ["--total_steps", "9000"]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
         swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
         assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert discover_settings(SwarmArguments(prefix, addresses(one), adopt=False), None) == []
+        assert discover_settings(SwarmArguments(prefix, addresses(one), use_ipfs=True), None) == []
 
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
-        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--no_adopt"]
+        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--use_ipfs"]
         for more in (["--preflight"], []):
             assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
         monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
@@ -127,7 +127,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
             ask_initial_peers(two, prefix, both, is_new_run=False)
         tell(three, one, RunAttestation(prefix=prefix))
 
-        # what has worked goes before what a monitor was told; and nothing leads to files of this machine
+        # a contract has priority over a monitor's flags, and no flag names a file of this machine
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
         tell(one, three, RunAttestation(prefix=prefix, contract=contract, flags=shared))
@@ -135,7 +135,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
-            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers; --no_adopt"):
+            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers"):
                 apply_settings(groups, [wrong])
         tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (
@@ -166,7 +166,7 @@ def test_a_strangers_contract_locks_nobody_out():
         other.contract = make_contract(learning_rate="9")
         other.renew_contract(300).result(timeout=30)
         mine = make_contract(**terms).copy(update={"flags": flags})
-        with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # where nobody vouches for anything
+        with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
             own.agree_on(mine, 120)
         newcomer.attestation = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
         own.agree_on(mine, 120)
@@ -205,7 +205,7 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
             wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
             with one.pause_updates():
                 one.refresh_now()
-                # who has just come knows how long an epoch takes, by what those do who have worked
+                # a new peer knows the length of an epoch by the contributors' records
                 grace = dhts[0].uplink.timeouts.partition_grace
                 assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
         finally:
@@ -214,7 +214,7 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
 
 
 def test_who_came_early_hears_later_who_has_worked():
-    """It counts little of what strangers say: all others would be that to it, as nobody had worked when it came."""
+    """It joined before any peer had contributed, so it would never trust the others."""
     prefix = make_prefix()
     with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
         tracker = make_tracker(early, prefix, 10**6)

@@ -1,5 +1,6 @@
-"""Rounds, with gradients that are known: what enters the average, and what becomes of it when a round fails."""
+"""Rounds with known gradients: the average, and the gradients after a failed round."""
 
+import itertools
 import json
 import os
 import re
@@ -78,7 +79,7 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
 @pytest.mark.slow
 def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
-    parameters are not averaged. Where nothing is averaged (note 1), the steps have nothing in common."""
+    parameters are not averaged. If nothing is averaged (note 1), the steps have nothing in common."""
     prefix = make_prefix()
     first = start("first", "-m", "tests.programs.eight_bit_peer", prefix, 1, tmp_path)
     first.wait_for('"maddrs"')
@@ -99,7 +100,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_are_averaged_every_so_many_epochs(start):
-    """--average_state_every: what leads a peer astray is corrected at the next epoch that it divides, not before."""
+    """--average_state_every: a wrong parameter is corrected at the next epoch that it divides, not before."""
     prefix, every = make_prefix(), 5
     flags = ("--average_state_every", every)
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=32, flags=flags)
@@ -160,15 +161,15 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
     # no round is left, with all its tensors (note 79)
     assert [fact["runners"] for fact in facts] == [0, 0]
-    # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
+    # either peer may average all: one waits for the other's data, or for its averages
     assert all(re.search("has left the round|no other peer's data entered", fact["failure"]) for fact in facts), facts
-    # where both average a share, the silent one is waited for twice: for its part, then for what it averages
+    # if both average a share, the wait for the silent one is double: for its part, then for its averages
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9)
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
 def test_a_peer_that_counts_fewer_samples_comes_along(start):
-    """Whoever does not hear of some of the others' samples would let all of them wait in a group that has formed."""
+    """A peer that knows too few samples of the others would make a complete group wait."""
     prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
     second = start_peer(start, "second", prefix, gradient=3.0, batch_size=16, others=[first], flags=["--counts_less"])
@@ -177,6 +178,54 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
     # nor does the group that has formed end an epoch early
     assert all(epochs(first)[epoch]["samples"] + epochs(second)[epoch]["samples"] >= 128 for epoch in joint)
     stop(first, second)
+
+
+def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
+    """One of two survivors has all averages of the last round, and steps; the other one loads that step or state."""
+    prefix, flags = make_prefix(), ("--group_size", 3, "--others", 2)
+    one = start_peer(start, "one", prefix, 1.0, 16, flags=flags)
+    two = start_peer(start, "two", prefix, 2.0, 16, [one], flags)
+    one_id = one.json_lines()[0]["maddrs"][0].rpartition("/")[2]
+    dying = start_peer(start, "dying", prefix, 6.0, 16, [one], (*flags, "--dies_for_all_but", one_id))
+    joint = wait_until(lambda: len(both := joint_epochs(one, two)) >= 2 and both, 90, "epochs of the survivors")
+    broken = joint[0] - 2  # the last epoch of three
+    assert broken - 1 <= max(epochs(dying)) <= broken and epochs(one)[broken]["averaged_with"] == 3
+    assert re.search(f"(made the step to|loaded the state of) epoch {broken} ", two.text)
+    assert epochs(two)[broken]["averaged_with"] == 1
+    for epoch in epochs(one).keys() & epochs(two).keys():
+        assert epochs(one)[epoch]["parameter"] == pytest.approx(epochs(two)[epoch]["parameter"], rel=1e-6)
+    for peer in (one, two):
+        line = epochs(peer)[joint[-1]]
+        assert line["total_samples"] == 16 * line["steps"]
+    stop(one, two)
+
+
+def test_overlapping_rounds_average_and_a_third_peer_loads_a_state_that_most_confirm(start):
+    """Rounds run in the background: all peers apply the same averages, and a peer that is alone says so. No two states
+    are the same there, so that a new peer looks for one that is near those of most contributors."""
+    prefix, flags = make_prefix(), ("--overlap", "--group_size", 3, "--begin", 1000)
+    one = start_peer(start, "one", prefix, 1.0, 32, flags=(*flags, "--others", 1))
+    two = start_peer(start, "two", prefix, 3.0, 32, [one], (*flags, "--others", 1))
+    wait_until(lambda: min(max(epochs(peer), default=0) for peer in (one, two)) >= 10, 90, "ten epochs")
+    known = [peer.json_lines()[0]["maddrs"][0].rpartition("/")[2] for peer in (one, two)]
+    three = start_peer(start, "three", prefix, 2.0, 32, [one], (*flags, "--known", *known))
+    three.wait_for("loaded the state of epoch", 60)
+    wait_until(lambda: len([line for line in epochs(three).values() if line["averaged_with"] == 3]) >= 2, 60, "rounds")
+    first = next(iter(epochs(three).values()))
+    assert first["epoch"] > 10
+    of_one = [line for line in epochs(one).values() if abs(line["epoch"] - first["epoch"]) <= 1]
+    assert min(abs(first["anchor"] - line["anchor"]) for line in of_one) < 5 < 1000 - first["anchor"]
+    stop(two, three)
+    last = max(epochs(one))
+    wait_until(lambda: max(epochs(one)) > last + 3, 60, "epochs of one peer")
+    stop(one)
+    assert [epochs(one)[epoch]["averaged_with"] for epoch in sorted(epochs(one))[-2:]] == [1, 1]
+    # until the third has come, both have the same parameters after each round, and each step is a mean of 1 and 3
+    anchors = [[line["anchor"] for line in epochs(peer).values() if line["epoch"] < 10] for peer in (one, two)]
+    common = [value for value in anchors[0] if value != 1000 and min(abs(value - other) for other in anchors[1]) < 1e-2]
+    assert len(common) >= 4, anchors
+    steps = [a - b for a, b in itertools.pairwise(anchors[0])]
+    assert sum(1 < step < 3 for step in steps) >= 4, steps
 
 
 def test_late_peers_are_in_the_next_round(start):
@@ -203,7 +252,7 @@ def test_late_peers_are_in_the_next_round(start):
     }
     together = [4, 4, 4, 3, 4]
     assert counts == {"a": together, "b": together, "hurried": together, "late": [4, 4, 4, 1, 4]}
-    # what it had computed for the round that it has missed is in the next one
+    # its gradients of the missed round are in the next one
     line = epochs(peers[-1])[7]
     assert line["total_samples"] == 16 * line["steps"]
     stop(*peers)
@@ -233,7 +282,7 @@ def test_fewer_than_half_of_the_swarm_take_no_step(start):
 
 @pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
-    """It sends its state to nobody, so that the others could never catch up with it."""
+    """A client does not send its state, so the others could never catch up with it."""
     prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
     flags = ("--client_mode", "--leap_at", 6)
@@ -260,7 +309,7 @@ def test_who_is_ahead_goes_on_without_a_peer_that_cannot_follow_yet(start):
 
 
 def assert_it_ends_with_its_helper(peer) -> None:
-    """Nobody answers a trainer whose DHT process is gone: it says so and ends instead of waiting forever."""
+    """A trainer whose DHT process has died says so and ends, instead of waiting forever."""
     helpers = [child for child in psutil.Process(peer.process.pid).children() if "torch" not in child.name()]
     os.kill(helpers[0].pid, signal.SIGKILL)
     assert peer.wait(30) == 1
@@ -336,7 +385,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     megabytes, _, speed, made, _ = map(float, reason.groups())
     assert megabytes == pytest.approx(16, rel=0.01)  # 4 million elements of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
-    assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
+    assert "cannot be used" not in newcomer.text  # a peer that has neither a state nor a step to send says so
     stop(newcomer)
     assert_it_ends_with_its_helper(swarm)
 

@@ -11,13 +11,13 @@ from swarm.epoch import (
     SYNC_RETRY_PERIOD,
     TRANSITIONS,
     Epoch,
+    EpochInputs,
     EpochState,
-    SwarmLook,
     SyncBackoff,
 )
 
 #: a swarm of several peers in the middle of epoch 5, in which this one is as well
-CALM = SwarmLook(
+CALM = EpochInputs(
     swarm_epoch=5,
     is_fresh=True,
     read_at=100.0,
@@ -32,7 +32,7 @@ CALM = SwarmLook(
 )
 
 
-def look(**changes) -> SwarmLook:
+def make_inputs(**changes) -> EpochInputs:
     return dataclasses.replace(CALM, **changes)
 
 
@@ -47,13 +47,13 @@ def test_undeclared_transition_is_refused():
 
 def test_group_is_searched_for_shortly_before_the_end():
     epoch = Epoch(5)
-    assert not epoch.should_search(CALM) and epoch.should_search(look(seconds_left=5.0))
-    assert not epoch.should_search(look(seconds_left=5.0, has_others=False))
+    assert not epoch.should_search(CALM) and epoch.should_search(make_inputs(seconds_left=5.0))
+    assert not epoch.should_search(make_inputs(seconds_left=5.0, has_others=False))
     epoch.enter(EpochState.MATCHMAKING)
-    assert not epoch.should_search(look(seconds_left=0.0, is_searching=True))
+    assert not epoch.should_search(make_inputs(seconds_left=0.0, is_searching=True))
     epoch.enter(EpochState.MATCHMAKING)  # the search has failed
     assert not epoch.is_over(CALM)
-    assert epoch.is_over(look(has_group=True)) and epoch.is_over(look(has_batch=True))
+    assert epoch.is_over(make_inputs(has_group=True)) and epoch.is_over(make_inputs(has_batch=True))
 
 
 def test_failed_round_is_tried_again_after_a_fresh_look():
@@ -61,33 +61,36 @@ def test_failed_round_is_tried_again_after_a_fresh_look():
     epoch.enter(EpochState.AVERAGING)
     epoch.retry_at = 100.0 + RETRY_AFTER
     epoch.enter(EpochState.ACCUMULATING)
-    assert not epoch.can_average(look(has_batch=True))
-    assert epoch.can_average(look(has_batch=True, read_at=100.0 + RETRY_AFTER))
-    assert not epoch.can_average(look(has_batch=True, read_at=200.0, lacks_quorum=True))
+    assert not epoch.can_average(make_inputs(has_batch=True))
+    assert epoch.can_average(make_inputs(has_batch=True, read_at=100.0 + RETRY_AFTER))
+    assert not epoch.can_average(make_inputs(has_batch=True, read_at=200.0, lacks_quorum=True))
     assert Epoch(6).can_average(CALM), "the timer has ended with its epoch"
 
 
 def test_first_look_compares_exactly_and_later_ones_allow_one_epoch():
     epoch, backoff = Epoch(5), SyncBackoff()
-    assert not epoch.must_sync(look(swarm_epoch=6, is_fresh=False), backoff, 0.0)
-    assert epoch.must_sync(look(swarm_epoch=6), backoff, 0.0)
-    assert not epoch.must_sync(look(swarm_epoch=6), backoff, 0.0), "one of the others may just be the first"
-    assert epoch.must_sync(look(swarm_epoch=7), backoff, 0.0)
-    assert Epoch(5).must_sync(look(swarm_epoch=4), backoff, 0.0), "also a swarm that has lost an epoch"
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6, is_fresh=False), backoff, 0.0)
+    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0)
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0), (
+        "one of the others may just be the first"
+    )
+    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=7), backoff, 0.0)
+    assert Epoch(5).compare_with_swarm(make_inputs(swarm_epoch=4), backoff, 0.0), "also a swarm that has lost an epoch"
 
 
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_missed_step_counts_only_if_all_step_together(is_synchronous):
-    ahead = look(swarm_epoch=6, is_synchronous=is_synchronous)
-    assert Epoch(5).has_missed_step(ahead) == Epoch(5).is_one_step_behind(ahead) == is_synchronous
-    assert not Epoch(4).is_one_step_behind(ahead) and not Epoch(6).has_missed_step(ahead)
+    ahead = make_inputs(swarm_epoch=6, is_synchronous=is_synchronous)
+    busy = SyncBackoff(min_epoch=7)  # only the download of a single step may start
+    assert Epoch(5).has_missed_step(ahead) == Epoch(5).may_sync(ahead, busy, 0.0) == is_synchronous
+    assert not Epoch(4).may_sync(ahead, busy, 0.0) and not Epoch(6).has_missed_step(ahead)
 
 
 def test_failed_download_pauses_the_next():
     epoch, backoff = Epoch(5), SyncBackoff()
     backoff.record_failure(100.0)
-    assert not epoch.must_sync(look(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
-    assert epoch.must_sync(look(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD)
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
+    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD)
 
 
 def test_stale_download_waits_for_a_new_epoch_and_then_longer_each_time():

@@ -30,8 +30,8 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
 from processes import LOOPBACK, run_python
 
-from arguments import AveragingArguments
 from common.console import UserError
+from swarm.config import AveragingConfig
 from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
@@ -231,10 +231,10 @@ def test_steps_and_parameter_rounds_share_a_thread():
 
 
 def test_nobody_knows_less_of_an_epoch_than_others_wait_for():
-    """Note 75; max_refresh_period of AveragingArguments."""
+    """Note 75."""
     asked = inspect.getsource(ProgressTracker._parse_swarm_progress_data)
     assert "estimated_time_to_next_epoch * num_peers / expected_max_peers" in asked
-    assert AveragingArguments().max_refresh_period <= RoundTimeouts().matchmaking
+    assert AveragingConfig.max_refresh_period <= RoundTimeouts().matchmaking
 
 
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
@@ -297,7 +297,7 @@ def test_nobody_holds_a_step():
 
 
 class Wire:
-    """What a daemon writes is there to be read at once."""
+    """A connection whose written bytes can be read at once."""
 
     def __init__(self):
         self.reader = asyncio.StreamReader()
@@ -308,7 +308,7 @@ class Wire:
 
 
 async def answer_late(client: ControlClient) -> bytes | BaseException:
-    """What a client hears in answer to a question, when it has given up another one just as the answer to it came."""
+    """Return a client's answer to a request after it has cancelled another one just when the answer to that arrived."""
     wire = Wire()
     listening = asyncio.create_task(client._read_from_persistent_conn(wire.reader))
     for is_given_up in (True, False):

@@ -1,4 +1,4 @@
-"""The key of a peer: where it comes from, and that a restarted trainer has the same one."""
+"""The key of a peer: its file, and the same key after a restart."""
 
 import pytest
 from hivemind.proto import crypto_pb2

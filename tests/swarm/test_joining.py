@@ -1,16 +1,21 @@
 """The way into the network: the public address, the bandwidth."""
 
+import asyncio
 import contextlib
 import http.server
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from processes import LOOPBACK, make_prefix, run_python
 
-from arguments import SwarmArguments, make_host_maddrs
+from arguments import SwarmArguments
+from common.addresses import make_host_maddrs
 from common.console import UserError
-from swarm.addresses import get_host_port
+from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.reachability import ask_to_dial_back
 from training.settings import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
@@ -48,9 +53,8 @@ def serve_text(text: str):
 
 def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
     with serve_text("203.0.113.7\n") as url:
-        options = dict(use_google_dns=True, public_ip_url=url)
-        fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"], **options))
-        free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*"), **options))
+        fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"]), url)
+        free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
     assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
     assert fixed.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
     [announced] = free.announce_maddrs
@@ -62,28 +66,41 @@ def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
 @pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
 def test_a_public_address_that_is_of_no_use_is_one_line(text):
     with serve_text(text) as url, pytest.raises(UserError) as error:
-        announce_public_address(SwarmArguments("run", use_google_dns=True, public_ip_url=url))
+        announce_public_address(SwarmArguments("run"), url)
     [line] = str(error.value).splitlines()
-    assert "--use_google_dns" in line or "--public_ip_url" in line
+    assert "--use_google_dns" in line
 
 
-def test_the_monitor_announces_its_public_address(start, tmp_path):
-    prefix = make_prefix()
-    with serve_text("127.0.0.1") as url:
-        flags = ["--use_google_dns", "--public_ip_url", url, "--dht_listen_on", "127.0.0.1:*", "--report_to", "none"]
-        command = ["run_training_monitor.py", "--experiment_prefix", prefix, *flags, "--output_dir", tmp_path]
-        monitor = start("monitor", *command)
-        address = monitor.wait_for(r"--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)").group(1)
-    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address]
-    reader = start("reader", *command, "--output_dir", tmp_path / "reader")
-    reader.wait_for("Waiting for trainers")
-    for script in (reader, monitor):
-        script.interrupt()
-        script.assert_clean_end()
+@pytest.mark.parametrize("maddr", ["/ip4/203.0.113.7", "/dns4/example.org/tcp", "203.0.113.7:31337"])
+def test_address_without_a_port_is_one_line(maddr):
+    check_multiaddrs("--announce_maddrs", ["/ip4/203.0.113.7/tcp/31337", "/ip6/::1/udp/31337/quic"])
+    with pytest.raises(UserError, match="--announce_maddrs '.*' is not an address such as /ip4/203.0.113.1/tcp/31337 "):
+        check_multiaddrs("--announce_maddrs", [maddr])
+
+
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        ({"seen_at": ["203.0.113.7"], "reached": True}, [("203.0.113.7", True)]),
+        ({"seen_at": ["203.0.113.7", "::1"], "reached": 1}, [("203.0.113.7", False)]),
+        ({"seen_at": ["203.0.113.7"]}, []),
+        ({"seen_at": [], "reached": False}, []),
+        ({"seen_at": ["nowhere"], "reached": True}, []),
+        ({"reached": True}, []),
+        ([], []),
+    ],
+)
+def test_answers_of_other_peers_about_reachability_are_checked(answer, expected):
+    async def call(*_) -> BytesValue:
+        return BytesValue(value=json.dumps(answer).encode())
+
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+    assert asyncio.run(ask_to_dial_back([address], [31337], None, node)) == expected
 
 
 def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
-    """At a line of 20 Mbit/s and 40 ms; alone there is nobody to measure it against."""
+    """With an uplink of 20 Mbit/s and 40 ms; a single peer cannot measure it."""
     net.host("public", rtt_ms=20)
     net.host("home", rtt_ms=20, up=20, down=20)
     net.start()

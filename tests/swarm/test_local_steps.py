@@ -10,16 +10,17 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
-from swarm.contract import TrainingSchedule, describe_averaging, parse_schedule
+from swarm.config import AveragingConfig, make_config
+from swarm.contract import RunContract, describe_averaging
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
-from utils import RunContract
+from training.figures import TrainingSchedule, parse_schedule
 
 BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
 
 
 def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> list[tuple[float, float]]:
-    """Of each epoch since the first one with local steps: the step of the anchor, and what it should be.
+    """Return the anchor's step and the expected step of each epoch since the first one with local steps.
 
     :param of: epochs of the peer that is looked at
     :param peers: of all peers their gradient, which is also how far a step of their own goes, and their epochs
@@ -51,8 +52,8 @@ def test_what_all_have_come_moves_the_anchor(start, density):
     for of in lines:
         assert [of[e]["parameter"][1] for e in of] == [pytest.approx(of[e]["anchor"]) for e in of]
         for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
-            assert step == pytest.approx(expected, rel=1e-4)  # what of an average nobody gets is not yet sent
-    if density < 1:  # what is not sent waits for its turn
+            assert step == pytest.approx(expected, rel=1e-4)  # the values that were not averaged are still pending
+    if density < 1:  # pending values are sent later
         first, end = lines[0][FROM + 1], lines[0][last]
         assert end["traffic"][0] - first["traffic"][0] < (last - FROM - 1) * 100_000
         assert 0 < first["unsent"] < end["unsent"]
@@ -62,7 +63,9 @@ def test_what_all_have_come_moves_the_anchor(start, density):
 
 def test_samples_of_a_run_with_local_steps():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
-    contract = RunContract(joined=0.0, contract={"total_steps": "500", **describe_averaging(averaging)})
+    contract = RunContract(
+        joined=0.0, contract={"total_steps": "500", **describe_averaging(make_config(AveragingConfig, averaging))}
+    )
     schedule = parse_schedule(contract)
     assert schedule == TrainingSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
@@ -113,7 +116,7 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
-    local.take_pending(sent)
+    local.record_averaged(sent)
     local.move_anchor([torch.full((5,), 3.0)])
     assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step

@@ -1,5 +1,6 @@
 """Closed runs: members take part, and all calls of other peers are rejected and counted, and have no effect."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,14 +20,14 @@ from members import addresses, connect, leave, make_invitation, open_stream, run
 from processes import make_prefix, wait_until
 
 import invite
-from arguments import InviteArguments, SwarmArguments, parse_arguments
+from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
 from swarm.credentials import Authority, MembershipCredential, load_invitation, parse_credential
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.membership import RPC_SHOW_CREDENTIAL, AccessDeniedError, explain_denial
+from swarm.membership import RPC_SHOW_CREDENTIAL, AccessDeniedError, Membership, explain_denial
 from swarm.reachability import DIAL_BACK, MEASURE
 from training.settings import discover_settings
 from utils import RecordValidator
@@ -222,18 +223,36 @@ def test_expired_credential_without_authority_affects_only_its_owner(tmp_path):
         assert one.run_coroutine(find_own_fault) is None
 
 
+def test_unreadable_member_list_delays_only_renewals(tmp_path):
+    prefix, authority, peer_id = make_prefix(), Authority(str(tmp_path / "authority.pem")), PeerID(b"ada")
+    try:
+        membership = Membership.from_authority(authority, prefix, None)
+    finally:
+        leave()
+    due = MembershipCredential(prefix, peer_id.to_bytes(), "ada", get_dht_time() + 40, lifetime=100.0)
+    request = MSGPackSerializer.dumps([authority.sign(b"pass", astuple(due)), b""])
+    for is_readable in (True, False):
+        if not is_readable:
+            authority.member_list.write_text("{")
+        answer = asyncio.run(membership.serve_exchange(request, peer_id))
+        reason, credential, _, renewed = MSGPackSerializer.loads(answer)
+        assert reason == b"" and credential and bool(renewed) == is_readable
+    assert membership.is_authenticated(peer_id)
+
+
 def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> str:
         monkeypatch.setattr(sys, "argv", ["./invite.py", *flags])
-        [args] = parse_arguments(InviteArguments)
+        [args] = parse_arguments(invite.InviteArguments)
         invite.main(args)
         return capsys.readouterr().out
 
     for flags, words in (
         (["--username", "ada"], "authority.pem has served no run yet"),
-        ([], "give one of --username NAME"),
+        ([], "authority.pem has served no run yet"),
+        (["--username", "ada", "--revoke", "bob"], "--username and --revoke are mutually exclusive"),
         (["--username", "a b", "--run_id", "r"], "'a b' is not a name"),
         (["--username", "ada", "--run_id", "r", "--expires", "soon"], "--expires soon is not a time"),
     ):
@@ -254,9 +273,9 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
         run("--revoke", "ada", "--run_id", "unknown")
     assert "unknown" not in Path("authority.members.json").read_text()
     run("--username", "ada", "--out", "c", "--run_id", "two")
-    with pytest.raises(UserError, match="has served one and two, or give --experiment_prefix"):
+    with pytest.raises(UserError, match="has served one and two: give --experiment_prefix"):
         run("--username", "eve")
-    rows = [line.split() for line in run("--list").splitlines()]
+    rows = [line.split() for line in run().splitlines()]
     assert [(row[0], row[1], row[3]) for row in rows] == [
         ("one", "ada", "revoked"),
         ("one", "bob", "expires"),

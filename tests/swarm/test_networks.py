@@ -53,7 +53,7 @@ def stop(*scripts: Script) -> None:
 
 @pytest.mark.slow
 def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net, tmp_path, tiny_data):
-    """It joins by the monitor's HOST:PORT, finds that nobody reaches it, and that a public trainer is there."""
+    """It joins by the monitor's HOST:PORT, and finds that no peer reaches it and that a public trainer is there."""
     net.host("server", rtt_ms=20)
     net.host("public", rtt_ms=20)
     net.host("walled", rtt_ms=20, firewall=True)
@@ -85,9 +85,9 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
     net.start()
     prefix = make_prefix()
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
-    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none", "--no_use_relay": []}
+    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none"}
     own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--config_path": "configs/demo.json"}
-    command = ["run_training_monitor.py", *flags(own)]
+    command = ["-m", "tests.programs.unrelayed_monitor", *flags(own)]
     archive = start_on(
         start, net, "walled", "archive", *command, "--output_dir", tmp_path / "archive", "--store_checkpoints"
     )
@@ -98,7 +98,7 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
     wait_until(lambda: not archive.left_processes(), 5, f"no process left: {archive.left_processes()}")
     onlooker.wait_for("continuing in client mode")
     onlooker.wait_for("Waiting for trainers")
-    assert "To join this run" not in onlooker.text  # nobody can, through it
+    assert "To join this run" not in onlooker.text  # no peer can join through it
     stop(onlooker, monitor)
 
 
@@ -129,7 +129,7 @@ def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, 
 
 @pytest.mark.slow
 def test_two_firewalled_peers_average_through_an_auxiliary_peer(start, net, tmp_path, tiny_data):
-    """Nobody else accepts a connection: both become clients by themselves, as the auxiliary peer averages."""
+    """No other peer accepts a connection: both become clients by themselves, because the auxiliary peer averages."""
     net.host("server", rtt_ms=20)
     for name in ("one", "two"):
         net.host(name, rtt_ms=20, firewall=True)
@@ -160,7 +160,7 @@ def has_ipv6_loopback() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 on the loopback interface")
 def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
-    """Two trainers train over ::1; one whose clock is an hour ahead is told so, and nobody else notices."""
+    """Two trainers train over ::1; a third, whose clock is an hour ahead, gets an error and does not disturb them."""
     prefix, local = make_prefix(), {"--host_maddrs": "/ip6/::1/tcp/0"}
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
     monitor = start("monitor", "run_training_monitor.py", "--dht_listen_on", "[::1]:*", *flags(own), "--status_port", 0)

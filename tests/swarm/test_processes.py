@@ -1,4 +1,4 @@
-"""A program that starts as a fork cannot tell, nor can whoever has started it."""
+"""Programs that start as forks behave like programs that start by themselves."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ import processes
 import pytest
 from processes import ROOT, ForkedProcess, run_python, start_python
 
-# What a program sees of its own start.
+# This program prints the conditions of its own start.
 LOOK = """
 import json, multiprocessing, os, signal, sys, threading
 

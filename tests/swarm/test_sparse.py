@@ -1,4 +1,4 @@
-"""Sparse messages: what arrives, how many bytes it takes, and what nobody honest has sent."""
+"""Sparse messages: their values, their bytes, and invalid ones."""
 
 import math
 

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +14,11 @@ from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, TensorRole
 from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
-from processes import make_prefix
+from processes import make_prefix, wait_until
+from records import run_dhts
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
+from swarm.optimizer_state import StateAverager, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
 from swarm.state_download import Donor, digests_differ, select_agreed
 from swarm.state_server import (
@@ -86,7 +90,7 @@ def test_the_others_go_on_where_a_donor_broke_off(start, how):
     getattr(donors[1], how)()
     facts = read_facts(taker)
     assert (facts["epoch"], facts["numbers"]) == (3, NUMBERS) and max(facts["errors"]) < 2e-6
-    # what it had given remains, and but for what was under way nothing came twice
+    # its blocks remain, and only blocks in transit came twice
     assert len(facts["donors"]) == 3 and sent(donors[1]) > 4e5
     assert facts["bytes"] < 1.1 * 4 * NUMBERS
     assert len(re.findall("cannot be used", taker.text)) == 1
@@ -114,6 +118,19 @@ def test_state_of_known_contributors_wins_over_a_larger_group(start):
     assert max(facts["errors"]) < 2e-6 and sorted(facts["donors"]) == sorted(known)
 
 
+def test_state_of_several_groups_is_confirmed_by_similar_ones(start):
+    """Peers that do not step together have a lineage each, and differ by a percent. A fourth contributor has a state of
+    its own, and a later epoch."""
+    prefix = make_prefix()
+    each = [{"lineage": f"group {number}", "epoch": 3 + number, "noise": 0.01} for number in range(3)]
+    donors = start_donors(start, prefix, *each, {"lineage": "lie", "epoch": 5, "lie": 1})
+    known = [donor.json_lines()[0]["maddrs"][0].rpartition("/")[2] for donor in donors]
+    facts = read_facts(take(start, prefix, donors, known=known, is_synchronous=False))
+    assert len(facts["donors"]) == 1 and facts["donors"][0] in known[:3]
+    assert (facts["epoch"], facts["lineage"]) in [(3 + number, f"group {number}") for number in range(3)]
+    assert 1e-3 < max(facts["errors"]) < 0.011 and facts["numbers"] == NUMBERS
+
+
 @pytest.mark.parametrize(
     "agreeing, chosen", [("AAAB", "AAA"), ("AABB", ""), ("ABBx", ""), ("BBBBA", "BBBB"), ("A", "A")]
 )
@@ -131,6 +148,26 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
         [peer for peer, state in zip(voters, agreeing, strict=True) if state in chosen]
     ] * bool(chosen)
     assert len(select_agreed(list(groups.values()), [])) == len(groups)
+
+
+def test_large_count_of_steps_hides_no_difference():
+    """It is a number of the state as well, and once made the tolerance of all parameters larger than these."""
+
+    def describe(sign: float = 1.0, moment: float = 1e-3, epoch: int = 3, steps: float = 1e5) -> Donor:
+        generator = torch.Generator().manual_seed(0)
+        param, noise = (torch.randn(512, 512, generator=generator) for _ in range(2))
+        tensors = [0.02 * sign * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
+        roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
+        infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
+        snapshot = StateSnapshot(dict(epoch=epoch, lineage="same"), tensors, infos)
+        digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 2)
+        return Donor(PeerID(b"a"), dict(epoch=epoch, lineage="same"), infos, digests)
+
+    state = describe()
+    assert state.has_state_of(describe()) and state.is_near(describe(moment=2e-3, epoch=5, steps=1e5 + 2))
+    assert not state.has_state_of(describe(sign=-1.0)) and not state.is_near(describe(sign=-1.0))
+    assert not state.has_state_of(describe(moment=2e-3)) and not state.is_near(describe(moment=1e-2))
+    assert not state.is_near(describe(epoch=6)) and not state.is_near(describe(steps=0.0))
 
 
 @pytest.mark.parametrize(
@@ -151,6 +188,37 @@ def test_busy_donor_offers_its_newest_state_and_no_step():
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is state
     donor._snapshots = [step, step]
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is None
+
+
+def test_state_has_the_epoch_of_its_parameters_while_a_step_waits():
+    """With --overlap, the epoch of a peer is ahead of its parameters until the round in the background has ended."""
+    prefix, is_averaged = make_prefix(), threading.Event()
+    with run_dhts([]) as (dht,):
+        averager = StateAverager(
+            dht=dht,
+            prefix=f"{prefix}_state_averager",
+            params=[{"params": [torch.nn.Parameter(torch.zeros(5))]}],
+            optimizer=partial(torch.optim.SGD, lr=1.0),
+            scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
+            offload_optimizer=True,
+            custom_gradients=True,
+            min_matchmaking_time=2.0,
+            request_timeout=1.0,
+            start=True,
+        )
+        try:
+            list_params(averager.optimizer)[0].grad.fill_(1.0)
+            in_background = dict(delay_optimizer_step=True, delay_averaging=True, wait_for_trigger=is_averaged.wait)
+            averager.step(increment_epoch=True, optimizer_step=True, **in_background)
+            states = [averager.get_current_state()]
+            is_averaged.set()
+            wait_until(lambda: all(update.done() for update in averager.pending_updates), 20, "the step")
+            states.append(averager.get_current_state())
+            found = [(metadata["epoch"], tensors[0].tolist()) for metadata, tensors, _ in states]
+            assert averager.local_epoch == 1 and found == [(0, [0.0] * 5), (1, [-1.0] * 5)]
+            assert states[0][0]["lineage"] != states[1][0]["lineage"] == averager.lineage
+        finally:
+            averager.shutdown()
 
 
 def test_a_donor_keeps_what_is_being_fetched(start):

@@ -1,4 +1,4 @@
-"""What a stranger does to our nodes of the DHT: stores what is not its own, or too much, and answers with lies."""
+"""An untrusted peer at our nodes of the DHT: it stores records of others, or too many, and answers falsely."""
 
 import asyncio
 import functools
@@ -64,7 +64,7 @@ def test_a_peer_stores_its_own_records_alone(peers):
     passed_on = DictionaryDHTValue()
     passed_on.store(public_key, sign(key, KEY, dumps(public_key), dumps(2), soon + 1), soon + 1)
     assert not attack(stranger, victim, KEY, DHTProtocol.IS_DICTIONARY, dumps(passed_on), soon + 1)[0]
-    # the subkey in other bytes: the signature does not fit what others read, who would drop the whole dictionary
+    # the subkey in other bytes: others would find the signature invalid, and drop the whole dictionary
     long_subkey = b"\xc6" + len(public_key).to_bytes(4, "big") + public_key
     assert MSGPackSerializer.loads(long_subkey) == public_key and not store(key, long_subkey, expires=soon + 1)
     found = victim.get(KEY, latest=True).value
@@ -96,7 +96,7 @@ def test_readers_believe_no_strange_dictionary(peers):
             found = reader.get(KEY, latest=True, return_future=True).result(timeout=20)
             assert found.value[victim.peer_id.to_bytes()].value == 5 and found.expiration_time <= soon
     key_id = DHTID.generate(KEY)
-    for place in (key_id, DHTID(key_id ^ 1)):  # where readers ask, and those who store
+    for place in (key_id, DHTID(key_id ^ 1)):  # readers ask at one place, storing peers at the other
         stranger.run_coroutine(functools.partial(lie_plainly, place=place, expires=soon))
     assert reader.store(KEY, 6, soon, subkey=reader.peer_id.to_bytes(), return_future=True).result(timeout=20)
     found = reader.get(KEY, latest=True, return_future=True).result(timeout=20).value
@@ -164,7 +164,7 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
 
 @pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (OUR_NODE, True)])
 def test_a_search_that_fails_ends(kind, has_ended):
-    """Note 77: hivemind's never does, and who waits for the others' progress never hears of it."""
+    """Note 77: hivemind's search never ends, and the wait for the other peers' progress neither."""
 
     async def search() -> bool:
         options, soon = dict(host_maddrs=[LOOPBACK[1]]), get_dht_time() + 60
@@ -189,7 +189,7 @@ def test_a_search_that_fails_ends(kind, has_ended):
 
 
 def test_who_has_found_a_group_does_not_wait_for_the_dht(peers):
-    """Note 78: where storing takes long, hivemind keeps the whole group waiting."""
+    """Note 78: if storing takes long, hivemind makes the whole group wait."""
     victim, soon = peers[0], get_dht_time() + 300
     manager = NonBlockingKeyManager(victim, f"{PREFIX}_state_averager", "", None)
     own = manager.current_key, victim.peer_id

@@ -80,14 +80,19 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
 
 @pytest.mark.slow
 def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
-    """Four trainers, of which never more than two average at once."""
+    """Four trainers, of which never more than two average at once, and a fifth that comes later: it loads the state of
+    one of them, although no two of them have the same."""
     # from epoch 8 on the learning rate is zero, and only the averaging of parameters moves them
-    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 32}
-    pairs["--average_state_every"] = 1
+    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 48}
+    pairs |= {"--average_state_every": 1, "--load_state_compression": "none"}  # 16 bits of a weight are 1e-5 apart
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     names = ["a", "b", "c", "d"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
+    wait_until(lambda: min(len(history(tmp_path, name)) for name in names) >= 4, 90, "four epochs of all")
+    names.append("late")
+    trainers.append(start_trainer(start, tmp_path, "late", prefix, peers, pairs))
+    trainers[-1].wait_for(r"loaded the state of epoch (?:[4-9]|\d\d) \(was at 0\)", 90)
     for trainer in trainers:
         assert trainer.wait(200) == 0, trainer.text[-3000:]
     averaged = [line["averaged_with"] for name in names for line in history(tmp_path, name).values()]
@@ -118,7 +123,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data, opti
     for trainer in trainers:
         trainer.assert_clean_end(180)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
-    # whoever is ready first goes alone until the other is there
+    # the first peer steps alone until the other is there
     assert all(summary["epochs_averaged"] >= epochs / 2 for summary in summaries)
 
     options = OptimizerArguments(
@@ -186,11 +191,11 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     assert early.text.splitlines()[-1] == "stopped"
 
     patient = ("--averaging_timeout", 300, "--next_chunk_timeout", 300)
-    trainer = start("trainer", "run_trainer.py", *alone, *patient)
+    trainer = start("trainer", *choose_trainer(0), *alone, *patient)
     address = trainer.wait_for(r"--initial_peers (\S+)")[1]
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "silent", "--initial_peers": address}
     command = ("-m", "tests.programs.silent_trainer", *LOOPBACK, *flags(TRAINER, tiny_data, own))
-    silent = start("silent", *command, *patient)
+    silent = start("silent", *command)
     silent.wait_for("silent from now on", 150)
     trainer.interrupt()
     start_time = time.monotonic()

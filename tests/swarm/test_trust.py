@@ -1,18 +1,22 @@
-"""Whom a peer believes, waits for and counts, by records that the tests make."""
+"""The peers that a peer believes, waits for and counts, with records that the tests make."""
 
 from types import SimpleNamespace
 
 import pytest
 from hivemind.averaging.allreduce import AllreduceException
+from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
+from hivemind.utils import MPFuture, get_dht_time
 from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
 
+from swarm.averager import PeersUnreachableError
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
+from swarm.rounds import Rounds
 from swarm.trust import (
     BAN_SECONDS,
+    FORGIVEN_AFTER,
     MAX_BROKEN_ROUNDS,
     MAX_LEAD,
     MAX_MISSED_ROUNDS,
@@ -27,6 +31,17 @@ NAMES = [b"a", b"b", b"c", b"d"]
 
 def make_records(*names: bytes, epoch: int = 5, ago: float = 0.0) -> dict[bytes, SimpleNamespace]:
     return {name: SimpleNamespace(epoch=epoch, time=get_dht_time() - ago) for name in names}
+
+
+def make_record(name: bytes, epoch: int = 5, ago: float = 0.0) -> LocalTrainingProgress:
+    return LocalTrainingProgress(
+        peer_id=name,
+        epoch=epoch,
+        samples_accumulated=1,
+        samples_per_second=1.0,
+        time=get_dht_time() - ago,
+        client_mode=False,
+    )
 
 
 def make_trust(*known: bytes, epoch_seconds: float = 40.0) -> PeerTrust:
@@ -93,6 +108,9 @@ def test_ban_takes_longer_each_time_and_ends_with_a_newer_report():
         assert trust.excluded == {b"a"}, "it has not reported since"
         trust.update(make_records(*NAMES))
         assert not trust.excluded
+    trust.last_bans[b"a"] = 16 * BAN_SECONDS, get_dht_time() - (16 * FORGIVEN_AFTER + 1) * BAN_SECONDS
+    trust.ban({peer: "has sent nonsense after a long time"})
+    assert trust.banned_until[b"a"] == pytest.approx(get_dht_time() + BAN_SECONDS, abs=1)
 
 
 def test_silent_peer_is_back_once_it_reports():
@@ -108,7 +126,7 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     behind = make_records(b"c", epoch=4)
     for _ in range(MAX_MISSED_ROUNDS - 1):
         trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
-    trust.record_round([b"d"], reports, None, own_epoch=5)  # nobody waited for it
+    trust.record_round([b"d"], reports, None, own_epoch=5)  # no group waited for it
     assert not trust.unawaited_until
     trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
     assert set(trust.unawaited_until) == {b"a"} and trust.is_known(b"d")
@@ -170,6 +188,39 @@ def test_report_right_after_another_is_delayed_and_not_lost():
         finally:
             for tracker in trackers:
                 tracker.shutdown()
+
+
+def test_dht_without_an_answer_changes_nothing():
+    """No peer is forgiven, and the quorum stays, until the records that are known would have expired."""
+    with run_dhts([]) as (dht,):
+        tracker = make_tracker(dht, make_prefix(), 40, metadata_expiration=30.0)
+        try:
+            with tracker.pause_updates():
+                tracker.update_epoch(5)
+                tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
+                tracker.trust.mark_unresponsive([b"a"])
+                for _ in range(2):
+                    tracker.apply_records(None, 0.0)
+                    assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
+                    assert tracker.view.num_peers == 4 and tracker.count_min_group_size(awaits_all=False) == 3
+                tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
+                tracker.apply_records(None, 0.0)
+                assert not tracker.others and tracker.view.num_peers == 1
+        finally:
+            tracker.shutdown()
+
+
+def test_auxiliary_peer_does_not_count_the_peers_that_a_failed_round_has_missed():
+    with run_dhts([]) as (dht,):
+        tracker = make_tracker(dht, make_prefix(), 40)
+        try:
+            tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
+            gradients = SimpleNamespace(restore_pending=lambda: None)
+            rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
+            rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
+            assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
+        finally:
+            tracker.shutdown()
 
 
 def test_peer_whose_steps_take_no_time_is_seen():

@@ -22,7 +22,7 @@ from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, Uplink
 
-# What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
+# A round sends 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
 ROUND_SECONDS = 2 * 2 * PARAMETERS * 2 / 3 * 8e-6 / MBITS
 SETTINGS = {
@@ -34,7 +34,7 @@ SETTINGS = {
     "--average_state_every": 1000,
     "--metadata_expiration": 120,
     # these follow from the line
-    **dict.fromkeys(["--matchmaking_time", "--request_timeout", "--averaging_timeout", "--next_chunk_timeout"]),
+    **dict.fromkeys(["--matchmaking_time", "--averaging_timeout", "--next_chunk_timeout"]),
 }
 
 
@@ -69,7 +69,7 @@ def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the other tests
     first = swarm.wait_for_joint_epochs(names, 1, 240)[0]
-    until_then = {name: len(swarm.trainers[name].text) for name in names}  # who starts later may miss a round
+    until_then = {name: len(swarm.trainers[name].text) for name in names}  # a peer that starts later may miss a round
     joint = swarm.wait_for_joint_epochs(names, 8, 8 * (ROUND_SECONDS + 20), after=first)
     assert joint == list(range(first + 1, first + len(joint) + 1)), "none was missed"
     for name in names:
@@ -163,7 +163,7 @@ def start_three_peers(
 
 
 def wait_for_rounds(peers: dict[str, Script], count: int, seconds: float) -> list[tuple[dict, ...]]:
-    """What each of three says of so many rounds in a row of all of them."""
+    """Return the reports of three peers about this number of joint rounds in a row."""
 
     def find_joint() -> list[tuple[dict, ...]]:
         lines = [epochs(peer) for peer in peers.values()]
@@ -188,7 +188,7 @@ def test_rounds_on_volunteers_lines_are_averaged_by_all(start, net):
     rounds = wait_for_rounds(peers, 3, 240)
     for (first, *others), before in zip(rounds[1:], rounds, strict=False):
         assert [line["parameter"] for line in others] == [pytest.approx(first["parameter"], rel=1e-5)] * 2
-        # each number goes to who averages it from the two others, and back; what else, where a round was repeated
+        # each number goes from two peers to the third, and back; a repeated round sends more
         sent = sum(line["traffic"][0] - was["traffic"][0] for line, was in zip((first, *others), before, strict=True))
         # a machine that is too busy to fill its line sends a part, as the next test shows
         if not any("sending" in peer.text for peer in peers.values()):
@@ -288,7 +288,7 @@ def test_a_queue_lowers_the_rate_to_what_the_line_carries():
         return uplink.mbits
 
     uplink.set_bandwidth(100, is_fixed=False)
-    assert look(10, 0.0) == pytest.approx(163, abs=1)  # what was measured is no limit
+    assert look(10, 0.0) == pytest.approx(163, abs=1)  # a measured bandwidth is no limit
     lowered = look(1, 0.2)
     assert lowered == pytest.approx(0.94 * 163 / 1.05**3, abs=1)  # it was too much some looks ago already
     assert look(1, 0.2) == lowered  # the same queue
@@ -298,7 +298,7 @@ def test_a_queue_lowers_the_rate_to_what_the_line_carries():
     assert lowered < look(10, 0.0) < 1.02 * lowered  # slowly at first
     assert look(35, 0.0) > 1.15 * lowered  # the line may have become faster
     uplink.set_bandwidth(10, is_fixed=True)
-    assert look(10, 0.0) == pytest.approx(10)  # what the user has said is a limit
+    assert look(10, 0.0) == pytest.approx(10)  # the user's bandwidth is a limit
 
 
 class SilentNode:
@@ -325,7 +325,7 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, se
     monkeypatch.setattr("swarm.uplink.MAX_RESPONSE_TIMEOUT", 2.0)
     uplink = Uplink()
     uplink.set_bandwidth(20, is_fixed=False)
-    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # what 4 Mbit/s carry in two seconds
+    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # the bytes that 4 Mbit/s carry in two seconds
 
     async def run() -> float:
         draining = asyncio.create_task(uplink.drain(SilentNode(seconds), 0, time.monotonic() - 1.0))
@@ -354,14 +354,14 @@ def test_a_group_waits_for_all_then_for_most():
 
     assert is_enough(4, b"a", b"b", b"c") == (False, False) and is_enough(4, b"a", b"b", b"c", b"d") == (True, True)
     assert is_enough(3, b"a", b"b", b"c") == (True, True) and is_enough(3, b"a", b"b") == (False, False)
-    # auxiliary peers, which nobody expects, are no part of a majority
+    # auxiliary peers, which are not expected, are no part of a majority
     assert is_enough(3, b"b", b"x", b"y", b"z") == (False, False)
-    # nor is a quorum there when all have come who are left of a swarm that is cut in two
+    # nor do all peers of one half of a divided swarm make a quorum
     assert is_enough(5, b"a", b"b", b"c", b"d") == (False, False)
     step.triggered = False  # this peer's epoch goes on
     assert is_enough(4, b"a", b"b", b"c", b"d") == (True, False)
     step.triggered = True
-    # averagers of states: all at once, or whoever is there when the time is up
+    # averagers of states: all at once, or those that are there at the end of the wait
     assert is_enough(1, b"a", b"b") == (False, True) and is_enough(1, b"a", b"b", b"c", b"d") == (True, True)
 
 
@@ -376,7 +376,7 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     assert uplink.timeouts.averaging == pytest.approx(300.0 + 25.0) and uplink.timeouts.next_chunk == pytest.approx(
         50.0
     )
-    uplink.expect_round(1e9)  # what others claim has a cap, what this peer's own bytes take has none
+    uplink.expect_round(1e9)  # other peers' claims have a cap; the time of this peer's own bytes has none
     assert uplink.timeouts.averaging == pytest.approx(3 * MAX_CLAIMED_ROUND + 25.0)
     uplink.expect_round(1e9, own_seconds=250.0)
     assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 25.0)
@@ -399,7 +399,7 @@ def test_a_plan_spares_the_others_a_slow_line():
     assert slow.num_partitions == (1, 1, 7, 1)
     assert slow.modes == (node, node, client, node) and slow.fractions == (1, 1, 0, 1)
     assert slow.seconds < 25
-    # a difference that costs nobody three seconds is none, nor is that to a server which helps, or is one of few
+    # a difference below three seconds does not matter, nor does that to a server that helps or is one of few
     assert plan_allreduce(4e6, (1, 1, 1), (node,) * 3, (20, 20, 2)).num_partitions == (1, 1, 1)
     helped = plan_allreduce(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000))
     assert helped.num_partitions == (1, 1, 1, 1)

@@ -12,13 +12,7 @@ from rows import are_equal, make_batches, make_rows
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import (
-    IndexedBatches,
-    check_data_arguments,
-    cut_rows,
-    data_seed,
-    sequence_length_at,
-)
+from text.batches import IndexedBatches, check_data_arguments, cut_rows, data_seed, sequence_length_at
 from text.instances import BLOCKS, PAIRS, TEXT
 
 
@@ -179,7 +173,7 @@ def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], 
 def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
     rows, blocks = make_blocks(TEXT.columns)
     texts = {tuple(row["input_ids"]) for row in rows}
-    args = DataArguments(pad_to_multiple_of=16)
+    args = DataArguments()
     batches = make_batches(blocks, tokenizer, 12, args)
     for batch in [*batches, *data.make_eval_batches(blocks, tokenizer, args, batch_size=7)]:
         assert set(batch) == {"input_ids", "attention_mask", "labels"}
@@ -219,8 +213,6 @@ def test_sequence_length_grows_with_the_epoch():
         *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
         *(60, 60),
     ]
-    args = DataArguments(**GROWING, pad_to_multiple_of=1)
-    assert [sequence_length_at(epoch, args) for epoch in range(3)] == [24, 27, 31]
     # one that is no multiple itself is where it begins
     args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
     assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
@@ -281,8 +273,8 @@ def test_the_next_batch_has_the_new_length_whatever_the_workers(dataset, tokeniz
 
 def test_a_length_for_good(dataset, tokenizer):
     """max_sequence_length alone cuts as well, and sets what is padded to."""
-    batches = make_batches(dataset, tokenizer, 30, DataArguments(max_sequence_length=37, pad_to_multiple_of=8))
-    assert {batch["input_ids"].shape[1] for batch in batches} == {24, 32, 37}
+    batches = make_batches(dataset, tokenizer, 30, DataArguments(max_sequence_length=37))
+    assert max(batch["input_ids"].shape[1] for batch in batches) == 37
     whole = {tuple(row["input_ids"]) for row in dataset}
     for ids, labels, mask in ((b["input_ids"], b["labels"], b["attention_mask"].bool()) for b in batches):
         for row, kept in zip(torch.where(labels == -100, ids, labels), mask, strict=True):

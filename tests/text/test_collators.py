@@ -1,4 +1,4 @@
-"""Masking: how often, whole words, by seed; and who finds where words begin."""
+"""Masking: its rate, whole words, seeds, and the starts of words."""
 
 import itertools
 from functools import partial
@@ -13,18 +13,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from arguments import DataArguments, TokenizeArguments
+from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import (
-    IndexedBatches,
-    check_data_arguments,
-)
+from text.batches import IndexedBatches, check_data_arguments
 from text.collators import DataCollatorForWholeWordMask, number_words, to_tensors
-from text.documents import (
-    read_text,
-)
+from text.documents import read_text
 from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 
 def test_masking_rates(dataset, tokenizer):
@@ -136,11 +132,11 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
     tokenizer, _ = piecewise
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
-    args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
+    args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3)
     collate = partial(data.make_collator, tokenizer=tokenizer, args=args)
     stored = to_tensors(IndexedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
-    collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
-    assert stored["input_ids"].shape[1] % 16 == 0
+    collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 8, whole_word_mask)
+    assert stored["input_ids"].shape[1] % 8 == 0
     assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
     # arrays and tensors are as good as lists, and special tokens are known without being told
     arrays = [{name: np.array(value) for name, value in row.items() if name != "special_tokens_mask"} for row in rows]

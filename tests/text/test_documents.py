@@ -83,11 +83,8 @@ def test_files_plain_and_packed(tmp_path, suffix, pack):
 
 
 def test_sentences_stay_in_their_paragraph():
-    assert split_sentences(["Dr. Smith went home. He slept", "Then"]) == [
-        "Dr. Smith went home.",
-        "He slept",
-        "Then",
-    ]
+    sentences = split_sentences(["Dr. Smith went home. He slept", "Then"])
+    assert sentences == ["Dr. Smith went home.", "He slept", "Then"]
 
 
 # ---------------------------------------------------------------- sentence-order pairs
@@ -119,9 +116,8 @@ def test_pairs_reproduce_and_differ_by_document():
         return make_sentence_pairs(sentences, 64, make_document_random(seed, split, index))
 
     assert make(1, "train", 0) == make(1, "train", 0)
-    assert (
-        len({str(make(*key)) for key in ((1, "train", 0), (2, "train", 0), (1, "validation", 0), (1, "train", 1))}) == 4
-    )
+    keys = ((1, "train", 0), (2, "train", 0), (1, "validation", 0), (1, "train", 1))
+    assert len({str(make(*key)) for key in keys}) == 4
 
 
 def test_cut_falls_on_every_sentence():

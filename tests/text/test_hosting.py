@@ -19,7 +19,7 @@ import torch
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 
-from arguments import DataArguments, ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments
 from common.console import UserError
 from common.files import hash_file
 from experiment import data
@@ -27,6 +27,7 @@ from text import fetch, shards
 from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 SHARDS = 3
 
@@ -62,7 +63,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def left_in(cache: Path) -> list[str]:
-    """What is in the cache besides locks."""
+    """Return the names of the files in the cache, except for locks."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
 
 
@@ -153,12 +154,11 @@ def test_a_cut_download_is_of_one_file_where_nothing_tells_whether_it_changed(se
     assert server.requests == [("/big.tar", wanted) for wanted in (None, "bytes=1000000-", None)]
 
 
-@pytest.mark.parametrize("has_if_range", [True, False])
 @pytest.mark.parametrize("change", ["larger", "smaller"])
-def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, has_if_range, change):
-    """Also from a server that continues with the new file, or has no such range of it any more."""
+def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, change):
+    """From a server that continues with the new file, or has no such range of it any more."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
-    server.folder, server.has_if_range = tmp_path, has_if_range
+    server.folder = tmp_path
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
     server.cuts["/data.tar"] = [(hosted / first).stat().st_size - 1000]
     server.answers["/data.tar"] = [200, 404]
@@ -250,7 +250,7 @@ def make_hostile_tar(path: Path, kind: str) -> None:
         )
         member.linkname, member.devmajor, member.devminor = target or "", 1, 3
         archive.addfile(member, io.BytesIO(b""))
-        if "symlink" in kind:  # and what would go through the link
+        if "symlink" in kind:  # and a file whose path goes through the link
             inside = tarfile.TarInfo("dataset/link/escaped")
             inside.size = 2
             archive.addfile(inside, io.BytesIO(b"{}"))
@@ -272,7 +272,7 @@ def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, k
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A disk of its own in `folder`, where the system permits that."""
+    """Mount a small disk in `folder`, if the system permits that."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
@@ -461,7 +461,7 @@ def open_local(hosted: Path, tmp_path: Path):
 
 
 def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cache):
-    """Without a lock or a mark of whoever filled it."""
+    """The reader writes neither a lock nor a mark."""
     expected = take(*open_local(hosted, tmp_path), 260)
     with small_disk(cache, "20m"):
         shutil.copytree(tmp_path / "local", cache, dirs_exist_ok=True)
@@ -496,7 +496,7 @@ def test_the_end_need_not_wait_for_a_shard(server, cache):
         data.make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1, stop=stop)
     )
     threading.Timer(1.0, stop.set).start()
-    assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
+    assert 0 < len(list(batches)) < 100  # the batches of the first shard, then the end
 
 
 @pytest.mark.slow
@@ -516,7 +516,7 @@ def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server
     server.is_stalling = True
     first = start("first", *command)
     wait_until(lambda: any("-of-" in path and count == 10_000 for path, count in server.sent), 60, "a part of a shard")
-    # what is on its way is not there yet
+    # a part of a file may still be in memory
     wait_until(
         lambda: [1 for part in (tmp_path / "cache").glob("*.part") if part.stat().st_size >= 10_000], 30, "a part"
     )

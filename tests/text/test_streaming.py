@@ -1,4 +1,4 @@
-"""text/streams.py and what is made of it: sources, mixture, broken records, resume, and a trainer that uses it."""
+"""text/streams.py: sources, mixtures, broken records, resumption, and a trainer that uses them."""
 
 import gzip
 import itertools
@@ -101,7 +101,7 @@ def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
     assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
     endless = source.read(1, Position(), GO_ON)
     assert [text for text, _ in itertools.islice(endless, 48)] == sum(passes[:3], [])
-    # a file more: what was read is of another order, so the next pass begins
+    # a new file: the order has changed, so the next pass starts
     behind = next(source.read(1, Position(), GO_ON))[1]
     write_jsonl(tmp_path / "8.jsonl", ["8a"])
     source = Source(path=f"{tmp_path}/*.jsonl", name="files")
@@ -143,7 +143,7 @@ def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
             first_pass = itertools.takewhile(lambda item: item[1].number == 0, source.read(1, Position(), GO_ON))
             found[path.name[0]] = [text for text, _ in first_pass], source.broken
     assert found["a"][0] == RECORDS[:50]
-    # the next pass, where it was seen that this one is over, begins with three more
+    # the next pass has already started with three more
     assert found["a"][1] == len(broken) + 3
     assert len(found["b"][0]) > 4000 and set(found["b"][0]) == set(RECORDS[:50])
     assert found["b"][1] == 1
@@ -273,8 +273,11 @@ def austen(tmp_path, monkeypatch) -> Path:
     return write_sources(tmp_path / "sources.json", *entries)
 
 
-def open_stream(tokenizer, sources, kind=PAIRS, **options):
-    return data.make_training_dataset(tokenizer, DataArguments(streaming=True, sources=sources, **options), kind)
+def open_stream(tokenizer, sources, kind=PAIRS, shuffle_buffer=data.SHUFFLE_BUFFER, **options):
+    args = DataArguments(streaming=True, sources=sources, **options)
+    dataset = data.make_training_dataset(tokenizer, args, kind)
+    dataset.shuffle_buffer = shuffle_buffer
+    return dataset
 
 
 def make_batches(tokenizer, sources, count, collator=None, **options):
@@ -398,14 +401,8 @@ def test_russian_goes_through_razdel():
     assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
     assert split_sentences(paragraph, "russian", "punkt")[0] != sentences[0]
     english = ["Dr. Smith went home. He slept."]
-    assert (
-        split_sentences(english)
-        == split_sentences(english, splitter="punkt")
-        == [
-            "Dr. Smith went home.",
-            "He slept.",
-        ]
-    )
+    expected = ["Dr. Smith went home.", "He slept."]
+    assert split_sentences(english) == split_sentences(english, splitter="punkt") == expected
 
 
 def test_sources_name_their_splitter(tmp_path):
@@ -414,11 +411,11 @@ def test_sources_name_their_splitter(tmp_path):
         {"path": path, "name": "1", "language": "russian"},
         {"path": path, "name": "2", "sentence_splitter": "razdel"},
     ]
-    sources = read_sources(write_sources(tmp_path / "s.json", *entries), "punkt")
-    assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
+    sources = read_sources(write_sources(tmp_path / "s.json", *entries))
+    assert [source.sentence_splitter for source in sources] == ["auto", "razdel"]
 
 
-# ---------------------------------------------------------------- what the user has to fix
+# ---------------------------------------------------------------- errors that the user can fix
 
 
 @pytest.mark.parametrize(
@@ -472,18 +469,8 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devic
     """Each of its ranks where that has stopped."""
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
-        *(
-            "--config_path",
-            "configs/demo.json",
-            "--max_sequence_length",
-            "128",
-            "--optim",
-            "adamw",
-            "--learning_rate",
-            "1e-3",
-            "--warmup_steps",
-            "2",
-        ),
+        *("--config_path", "configs/demo.json", "--max_sequence_length", "128", "--optim", "adamw"),
+        *("--learning_rate", "1e-3", "--warmup_steps", "2"),
         *("--total_steps", "1000", "--target_batch_size", "32", "--per_device_train_batch_size", "16"),
         *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "2"),
         *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),

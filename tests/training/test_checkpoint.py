@@ -1,4 +1,4 @@
-"""Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
+"""Training states on disk: bit for bit, complete or absent, and resumption after kill -9."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ from training.checkpoint import (
     CheckpointError,
     check_weights,
     choose_state,
-    claim_folders,
     find_checkpoints,
     load_state,
 )
@@ -91,7 +89,7 @@ def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_d
 
 
 def test_weights_that_are_not_trained_must_be_those_of_the_run(saved):
-    """No peer sends them: a state with others would train on something that nobody else has."""
+    """No peer sends them, so a state with other frozen weights would train another model."""
     model, save = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
     state = save(2)
@@ -148,32 +146,13 @@ def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
     assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
 
 
-def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
-    model, save = saved
-    file = tmp_path / "state.pt"
-    arguments = TrainerArguments(output_dir=str(tmp_path), state_path=str(file))
-    assert choose_state(arguments, model, "a") is None
-    state = save(4)
-    for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
-        assert write_file(file, partial(torch.save, {**state, "local_epoch": epoch}))
-        assert choose_state(arguments, model, "a") == expected
-    for size in (file.stat().st_size // 2, 10, 0):
-        os.truncate(file, size)
-        caplog.clear()
-        assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
-        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
-        assert str(file) in warning
-
-
-def test_a_folder_is_no_state_file(tmp_path):
-    """It was replaced, with all that was in it."""
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    """It was, with all that was in it."""
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "weights").touch()
     assert not write_file(folder, "a state")
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
-    with pytest.raises(UserError, match=f"--state_path {folder} is a folder"):
-        claim_folders(TrainerArguments(output_dir=str(tmp_path), state_path=str(folder)))
 
 
 def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
@@ -219,7 +198,7 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
 
 @pytest.mark.slow
 def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
-    """At random moments of a process that does nothing but write; what is there is whole, and of one writing."""
+    """Kill a process that only writes at random moments; each file on disk is complete, and of one write."""
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
     folder.mkdir()
     for number in range(4):
@@ -233,7 +212,7 @@ def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
         states = [load_state(path) for path in find_checkpoints(folder)] + [load_state(folder / "state.pt")]
         for state in states:
             assert all((tensor == state["number"]).all() for tensor in state["model"].values())
-        # what was finished is there
+        # the finished states are there
         assert states[-2]["number"] >= last and states[-1]["number"] >= last - 1
         tried += bool(list(folder.glob(".*.unfinished")))
         for path in find_checkpoints(folder):
@@ -311,11 +290,11 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
 
 
 def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
-    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+    """Neither a checkpoint, nor the history, nor the model at the end has room."""
     disk = small_disk(20_000)
-    # so many epochs that the disk is full before the first of these files is due
-    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60, "--backup_every_epochs": 60}
-    own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
+    # the disk must be full before the first of these files is due
+    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60}
+    own = {"--resume_from_checkpoint": "none"}
     trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
     trainer.wait_for("trainer run ")
     with open(disk / "filler", "wb") as filler:
@@ -325,7 +304,7 @@ def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_dat
     assert "epoch 80, contributed" in trainer.text and "NOT SAVED" in trainer.text
     # one for each file
     names = re.findall(r"warning: Could not .*/disk20000/(\S+): .*No space left", trainer.text)
-    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-60"}), trainer.text
+    assert sorted(names) == sorted({*names, "checkpoint-60"}), trainer.text
     assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 
@@ -430,7 +409,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
-    """What the monitor saves is a whole training state: where all trainers are lost, a new one continues from it."""
+    """The monitor saves whole training states: if all trainers are lost, a new one continues from there."""
     prefix = make_prefix()
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
     shared = {**ALONE, **tiny_data, "--target_batch_size": 256}

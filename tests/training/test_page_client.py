@@ -1,4 +1,4 @@
-"""The status page and joining by HOST:PORT: what a visitor gets, and what a hostile visitor or page can do."""
+"""The status page and joining by HOST:PORT, with friendly and hostile visitors and pages."""
 
 import contextlib
 import json
@@ -15,7 +15,8 @@ from records import make_metrics, run_peers
 
 import run_trainer
 import run_training_monitor
-from arguments import SwarmArguments, make_host_maddrs
+from arguments import SwarmArguments
+from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
@@ -31,7 +32,7 @@ def page(prefix: str, *maddrs: object, status: str = "200 OK", **more) -> bytes:
 
 @contextlib.contextmanager
 def serve(answer: bytes, hang_up: bool = True):
-    """A server that gives everybody this answer, whatever they ask; yields its HOST:PORT."""
+    """Run a server that gives this answer to each request, and yield its HOST:PORT."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         visitors = []
 

@@ -1,0 +1,99 @@
+"""Open a trained model for fine-tuning: a folder or an id on the Hub, or a checkpoint of RuLeanALBERT."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer
+
+from common.console import UserError, first_line
+from models.build import warn_of_weights
+from models.ruleanalbert import load_ruleanalbert
+
+
+@dataclass
+class Pretrained:
+    """The source of the weights: a folder or an id for from_pretrained, or the encoder of a loaded RuLeanALBERT."""
+
+    name: str
+    config: transformers.PretrainedConfig
+    tokenizer: transformers.PreTrainedTokenizerBase
+    encoder: torch.nn.Module | None = None
+    #: whether unused weights were reported, because each seed loads the weights again
+    is_reported: bool = False
+
+
+def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
+    """Load the config and tokenizer of a folder or id, or raise a UserError."""
+    transformers.utils.logging.set_verbosity_error()  # it warns of the new head
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return Pretrained(str(name), config, load_tokenizer(name))
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"{what} cannot be loaded ({first_line(e)}): {cure}") from e
+
+
+def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or id; the errors are those of from_pretrained."""
+    names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+    # AutoTokenizer would replace the normalizer of RuLeanALBERT by that of AlbertTokenizer
+    is_ruleanalbert = [(Path(name) / file).is_file() for file in names] == [True, True, False]
+    kind = transformers.PreTrainedTokenizerFast if is_ruleanalbert else AutoTokenizer
+    return kind.from_pretrained(name, trust_remote_code=False)
+
+
+def load_old_checkpoint(path: Path) -> Pretrained:
+    """Load a state.pth of RuLeanALBERT, with config.json and tokenizer/ in the same folder, as in its guide."""
+    for part in ("config.json", "tokenizer/tokenizer.json"):
+        if not (path.parent / part).is_file():
+            raise UserError(f"--checkpoint {path} needs {path.parent / part}: get it from the source of the state")
+    try:
+        model = load_ruleanalbert(path.parent / "config.json", path)
+        return Pretrained(str(path), model.config, load_tokenizer(path.parent / "tokenizer"), model.albert)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"--checkpoint {path} cannot be loaded: {first_line(e)}") from e
+
+
+def check_tokenizer(pretrained: Pretrained) -> None:
+    """Raise a UserError if the tokenizer does not fit the model."""
+    pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
+    # other models may have rounded the size of the vocabulary up
+    if pieces > rows or (pieces < rows and pretrained.config.model_type == "lean_albert"):
+        raise UserError(
+            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, use the "
+            "tokenizer that it was trained with"
+        )
+    if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
+        raise UserError(f"the tokenizer of {pretrained.name} cannot pad or has no fast version: choose another model")
+
+
+def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = False) -> torch.nn.Module:
+    """Load a model, and raise a UserError if weights are missing, which from_pretrained silently initializes.
+
+    :param is_tuned: whether the head must be among the weights
+    """
+    try:
+        options = dict(config=pretrained.config, dtype=torch.float32, output_loading_info=True)
+        model, info = auto_class.from_pretrained(pretrained.name, trust_remote_code=False, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        raise UserError(
+            f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model"
+        ) from e
+    # heads are ignored: the task's head is new, and the pretraining head is unused
+    encoder = {*model.base_model.parameters()}
+    absent = [name for name, param in model.named_parameters() if name in info["missing_keys"]]
+    lacking = [name for name in absent if is_tuned or model.get_parameter(name) in encoder]
+    # some models are trained without a pooler
+    if missing := [name for name in lacking if is_tuned or "pooler" not in name]:
+        raise UserError(
+            f"{pretrained.name} has no weights for {len(missing)} of its tensors ({missing[0]}, ...): give a folder "
+            "whose weights and config.json belong together"
+        )
+    if not pretrained.is_reported:
+        unused = [name for name in info["unexpected_keys"] if name.startswith(f"{model.base_model_prefix}.")]
+        warn_of_weights(pretrained.name, model, lacking, unused)
+        pretrained.is_reported = True
+    return model

@@ -1,0 +1,120 @@
+"""Checks that take no time, of this machine and of the first epochs; training/preflight.py has the others."""
+
+import logging
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from arguments import TrainerArguments
+from common.console import UserError, format_bytes, format_count, name_flags
+from models.build import find_longest_sequence
+from swarm.config import SwarmConfig, make_config
+from swarm.dht import raise_file_limit
+from swarm.identity import KEY_FILE, keep_identity
+from text.batches import check_data_arguments
+from training.checkpoint import choose_state, claim_folders
+
+logger = logging.getLogger("checks")
+
+ENOUGH_FILES = 4096
+# measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, send and restore
+HOST_BYTES_PER_PARAMETER = 79
+SHARED_BYTES_PER_PARAMETER = 12  # of these in /dev/shm
+STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
+
+
+@dataclass
+class Check:
+    """One line of the table, and a hint for a problem."""
+
+    what: str
+    message: str
+    hint: str = ""
+    is_fatal: bool = False
+    is_warning: bool = False
+
+    @property
+    def level(self) -> str:
+        """Return ok, warning or fatal."""
+        return "fatal" if self.is_fatal else "warning" if self.is_warning else "ok"
+
+    def __str__(self) -> str:
+        line = name_flags(f"{self.level:<8}{self.what:<15} {self.message}")
+        return line if self.level == "ok" or not self.hint else f"{line}\n{'':24}-> {self.hint}"
+
+
+def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
+    """Run the checks that take no time."""
+    files = raise_file_limit()
+    message = f"{files:,} at most" if files < math.inf else "no limit"
+    hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
+    checks = [Check("open files", message, hint, is_warning=files < ENOUGH_FILES)]
+    free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
+    message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
+    hint = "end other programs, add swap, or train a smaller --config_path"
+    checks.append(Check("memory", message, hint, is_fatal=free < needed, is_warning=free < 1.2 * needed))
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
+    if os.path.isdir("/dev/shm"):
+        # containers often have 64 MB, and a bus error kills a process that needs more, without a message
+        free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
+        message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
+        hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+        checks.append(Check("shared memory", message, hint, is_fatal=free < needed))
+    return checks
+
+
+def check_disk(folder: str, parameters: int, kept: int) -> Check:
+    """Check the free space for the model and `kept` training states; less than one of them is fatal."""
+    # one more than are kept may be in the making
+    one, needed = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
+    path = Path(folder).absolute()
+    free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+    message = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
+    if free < one:
+        message = f"{folder} has {format_bytes(free)} free, {format_bytes(one)} needed for the model and one checkpoint"
+    hint = "free some, or choose another --output_dir: checkpoints would be lost"
+    return Check("disk", message, hint, is_fatal=free < one, is_warning=free < needed)
+
+
+def check_step_time(seconds: float, batch_size: int) -> Check:
+    """Check the time of a step, after each of which this peer reports its progress."""
+    message = f"{seconds:.2f} s per step of {batch_size} samples; 0.5 to 10 s are recommended"
+    hint = f"{'raise' if seconds < 0.5 else 'lower'} --per_device_train_batch_size or --gradient_accumulation_steps"
+    return Check("step time", message, hint, is_warning=not 0.5 <= seconds <= 10)
+
+
+def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
+    """Check the time of an epoch with this many peers, this one included. A single peer looks for no group."""
+    is_short = peers > 1 and seconds < matchmaking_time
+    message = f"about {seconds:,.1f} s with {format_count(peers, 'peer')}"
+    if is_short:
+        message += f": others wait up to {matchmaking_time:.3g} s for a late peer (--matchmaking_time)"
+    hint = "raise --target_batch_size (on all peers) or lower --matchmaking_time: an epoch should take longer than that"
+    return Check("epoch time", message, hint, is_warning=is_short)
+
+
+def warn_of(checks: list[Check]) -> None:
+    """Log each problem in one line, or raise a UserError if the disk has no room for a checkpoint."""
+    for check in checks:
+        if check.what == "disk" and check.is_fatal:
+            raise UserError(f"{check.message}: {check.hint}")
+        if check.level != "ok":
+            logger.warning(f"{check.what}: {check.message}; {check.hint}")
+
+
+def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
+    """Check a trainer's needs before it joins, lock its folders, and keep its identity there.
+
+    :param groups: instances of TRAINER_ARGS
+    :returns: the state to resume from, if any
+    """
+    swarm, *_, data_args, args = groups
+    check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+    warn_of(check_machine(model.num_parameters(), args))
+    claim_folders(args)
+    keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
+    return choose_state(args, model, swarm.experiment_prefix)
