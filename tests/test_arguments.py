@@ -22,20 +22,20 @@ READERS = [path.read_text() for module, path in MODULES.items() if module != "ar
 
 
 @pytest.mark.parametrize("group, field", FIELDS, ids=[f"{group.__name__}.{field.name}" for group, field in FIELDS])
-def test_flag_has_help_and_is_read(group, field):
+def test_flags_have_help_and_are_read(group, field):
     assert len(field.metadata.get("help", "")) > 20
     # read outside the checks of its own dataclass, as an attribute or by its name
     is_read = any(re.search(rf"""[."]{field.name}\b""", text) for text in READERS)
     assert is_read or field.name in ONLY_CHECKED, f"nothing reads --{field.name}"
 
 
-def test_flags_of_one_script_do_not_collide():
+def test_flags_of_script_do_not_collide():
     for groups in GROUPS.values():
         names = [field.name for group in groups for field in dataclasses.fields(group)]
         assert len(names) == len(set(names))
 
 
-def test_steps_count_epochs_and_say_so():
+def test_flags_in_steps_mention_epochs():
     for _, field in FIELDS:
         if field.name.endswith("_steps"):
             assert re.search(r"[Ee]poch", field.metadata["help"]), field.name
@@ -93,7 +93,7 @@ def test_steps_count_epochs_and_say_so():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
+def test_invalid_flag_is_one_line(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["./run_trainer.py", *flags])
     with pytest.raises(UserError) as error:
         arguments.parse_arguments(
@@ -109,7 +109,7 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
 
 
 @pytest.mark.parametrize("script, number", [("run_trainer", 38), ("run_training_monitor", 30), ("finetune_mlm", 18)])
-def test_help_lists_the_flags_that_matter_first(script, number, monkeypatch, capsys):
+def test_help_lists_basic_flags_first(script, number, monkeypatch, capsys):
     texts, example = {}, "    python run_trainer.py --experiment_prefix my_albert \\\n        --fp16\n"
     groups = GROUPS[f"{script}.py"]
     monkeypatch.setenv("COLUMNS", "80")
@@ -130,7 +130,7 @@ def test_help_lists_the_flags_that_matter_first(script, number, monkeypatch, cap
         assert re.search(r"\n  --whole_word_mask, --no_whole_word_mask\n[^-]+\(default: on\)", texts["--help_all"])
 
 
-def test_no_limit_is_infinite():
+def test_infinite_limit_is_accepted():
     arguments.OptimizerArguments(max_grad_norm=float("inf"))
     arguments.MonitorArguments(refresh_period=float("inf"))
     for number in (0.0, float("nan")):
@@ -144,7 +144,7 @@ PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")
 
 
 @pytest.mark.parametrize("module", [name for name, path in MODULES.items() if PARSES.search(path.read_text())])
-def test_a_typo_is_answered_before_the_slow_imports(module):
+def test_typo_is_answered_before_imports(module):
     command = [sys.executable, "-X", "importtime", "-m", module, "--nonsense"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     *imported, line = run.stderr.splitlines()
@@ -161,13 +161,13 @@ def test_a_typo_is_answered_before_the_slow_imports(module):
         ({"model_name_or_path": "a", "tokenizer_path": "data/tokenizer"}, (None, "data/tokenizer")),
     ],
 )
-def test_shape_and_tokenizer_come_from_the_pretrained_model_unless_others_are_named(given, expected):
+def test_pretrained_model_sets_config_and_tokenizer(given, expected):
     args = arguments.ModelArguments(**given)
     assert (args.config_path, args.tokenizer_path) == expected
     assert dataclasses.replace(args) == args
 
 
-def test_a_missing_tokenizer_names_the_script_that_makes_it():
+def test_missing_tokenizer_names_its_script():
     run = run_python("run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder", expect=2)
     assert "Traceback" not in run.stderr
     [line] = [line for line in run.stderr.splitlines() if "error:" in line]

@@ -48,7 +48,7 @@ def joint_rounds(*peers) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_clients_average_through_an_auxiliary_peer(start):
+def test_clients_average_through_aux_peer(start):
     """No other peer accepts a connection. The auxiliary peer sends nothing of its own; hivemind's sends a gradient with
     a weight of zero."""
     prefix = make_prefix()
@@ -75,7 +75,7 @@ def test_two_clients_average_through_an_auxiliary_peer(start):
     assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
 
 
-def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
+def test_clients_survive_loss_of_aux_peer(start):
     """A client that comes late takes over the state of another client, through an auxiliary peer; one of two such peers
     is killed, and the rounds go on."""
     prefix = make_prefix()
@@ -100,7 +100,7 @@ def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
 
 
 @pytest.mark.slow
-def test_a_public_trainer_takes_over_the_state_of_clients(start):
+def test_public_trainer_loads_state_of_clients(start):
     """It comes from nothing, and theirs is the state that counts, though it alone sends its state to anybody."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
@@ -120,7 +120,7 @@ def test_a_public_trainer_takes_over_the_state_of_clients(start):
 
 
 @pytest.mark.slow
-def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(start, tmp_path, tiny_data):
+def test_client_trainers_learn_through_archiving_aux_peer(start, tmp_path, tiny_data):
     """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
     connection. It saves a state that one of them has given it."""
     prefix, data = make_prefix(), {name: str(path) for name, path in tiny_data.items()}
@@ -157,7 +157,7 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
     assert len(stamp["given_by"]) == 1 and stamp["given_by"][0] in ids
 
 
-def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
+def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
     """It stops before its start if trainers are there, or else once the first ones have joined."""
     prefix = make_prefix()
     command = ["run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5]

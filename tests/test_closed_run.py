@@ -14,7 +14,7 @@ from swarm.credentials import Authority
 
 
 @pytest.mark.slow
-def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_data):
+def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data):
     """Two clients average through an auxiliary peer; one of them is revoked, and the other one continues."""
     prefix, key = make_prefix(), tmp_path / "authority.pem"
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")
@@ -83,7 +83,7 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_authority_stay_separate(start, tmp_path, tiny_data):
+def test_invitation_is_valid_for_one_run(start, tmp_path, tiny_data):
     """An invitation to one run is not valid for the other."""
     key, prefixes = tmp_path / "authority.pem", (make_prefix(), make_prefix())
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")

@@ -33,7 +33,7 @@ def test_imports_run_one_way():
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError
 
 
-def test_nothing_from_the_network_is_run():
+def test_code_runs_nothing_from_network():
     """A pickle, or a model with its own code, can run any program."""
     for path in (*FILES, *ROOT.glob("benchmarks/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -53,7 +53,7 @@ def test_nothing_from_the_network_is_run():
                 assert options.get("allow_pickle", "False") == "False", where
 
 
-def test_hivemind_is_patched_in_one_file():
+def test_hivemind_is_patched_only_in_patches():
     """Only swarm/identity.py sets the process-wide key, and no object changes its class."""
     patches = {"swarm/patches.py", "swarm/identity.py"}
     for path in FILES:
@@ -72,7 +72,7 @@ def test_hivemind_is_patched_in_one_file():
                 assert target.split(".")[0] not in theirs or name in patches, f"{name}: {target}"
 
 
-def test_what_people_run_can_be_run_by_its_name():
+def test_scripts_are_executable():
     for path in ROOT.glob("*.py"):
         if "__main__" in (text := path.read_text()):
             assert text.startswith("#!/usr/bin/env python\n") and os.access(path, os.X_OK), path.name
@@ -82,7 +82,7 @@ def list_swarm() -> list:
     return sorted(path for path in FILES if path.parent.name == "swarm")
 
 
-def test_swarm_keeps_no_object_of_its_own_in_a_module():
+def test_swarm_has_no_module_state():
     """A process may hold several peers, so their state is passed on."""
     trees = {path: ast.parse(path.read_text()) for path in list_swarm()}
     classes = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -135,7 +135,7 @@ def list_classes(name: str) -> list[ast.ClassDef]:
     return [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.ClassDef)]
 
 
-def test_few_private_methods_of_hivemind_are_overridden():
+def test_hivemind_overrides_are_few_and_listed():
     """Each is listed in docs/hivemind.md, because a new hivemind may break it."""
     overridden = set()
     for path in list_swarm():

@@ -32,7 +32,7 @@ def assert_all_ended(processes: list[psutil.Process]) -> None:
     wait_until(lambda: not left(), 5, f"no process left: {left()}")
 
 
-def test_two_peers_learn_more_than_word_frequencies(start_demo, tmp_path):
+def test_demo_beats_word_frequencies(start_demo, tmp_path):
     started = time.monotonic()
     demo = start_demo()
     demo.wait_for(r"(?m)^epoch \d+/", 300)
@@ -74,7 +74,7 @@ def test_two_peers_learn_more_than_word_frequencies(start_demo, tmp_path):
     "moment", ["Tokenize", "Start the monitor", "Start another peer", r"(?m)^epoch \d+/"], ids=lambda m: m.split()[-1]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_no_process(start_demo, moment, number):
+def test_demo_ctrl_c_leaves_no_process(start_demo, moment, number):
     demo = start_demo()
     demo.wait_for(moment, 300)
     wait_until(lambda: find_processes(demo), 10, "a process of the demo's")
@@ -86,7 +86,7 @@ def test_ctrl_c_leaves_no_process(start_demo, moment, number):
     assert demo.text.endswith("stopped, no process is left\n")
 
 
-def test_a_second_demo_leaves_the_first_alone(start_demo, tmp_path):
+def test_second_demo_leaves_first_alone(start_demo, tmp_path):
     first = start_demo()
     first.wait_for("Start the monitor", 300)
     second = start_demo(name="second")
@@ -99,7 +99,7 @@ def test_a_second_demo_leaves_the_first_alone(start_demo, tmp_path):
     assert first.wait(30) == 130
 
 
-def test_a_killed_trainer_is_a_failure(start_demo, tmp_path):
+def test_demo_fails_after_killed_trainer(start_demo, tmp_path):
     demo = start_demo()
     demo.wait_for(r"(?m)^epoch \d+/", 300)
     processes = find_processes(demo)
@@ -110,7 +110,7 @@ def test_a_killed_trainer_is_a_failure(start_demo, tmp_path):
     assert f"error: trainer1 ended by signal SIGKILL, see {tmp_path / 'out' / 'trainer1.log'}" in demo.text
 
 
-def test_too_little_training_is_a_failure(start_demo):
+def test_demo_fails_without_enough_training(start_demo):
     demo = start_demo("--epochs", 16)
     assert demo.wait(400) == 1
     assert "error: the model has not learned more than word frequencies" in demo.text.splitlines()[-1]

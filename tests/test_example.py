@@ -18,7 +18,7 @@ def read_epochs(peer: Script) -> dict[int, dict]:
 
 
 @pytest.mark.slow
-def test_two_peers_learn_together(start):
+def test_example_peers_learn_together(start):
     first = start("first", EXAMPLE, *LOOPBACK, "--verbose")
     address = first.wait_for(r"(?m)^join with: --initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$")[1]
     second = start("second", EXAMPLE, *LOOPBACK, "--verbose", "--initial_peers", address)
@@ -43,7 +43,7 @@ def test_two_peers_learn_together(start):
     assert all(peer.text.count(ROUND) >= len(joint) - 1 for peer in (first, second)), first.text + second.text
 
 
-def test_the_example_is_short_and_needs_nothing_of_ours():
+def test_example_is_short_and_standalone():
     text = EXAMPLE.read_text()
     tree = ast.parse(text)
     assert len(text.splitlines()) <= 150

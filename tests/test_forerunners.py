@@ -55,7 +55,7 @@ def find_phrases(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def test_the_page_has_no_other_commands():
+def test_forerunners_page_lists_tested_commands():
     blocks = re.findall(r"(?ms)^```$(.*?)^```$", PAGE)
     in_blocks = sum(len(re.findall(r"\bpython ", block)) for block in blocks)
     assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and in_blocks == 12
@@ -64,12 +64,12 @@ def test_the_page_has_no_other_commands():
 @pytest.mark.parametrize(
     "name", sorted({name for row in SECTIONS["Imports"].splitlines()[3:] for name in find_phrases(row.split("|")[2])})
 )
-def test_a_name_in_the_table_of_imports_is_there(name):
+def test_forerunners_imports_exist(name):
     module, _, attribute = name.rpartition(".")
     assert hasattr(importlib.import_module(module), attribute) if module else attribute
 
 
-def test_log_lines_on_the_page_are_those_of_the_code():
+def test_forerunners_log_lines_exist():
     """Their constant beginnings; the swarm below logs the most important ones."""
     code = "".join(
         path.read_text()
@@ -83,13 +83,13 @@ def test_log_lines_on_the_page_are_those_of_the_code():
 
 
 @pytest.mark.parametrize("words", [["--announce_maddrs"], ["--announce_maddrs", ""], []], ids=str)
-def test_an_empty_list_of_addresses_is_none(words, monkeypatch):
+def test_empty_announce_maddrs_means_none(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--run_id", "a", *words, "--initial_peers", "/ip4/1.2.3.4"])
     swarm, *_ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
     assert swarm.announce_maddrs == [] and swarm.initial_peers == ["/ip4/1.2.3.4"]
 
 
-def test_a_new_run_without_a_name_gets_the_same_one_again(monkeypatch, tmp_path):
+def test_unnamed_run_keeps_generated_name(monkeypatch, tmp_path):
     def name_run(*words: str) -> tuple:
         monkeypatch.setattr(sys, "argv", ["run_trainer.py", *words])
         swarm, *_, data, _ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
@@ -137,7 +137,7 @@ def stop(*scripts) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guides_make_one_swarm(start, tmp_path, tiny_data, model):
+def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
     """A monitor, an auxiliary peer, which publishes, and four trainers, of which Colab's is a client."""
     where = {"--identity_path": tmp_path / "identity.key"}
     monitor = split(TUTORIAL[1], YOUR_WANDB_PROJECT="Demo-run")
@@ -187,7 +187,7 @@ def test_the_commands_of_the_guides_make_one_swarm(start, tmp_path, tiny_data, m
         assert re.search(line, seen), line
 
 
-def test_the_line_of_netmind_is_a_run_that_others_join(start, tmp_path, model):
+def test_netmind_command_starts_joinable_run(start, tmp_path, model):
     """By the command that it logs."""
     own = flags(TRAINER, {"--max_sequence_length": 64, "--dataset_cache_dir": tmp_path / "cache"})
     shared = flags(SHARED, {"--target_batch_size": 96})
@@ -206,7 +206,7 @@ def test_the_line_of_netmind_is_a_run_that_others_join(start, tmp_path, model):
 
 
 @pytest.mark.slow
-def test_the_other_commands_run(start, tmp_path, tiny_data, toy_model):
+def test_forerunner_commands_run(start, tmp_path, tiny_data, toy_model):
     text = tmp_path / "text.txt"
     text.write_text("It is a truth. It is acknowledged. " * 200)
     made = {"--dataset_path": tmp_path / "dataset", "--tokenizer_path": tmp_path / "tokenizer"}

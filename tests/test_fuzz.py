@@ -62,7 +62,7 @@ def signer() -> tuple[CompositeValidator, bytes]:
 
 @FAST
 @given(key=BYTES, subkey=BYTES, value=BYTES, expires=st.floats() | st.just(get_dht_time() + 60))
-def test_strange_records_are_refused(signer, key, subkey, value, expires):
+def test_records_of_other_types_are_refused(signer, key, subkey, value, expires):
     validator, public_key = signer
     for own_subkey in (subkey, MSGPackSerializer.dumps(public_key)):
         assert validator.validate(DHTRecord(key, own_subkey, value, expires)) is False  # and no exception
@@ -75,7 +75,7 @@ def test_strange_records_are_refused(signer, key, subkey, value, expires):
     is_id=st.booleans(),
     peer_id=st.booleans() | st.binary(max_size=40),
 )
-def test_what_a_signed_record_says_is_bounded(signer, name, value, is_id, peer_id):
+def test_signed_record_fields_are_bounded(signer, name, value, is_id, peer_id):
     validator, public_key = signer
     own_id = find_peer_id(public_key)
     if isinstance(value, dict) and peer_id is not False:
@@ -106,7 +106,7 @@ def test_records_are_parsed_or_invalid(value):
 
 @FAST
 @given(data=BYTES, parts=st.tuples(NUMBERS | st.none(), VALUES, BYTES | VALUES))
-def test_what_peers_tell_their_group(data, parts):
+def test_group_data_is_bounded(data, parts):
     for message in (data, MSGPackSerializer.dumps(parts), MSGPackSerializer.dumps(list(parts))):
         with contextlib.suppress(ValueError):
             _, _, bandwidth = parse_gathered(message)
@@ -115,7 +115,7 @@ def test_what_peers_tell_their_group(data, parts):
 
 @FAST
 @given(data=BYTES, parts=st.lists(st.integers(0, 9) | st.text(max_size=9) | st.lists(NUMBERS, max_size=9), max_size=3))
-def test_what_peers_ask_for(data, parts):
+def test_requests_of_peers_are_bounded(data, parts):
     for message in (data, MSGPackSerializer.dumps(parts)):
         if (request := parse_request(message)) is not None:
             kinds = [int, str, list][: len(request)]
@@ -126,7 +126,7 @@ def test_what_peers_ask_for(data, parts):
 
 @FAST
 @given(st.lists(st.integers(0, 10**9) | st.integers(0, 3000), max_size=30), st.none() | st.integers(0, 10**9))
-def test_believable_records_belong_together(epochs, last_epoch):
+def test_believable_records_are_consistent(epochs, last_epoch):
     records = [(str(i), LocalMetrics.construct(epoch=epoch)) for i, epoch in enumerate(epochs)]
     chosen = sorted(metrics.epoch for _, metrics in filter_plausible_records(records, last_epoch))
     assert bool(chosen) == bool(epochs)
@@ -142,7 +142,7 @@ PAGES = VALUES | st.fixed_dictionaries(
 
 @FAST
 @given(body=st.binary(max_size=200) | PAGES.map(lambda page: json.dumps(page, default=str).encode()))
-def test_pages_of_others_are_read_or_one_line(body):
+def test_status_of_others_is_read_or_refused(body):
     async def answer(host, port):
         return body, "1.2.3.4"
 

@@ -85,7 +85,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_guides_parses(command, monkeypatch):
+def test_forerunner_guide_commands_parse(command, monkeypatch):
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     groups = arguments.parse_arguments(*GROUPS[sys.argv[0]])
@@ -94,7 +94,7 @@ def test_a_command_of_the_guides_parses(command, monkeypatch):
 
 
 @pytest.mark.parametrize("script", GROUPS)
-def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsys):
+def test_aliases_appear_in_help(script, monkeypatch, capsys):
     groups = GROUPS[script]
     monkeypatch.setattr(sys, "argv", [script, "--help_all"])
     monkeypatch.setenv("COLUMNS", "10000")
@@ -133,7 +133,7 @@ RUN_ELSEWHERE = "docs/forerunners.md"  # see test_forerunners.py
     "page, script, flags",
     [(page, *found) for page in PAGES if page != RUN_ELSEWHERE for found in sorted(find_commands(page))],
 )
-def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
+def test_guide_commands_parse(page, script, flags, monkeypatch):
     if script in SIMPLE:
         assert all(re.search(rf"\b{name}\b", SIMPLE[script].read_text()) for name in re.findall(r"--(\w+)", flags))
         return
@@ -147,7 +147,7 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
     arguments.parse_arguments(*GROUPS[script])
 
 
-def test_readme_run_by_hand_lasts_minutes():
+def test_readme_run_lasts_minutes():
     """On the machine whose samples per second the README's transcript shows."""
     text = PAGES["README.md"]
     seconds, samples = re.search(r"peers 2/2  ([\d.]+) s  samples (\d+)", text).groups()
@@ -184,7 +184,7 @@ def test_short_help_lists_the_flags_of_the_readme(script, monkeypatch, capsys):
     assert used - {"help", "help_all"} <= listed
 
 
-def test_links_and_notes_lead_somewhere():
+def test_links_and_notes_resolve():
     anchors = {
         page: {*re.findall(r'id="([^"]+)"', text)}
         | {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"(?m)^#+ (.*)", text)}
@@ -205,7 +205,7 @@ def test_links_and_notes_lead_somewhere():
     assert set(re.findall(r"`(test_\w+)`", PAGES["docs/hivemind.md"])) <= tests
 
 
-def test_a_flag_that_our_guides_name_is_there():
+def test_guide_flags_exist():
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {
         "index-url",

@@ -31,7 +31,7 @@ from utils import (
 )
 
 
-def test_reader_sees_only_good_records():
+def test_reader_returns_only_valid_records():
     prefix, attacker_key = make_prefix(), RSAPrivateKey()
     honest, honest_subkey = make_validators(prefix, RSAPrivateKey())
     attacker_subkey = RSASignatureValidator(attacker_key).local_public_key
@@ -76,7 +76,7 @@ def test_reader_sees_only_good_records():
         assert len(fetch_metrics(reader, prefix, timeout=20)) == 2
 
 
-def test_undecodable_and_oversized_values_stop_no_reader():
+def test_undecodable_value_stops_no_reader():
     """Keys without a schema (note 34), with and without subkey."""
     prefix, expires, plain = make_prefix(), get_dht_time() + 300, DHTProtocol.IS_REGULAR_VALUE
     key, attacker_key = f"{prefix}_group", RSAPrivateKey()
@@ -104,7 +104,7 @@ def test_records_are_small():
         assert validator.validate(dataclasses.replace(record, value=validator.sign_value(record))) is is_small
 
 
-def test_hivemind_alone_stops_at_an_undecodable_value():
+def test_hivemind_stops_at_undecodable_value():
     """The day that this fails, hivemind has fixed it and RecordValidator may go."""
     with run_dhts([], []) as (victim, attacker):
         expires = get_dht_time() + 300
@@ -158,7 +158,7 @@ def test_dead_dht_gives_no_records():
         assert fetch_metrics(dht, prefix, timeout=1) == []
 
 
-def test_aggregation():
+def test_aggregation_matches_hand_computed_values():
     records = [
         ("a", make_metrics(10, loss=20.0, mini_steps=4, samples_accumulated=100, grad_norm=1.0)),
         (
@@ -184,7 +184,7 @@ def test_aggregation():
 
 
 @pytest.mark.parametrize("loss, mini_steps", [(0.0, 10**6), (1e9, 10**6), (0.0, 1), (5.5 * 10**6, 10**6)])
-def test_one_of_four_does_not_bend_the_loss(loss, mini_steps):
+def test_hostile_loss_is_outvoted(loss, mini_steps):
     losses = {"a": 6.0, "b": 6.2, "c": 6.1}
     honest = [(name, make_metrics(10, loss=5 * mean, mini_steps=5)) for name, mean in losses.items()]
     assert aggregate_metrics(honest).loss == pytest.approx(6.1)
@@ -192,7 +192,7 @@ def test_one_of_four_does_not_bend_the_loss(loss, mini_steps):
     assert aggregate_metrics([*honest, lie]).loss == pytest.approx(6.1, rel=0.05)
 
 
-def test_absurd_epochs_hide_nobody():
+def test_absurd_epoch_hides_no_peer():
     honest = [("a", make_metrics(10)), ("b", make_metrics(10))]
     absurd = ("c", make_metrics(10**9, loss=0.0))
     assert aggregate_metrics([*honest, absurd]).epoch == 10
@@ -205,7 +205,7 @@ def test_absurd_epochs_hide_nobody():
     assert filter_plausible_records(believable) == believable == honest
 
 
-def test_peer_label_is_the_same_in_every_process():
+def test_peer_label_is_deterministic():
     assert peer_label(b"[owner:ssh-rsa AAAA]") == "34c2b293"
 
 
@@ -217,7 +217,7 @@ def name(peer_ids: list[bytes]) -> list[str]:
     return [make_worker_key(peer_id) for peer_id in peer_ids[:64]]
 
 
-def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
+def test_aggregation_counts_known_contributors(monkeypatch):
     honest, strangers, late = make_ids("honest", 3), make_ids("stranger", 2000), make_ids("late", 1)[0]
     workers = ContributorRegistry()
     assert workers.select({}) == set()

@@ -27,7 +27,7 @@ def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path,
     wait_until(lambda: [e for e in read_epochs(output_dir) if e["epoch"] == epoch], 30, f"epoch {epoch}")
 
 
-def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
+def test_monitor_follows_run_and_exits_cleanly(start, tmp_path):
     prefix, output_dir = make_prefix(), tmp_path / "out"
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     monitor, address = start_monitor(start, prefix, output_dir, env=environment)
@@ -81,7 +81,7 @@ def read_trackio(environment: dict, prefix: str, run: str, metric: str) -> dict[
     return {value["step"]: value["value"] for value in values}
 
 
-def test_curves_and_contributors_survive_a_restart(start, tmp_path):
+def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
     """Killed and started again with what it has written; then the run itself starts over."""
     prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -135,7 +135,7 @@ def test_curves_and_contributors_survive_a_restart(start, tmp_path):
     assert read_trackio(environment, prefix, new_run, "loss") == {2: 11.0, 3: 10.5}
 
 
-def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
+def test_monitor_restart_continues_wandb_run(start, tmp_path):
     """As the same run again; and as another one when all starts over."""
     prefix, output_dir = make_prefix(), tmp_path / "out"
     flags = ["--wandb_project", "test"]
@@ -163,7 +163,7 @@ def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
         ("--logging_dir", ROOT / "LICENSE"),
     ],
 )
-def test_monitor_refuses_wrong_flags_in_one_line(flag, value):
+def test_monitor_wrong_flags_are_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
 
 
@@ -178,7 +178,7 @@ def model_and_tokenizer():
     return model, tokenizer
 
 
-def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
+def test_monitor_checkpoints_are_complete_and_few(model_and_tokenizer, tmp_path):
     model, tokenizer = model_and_tokenizer
     (tmp_path / ".checkpoint-2.unfinished").mkdir()  # the remains of a killed process
     for epoch in (1, 2, 10, 10):

@@ -33,7 +33,7 @@ print(time.monotonic() - begin)
 
 
 @pytest.mark.slow
-def test_links_behave_as_declared(net):
+def test_netlab_links_match_declaration(net):
     net.host("near")
     net.host("far", rtt_ms=80, up=20, down=20)
     net.host("guarded", firewall=True)
@@ -69,7 +69,7 @@ def test_links_behave_as_declared(net):
     assert net.bytes("far")[1] - before[1] > 1_000_000
 
 
-def test_nothing_is_left_behind():
+def test_netlab_leaves_nothing_behind():
     if why := netlab.unavailable():
         pytest.skip(why)
     with netlab.Net() as net:

@@ -67,7 +67,7 @@ def text_of(cell) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
-def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch, is_closed):
+def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monkeypatch, is_closed):
     prefix, output_dir = make_prefix(), tmp_path / "notebook"
     hosted = tmp_path / "hosted"
     hosted.mkdir()
@@ -144,7 +144,7 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     wait_until(lambda: not find_processes(str(output_dir)), 10, "no process of the notebook's is left")
 
 
-def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
+def test_notebook_cells_compile_with_valid_flags(monkeypatch):
     cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
     trees = [ast.parse(re.sub("(?m)^[%!].*$", "", source)) for source in cells]
     for tree in trees:
@@ -166,7 +166,7 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     assert swarm.client_mode and args.output_dir == "out" and args.per_device_train_batch_size == "auto"
 
 
-def test_committed_notebook_has_no_outputs_and_no_keys():
+def test_notebook_has_no_outputs_or_keys():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

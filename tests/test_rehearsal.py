@@ -9,7 +9,7 @@ from processes import ROOT, run_python
 pytestmark = pytest.mark.slow
 
 
-def test_a_swarm_outlives_each_kind_of_event_and_two_liars(tmp_path):
+def test_rehearsal_survives_events_and_hostile_peers(tmp_path):
     """Its figures, not its times: this machine may be busy."""
     if why := netlab.unavailable():
         pytest.skip(why)

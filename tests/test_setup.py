@@ -24,7 +24,7 @@ def set_up(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["3.10.13", "3.14.0"])
-def test_a_python_that_cannot_work_is_refused_in_one_line(version, set_up, tmp_path):
+def test_setup_unsupported_python_is_one_line(version, set_up, tmp_path):
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && echo Python {version} && exit\n'
@@ -39,7 +39,7 @@ def test_a_python_that_cannot_work_is_refused_in_one_line(version, set_up, tmp_p
     assert not (tmp_path / ".venv").exists()
 
 
-def test_a_set_up_that_fails_says_where_and_what_to_do(set_up, tmp_path):
+def test_setup_failure_names_step_and_cure(set_up, tmp_path):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "complete").touch()
     os.utime(tmp_path / ".venv" / "complete", (0, 0))  # older than the lists
@@ -50,7 +50,7 @@ def test_a_set_up_that_fails_says_where_and_what_to_do(set_up, tmp_path):
     assert not (tmp_path / ".venv" / "complete").exists()
 
 
-def test_each_tested_version_lies_in_its_range():
+def test_constraints_lie_within_requirements():
     ranges, pins = (
         [Requirement(line) for line in (text.split("#")[0].strip() for text in (ROOT / name).open()) if line]
         for name in ("requirements.txt", "constraints.txt")

@@ -66,7 +66,7 @@ def written(tmp_path_factory, novel):
     return folder
 
 
-def test_what_is_written(written):
+def test_tokenize_writes_expected_files(written):
     tokenizer = load_tokenizer(written / "tokenizer")
     dataset, corpus = load_tokenized_dataset(written / "dataset", tokenizer)
     assert corpus["vocab_size"] == len(tokenizer) <= 500 and corpus["seq_length"] == 64
@@ -87,7 +87,7 @@ def test_what_is_written(written):
     assert sorted(path.name for path in written.iterdir()) == ["dataset", "documents.jsonl", "tokenizer"]
 
 
-def test_all_text_arrives_and_no_instance_crosses_documents(written):
+def test_sequences_keep_all_text_within_documents(written):
     tokenizer = load_tokenizer(written / "tokenizer")
     dataset, _ = load_tokenized_dataset(written / "dataset", tokenizer)
     documents = read_documents(written / "documents.jsonl")
@@ -106,7 +106,7 @@ def test_all_text_arrives_and_no_instance_crosses_documents(written):
     assert sorted(found) == list(range(40))
 
 
-def test_same_bytes_whatever_num_proc_and_hash_seed(written, tmp_path):
+def test_tokenize_is_deterministic_across_processes(written, tmp_path):
     flags = ("--text_files", written / "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
     # the trainer of the tokenizer walks through hash tables whose order changes from run to run
     tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
@@ -114,7 +114,7 @@ def test_same_bytes_whatever_num_proc_and_hash_seed(written, tmp_path):
         assert read_files(tmp_path / name) == read_files(written / name)
 
 
-def test_several_tasks_same_for_one_and_two_processes(written, tmp_path, novel):
+def test_tokenize_tasks_match_across_num_proc(written, tmp_path, novel):
     text = tmp_path / "lines.jsonl"
     text.write_text("\n".join(json.dumps({"text": "\n".join(novel[k : k + 250])}) for k in range(0, 25_000, 250)))
     flags = ("--text_files", text, "--tokenizer", written / "tokenizer", "--seq_length", 128)
@@ -126,7 +126,7 @@ def test_several_tasks_same_for_one_and_two_processes(written, tmp_path, novel):
     assert text.stat().st_size > 2 * CHUNK_CHARACTERS
 
 
-def test_other_seed_other_instances(written, tmp_path):
+def test_tokenize_depends_on_seed(written, tmp_path):
     flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
     # the tokenizer's own folder as --tokenizer_path: a second dataset for it
     tokenize(tmp_path, *flags, "--seed", 7, "--tokenizer_path", written / "tokenizer")
@@ -135,7 +135,7 @@ def test_other_seed_other_instances(written, tmp_path):
     load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(written / "tokenizer"))
 
 
-def test_dataset_of_another_tokenizer_is_refused(written, tmp_path):
+def test_foreign_dataset_is_refused(written, tmp_path):
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
     AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match="another tokenizer"):
@@ -143,7 +143,7 @@ def test_dataset_of_another_tokenizer_is_refused(written, tmp_path):
 
 
 @pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
-def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
+def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     lines = [line for line in novel if line.strip()][:4600]
     lines += [f"{line} — {RUSSIAN} ``Été'' naïve １２３ {number}" for number, line in enumerate(lines[:400])]
     args = TokenizeArguments(vocab_size=2000, cased=cased, keep_accents=keep_accents)
@@ -162,7 +162,7 @@ def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
     assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
 
 
-def test_sentences_one_by_one_are_the_joined_text(written):
+def test_sentence_ids_match_joined_text(written):
     """Pairs are put together from ids of sentences: they must be the ids of the text."""
     tokenizer = load_tokenizer(written / "tokenizer")
     for paragraphs in read_documents(written / "documents.jsonl"):
@@ -171,7 +171,7 @@ def test_sentences_one_by_one_are_the_joined_text(written):
         assert sum(apart, []) == tokenizer(" ".join(sentences), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def test_special_tokens_in_a_text_are_text(written, tmp_path):
+def test_special_tokens_in_text_stay_text(written, tmp_path):
     (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 20)
     tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
     dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
@@ -180,7 +180,7 @@ def test_special_tokens_in_a_text_are_text(written, tmp_path):
             assert (ids.count(2), ids.count(3), ids.count(4)) == (1, 2, 0)
 
 
-def test_single_document_gives_up_its_last_paragraphs(written, tmp_path, novel):
+def test_single_document_validation_is_its_end(written, tmp_path, novel):
     (tmp_path / "a.txt").write_text("\n".join(novel[:600]))
     result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
     assert "one document: its last" in result.stdout
@@ -198,7 +198,7 @@ def blocks(request, tmp_path_factory, written):
     return request.param, folder, flags
 
 
-def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
+def test_blocks_drop_only_last_incomplete(blocks, written):
     objective, folder, _ = blocks
     tokenizer = load_tokenizer(folder / "tokenizer", KINDS[objective])
     dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, KINDS[objective])
@@ -226,7 +226,7 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
     assert texts == []
 
 
-def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_path):
+def test_blocks_are_deterministic_across_processes(blocks, tmp_path):
     objective, folder, flags = blocks
     # a start for real; mlm has the tokenizer of the pairs above, and the blocks of clm
     env = {"PYTHONHASHSEED": "1"} if objective == "clm" else None
@@ -235,7 +235,7 @@ def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_
         assert read_files(tmp_path / name) == read_files(folder / name)
 
 
-def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written):
+def test_dataset_of_other_objective_is_refused(blocks, written):
     objective, folder, _ = blocks
     tokenizer = load_tokenizer(folder / "tokenizer", KINDS[objective])
     with pytest.raises(UserError, match="^[^\n]*tokenize again with --objective mlm_sop[^\n]*$"):
@@ -245,7 +245,7 @@ def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_ml
         assert set(pairs["train"].column_names) == set(PAIRS.columns) - {"sentence_order_label"}
 
 
-def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
+def test_tokenizer_without_mask_needs_clm(blocks, tmp_path):
     objective, folder, _ = blocks
     if objective == "clm":
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
@@ -259,7 +259,7 @@ def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
-def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, capfd, source):
+def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
     shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
     (tmp_path / "bert.json").write_text(json.dumps(shape))
     model = ModelArguments(str(tmp_path / "bert.json"), tokenizer_path=str(written / "tokenizer"))
@@ -307,7 +307,7 @@ def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, cap
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_text_that_is_not_there_is_one_line(written, tmp_path, monkeypatch, options, words):
+def test_missing_text_is_one_line(written, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -344,7 +344,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_end_in_one_line_and_leave_nothing(tmp_path, monkeypatch, fault):
+def test_tokenize_errors_leave_nothing(tmp_path, monkeypatch, fault):
     monkeypatch.chdir(tmp_path)
     content, flags, expected = FAULTS[fault]
     suffix = next((Path(flag).suffix for flag in flags if flag.startswith("input")), ".txt")
@@ -355,13 +355,13 @@ def test_faults_end_in_one_line_and_leave_nothing(tmp_path, monkeypatch, fault):
     assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
 
 
-def test_a_fault_is_exit_code_2(tmp_path):
+def test_tokenize_error_is_exit_code_2(tmp_path):
     result = tokenize(tmp_path, "--text_files", "none.txt", "--train_tokenizer", expect=2)
     [line] = result.stderr.splitlines()
     assert line.startswith("tokenize_wikitext103.py: error: no file none.txt")
 
 
-def test_no_hub(tmp_path, monkeypatch):
+def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -372,7 +372,7 @@ def test_no_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", [None, "0"])
-def test_the_hub_leaves_the_environment_as_it_was(monkeypatch, variable):
+def test_hub_access_keeps_environment(monkeypatch, variable):
     """Set to 0, the one would overrule TRANSFORMERS_OFFLINE."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -385,7 +385,7 @@ def test_the_hub_leaves_the_environment_as_it_was(monkeypatch, variable):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
+def test_tokenize_interrupt_leaves_nothing(start, written, tmp_path, number, code):
     flags = ["--corpus", "sample", "--tokenizer", written / "tokenizer", "--num_proc", 2]
     flags += ["--dataset_path", "deep/er/dataset", "--tokenizer_path", "deep/tokenizer"]
     folder = tmp_path / "work"
@@ -411,13 +411,13 @@ with edge():
 """
 
 
-def test_a_fault_that_a_worker_finds_is_one_line_too(written):
+def test_tokenize_worker_error_is_one_line(written):
     result = run_python("-c", IN_WORKERS, written / "tokenizer", expect=2)
     *_, line = result.stderr.splitlines()
     assert line.startswith("-c: error: no language klingon: choose one of"), result.stderr
 
 
-def test_a_bug_in_a_worker_is_not_taken_for_one_that_was_killed(written, monkeypatch):
+def test_tokenize_worker_bug_shows_traceback(written, monkeypatch):
     def fail(*_):
         raise RuntimeError("a bug")
 
@@ -427,7 +427,7 @@ def test_a_bug_in_a_worker_is_not_taken_for_one_that_was_killed(written, monkeyp
         tokenization.tokenize_splits({"train": [["One sentence."]]}, tokenizer, TokenizeArguments(num_proc=2))
 
 
-def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
+def test_block_tables_fit_32_bit_offsets():
     ids, lengths = numpy.arange(23, dtype=numpy.int32), numpy.array([5, 5, 5, 5, 3])
     tables = list(make_tables({"input_ids": ids}, lengths, most=12))
     assert [table.num_rows for table in tables] == [2, 2, 1]

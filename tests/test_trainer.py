@@ -23,7 +23,7 @@ def run(program: str, *arguments: object) -> CompletedProcess:
     return run_python("-m", f"tests.programs.{program}", *arguments, timeout=180, expect=0)
 
 
-def test_steps_that_are_not_finite_are_skipped_counted_and_never_contributed(tmp_path, tiny_data):
+def test_nonfinite_steps_are_skipped_and_counted(tmp_path, tiny_data):
     data = [str(word) for flag in tiny_data.items() for word in flag]
     where = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path]
     run("faulty_trainer", *TINY, *LOOPBACK, *data, *where)
@@ -38,7 +38,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_never_contributed(tmp
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-def test_sequences_grow_with_the_epoch_and_the_model_learns(tmp_path, tiny_data):
+def test_growing_sequences_model_learns(tmp_path, tiny_data):
     growing = dict(initial_sequence_length=16, max_sequence_length=32, sequence_length_warmup_steps=4)
     where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     more = ["--dataloader_num_workers", 2, "--max_steps", 8, *(w for n, v in growing.items() for w in (f"--{n}", v))]
@@ -66,7 +66,7 @@ def facts(request, tmp_path_factory) -> dict:
     return json.loads(roles.stdout.splitlines()[-1])
 
 
-def test_all_roles_have_the_same_ordered_parameters(facts):
+def test_roles_order_parameters_equally(facts):
     """State is exchanged by position (note 9): compare the names and the values at each position."""
     assert facts["trainer"] == facts["monitor"]
     matrices = [name for name in facts["trainer"]["names"] if name in facts["trainer"]["matrices"]]
@@ -74,13 +74,13 @@ def test_all_roles_have_the_same_ordered_parameters(facts):
     assert len(matrices) >= 8
 
 
-def test_parameters_that_are_not_finite_end_a_trainer_that_is_alone(facts):
+def test_nonfinite_parameters_end_lone_trainer(facts):
     """Training continues from a saved state."""
     assert facts["exit_code"] == 1 and facts["is_finite"]
 
 
 @pytest.mark.slow
-def test_parameters_that_are_not_finite_are_taken_over_from_the_swarm(start, tmp_path, tiny_data):
+def test_nonfinite_parameters_reload_from_swarm(start, tmp_path, tiny_data):
     swarm = Swarm(start, tmp_path, {**tiny_data, "--load_state_compression": "none"})
     swarm.start_monitor()
     swarm.start_trainers("a", "b")
@@ -91,18 +91,18 @@ def test_parameters_that_are_not_finite_are_taken_over_from_the_swarm(start, tmp
     assert swarm.difference(["a", "b", "broken"]) < 1e-6
 
 
-def test_the_line_of_progress_says_what_is_known(facts):
+def test_progress_line_omits_unknown_values(facts):
     """The mean loss of the steps so far, without the skipped one; the end of 100 epochs of 30 s."""
     before, after = facts["lines"]
     assert re.fullmatch(r"epoch 0/100  peers 1/1  \d\.\d s  local samples 0  next epoch 0%", before), before
     assert re.fullmatch(r"epoch 0/100  loss 1\.5000  peers 1/1  .* s  .*  ETA 50:00  next epoch 0%", after), after
 
 
-def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
+def test_expected_end_counts_whole_batches(facts):
     by_passes, by_epochs = facts["progress"]
     assert by_passes["seconds_left"] == pytest.approx(150, rel=0.05) and by_epochs["seconds_left"] == 3000
     assert by_passes["target_batch_size"] == 64  # not less --batch_size_lead
 
 
-def test_out_of_memory_in_evaluation_is_no_evaluation(facts):
+def test_evaluation_out_of_memory_is_skipped(facts):
     assert facts["measured"] == [None, None, None]

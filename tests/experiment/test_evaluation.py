@@ -45,7 +45,7 @@ TRAINER = [
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, kind):
+def test_evaluate_matches_plain_transformers(tmp_path, kind):
     """Over batches of different size and with different numbers of labels: all labels count alike."""
     path = tmp_path / "config.json"
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
@@ -131,7 +131,7 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
     ],
     ids=str,
 )
-def test_an_evaluation_is_an_optional_and_bounded_part_of_the_record(change, is_accepted):
+def test_metrics_record_bounds_its_evaluation(change, is_accepted):
     (schema, _), subkey = make_validators("run")
     key, subkey = DHTID.generate(source="run_metrics").to_bytes(), MSGPackSerializer.dumps(subkey)
     value = MSGPackSerializer.dumps(make_metrics(3).dict() | change)
@@ -142,7 +142,7 @@ def test_an_evaluation_is_an_optional_and_bounded_part_of_the_record(change, is_
         assert LocalMetrics.parse_obj(record).dict() == record and record.get("evaluation") == change.get("evaluation")
 
 
-def test_the_newest_evaluation_counts_and_of_several_the_one_in_the_middle():
+def test_aggregation_takes_median_of_newest_evaluations():
     def report(epoch: int, at: int, loss: float) -> tuple[str, LocalMetrics]:
         return "peer", make_metrics(epoch, evaluation={**GOOD, "epoch": at, "loss": loss})
 
@@ -151,7 +151,7 @@ def test_the_newest_evaluation_counts_and_of_several_the_one_in_the_middle():
     assert (find_evaluation(records).epoch, find_evaluation(records).loss) == (8, 5.0)
 
 
-def test_progress_tells_samples_and_the_expected_end():
+def test_progress_shows_samples_and_expected_end():
     progress = measure_progress(40, 100, TrainingSchedule(4096), [10.0, 12.0, 500.0, 0.0])
     assert progress == {
         "target_batch_size": 4096,
@@ -168,7 +168,7 @@ def test_progress_tells_samples_and_the_expected_end():
     assert find_final_epoch([("b", make_metrics())], None) is None
 
 
-def test_history_and_curve_have_evaluations(tmp_path):
+def test_history_and_curve_include_evaluations(tmp_path):
     history = History()
     for epoch in range(1, 41):
         values = {"alive_peers": 1, "samples_per_second": 10.0, "loss": 9 / epoch**0.2, "epoch": epoch}
@@ -186,7 +186,7 @@ def test_history_and_curve_have_evaluations(tmp_path):
     assert [values["validation_epoch"] for values in history.validation] == [9, 19]
 
 
-def test_nobody_counts_on_a_peer_that_has_stepped_aside():
+def test_suspended_peer_is_not_awaited():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
@@ -213,7 +213,7 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
                 tracker.shutdown()
 
 
-def test_a_newcomer_that_evaluates_first_is_not_waited_for():
+def test_new_peer_in_evaluation_is_not_awaited():
     """At epochs 0 and 1 there is no epoch that is too long past, so that it says nothing."""
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
@@ -235,7 +235,7 @@ def test_a_newcomer_that_evaluates_first_is_not_waited_for():
                 tracker.shutdown()
 
 
-def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path, tiny_data):
+def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     prefix, monitor_dir, output_dir = make_prefix(), tmp_path / "monitor", tmp_path / "out"
     flags = ("--status_port", "0", "--report_to", "none")
     monitor, address = start_monitor(start, prefix, monitor_dir, *flags)
@@ -306,7 +306,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
     assert saved_summary["validation_loss"] == last["validation_loss"]
 
 
-def test_a_trainer_ends_after_its_passes_over_the_data(start, tmp_path, tiny_data):
+def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])
     passes = 328 / size

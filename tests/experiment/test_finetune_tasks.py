@@ -60,7 +60,7 @@ def drop_labels(value):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_examples_in_both_schemas(name, tmp_path):
+def test_tasks_parse_both_schemas(name, tmp_path):
     task = TASKS[name]
     line, records, expected = RECORDS[name]
     expected = [
@@ -75,7 +75,7 @@ def test_examples_in_both_schemas(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_test_data_have_no_labels(name, tmp_path):
+def test_tasks_load_test_split_without_labels(name, tmp_path):
     task = TASKS[name]
     line, records, expected = RECORDS[name]
     for file in task.files.values():
@@ -92,7 +92,7 @@ def test_test_data_have_no_labels(name, tmp_path):
     assert [e.right for e in make_examples(task, [("the Hub", record) for record in records])] == [None] * len(expected)
 
 
-def test_rucola(tmp_path):
+def test_rucola_parses(tmp_path):
     folder = tmp_path / "rucola"  # however it is spelled
     folder.mkdir()
     header = "id,sentence,acceptable,error_type,detailed_source\n"
@@ -123,7 +123,7 @@ def test_rucola(tmp_path):
         (80, 90, "лук"),  # lies behind it
     ],
 )
-def test_defects_of_russe(start, end, expected):
+def test_russe_repairs_known_defects(start, end, expected):
     # a hard space, as in some of the sentences
     record = RECORDS["russe"][1][0] | {"sentence1": BOW.replace(" лук", "\xa0лук"), "start1": start, "end1": end}
     [example] = make_examples(TASKS["russe"], [("here", record)])
@@ -131,7 +131,7 @@ def test_defects_of_russe(start, end, expected):
     assert example.texts[0][0] == BOW
 
 
-def test_a_word_is_found_in_its_forms_and_at_its_place():
+def test_russe_finds_inflected_word_at_position():
     text = "Духи и духами, духота"
     assert text[slice(*find_word(text, 7, 13, "духи"))] == "духами"
     assert text[slice(*find_word(text, 0, 4, "дух"))] == "Духи"
@@ -141,7 +141,7 @@ def test_a_word_is_found_in_its_forms_and_at_its_place():
     assert find_word("...", 0, 1, "лук") == (0, 3)
 
 
-def test_a_phrase_is_found_by_the_number_of_its_word():
+def test_rwsd_finds_phrase_by_word_index():
     text = "Оля звала Таню, но она её не слышала: она спала."
     assert find_phrase(text, 4, "она") == (19, 22)
     assert find_phrase(text, 8, "она спала") == (38, 47)
@@ -152,7 +152,7 @@ def test_a_phrase_is_found_by_the_number_of_its_word():
     assert text[slice(*find_phrase(text, 99, "Таня"))] == "спала."
 
 
-def test_answers_of_rucos():
+def test_rucos_lists_candidate_answers():
     record = RECORDS["rucos"][1][0]
     [example] = make_examples(TASKS["rucos"], [("here", record | {"answers": ["Егора", "Омске"]})])
     assert example.right == [1, 2]
@@ -181,7 +181,7 @@ def test_answers_of_rucos():
     ],
     ids=str,
 )
-def test_a_wrong_record_is_one_line(name, change, words):
+def test_invalid_record_is_one_line(name, change, words):
     with pytest.raises(UserError) as error:
         make_examples(TASKS[name], [("row 3", RECORDS[name][1][0] | change)])
     [line] = str(error.value).splitlines()
@@ -201,7 +201,7 @@ def test_accuracy():
         assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
 
 
-def test_macro_f1_of_three_classes():
+def test_macro_f1_averages_three_classes():
     # class 0: 1 right, 1 too many, 1 missed: 2 / (2 + 1 + 1) = 1/2
     # class 1: 2 right, 1 too many:           4 / (4 + 1) = 4/5
     # class 2: 1 right, 1 missed:             2 / (2 + 1) = 2/3
@@ -219,7 +219,7 @@ def test_matthews_correlation():
     assert TASKS["lidirus"].measure(label_examples(1, 0), [1, 1])["mcc"] == 0
 
 
-def test_answers_of_muserc():
+def test_muserc_scores_answers():
     # paragraph 0: labels 1 0 | 1, judged 1 1 | 1: 2 right, 1 too many: F1 4/5; of its questions the second is whole
     # paragraph 1: labels 1 1, judged 1 0: 1 right, 1 missed: F1 2/3; its question is not whole
     # paragraph 2: label 0, judged 0: nothing to find: F1 0; its question is whole
@@ -229,7 +229,7 @@ def test_answers_of_muserc():
     assert metrics == pytest.approx({"f1": (4 / 5 + 2 / 3 + 0) / 3, "em": 2 / 4})
 
 
-def test_entities_of_rucos():
+def test_rucos_scores_entities():
     def answer(*answers: str) -> Example:
         return Example({"entities": ["анна лебедева!", "Лебедева", "Егор"], "answers": list(answers)}, [], [0])
 
@@ -240,7 +240,7 @@ def test_entities_of_rucos():
     assert metrics == pytest.approx({"f1": (1 + 2 / 3 + 0 + 1) / 4, "em": 2 / 4})
 
 
-def test_domains_of_rucola():
+def test_rucola_scores_domains():
     # in-domain: 2 true positives, 1 true negative, 1 false positive: (2 x 1 - 1 x 0) / sqrt(3 x 2 x 2 x 1) = 2/sqrt(12)
     # out-of-domain: all wrong: -1; together 2 tp, 1 tn, 2 fp, 1 fn: (2 x 1 - 2 x 1) / ... = 0
     records = [{"domain": "in_domain"}] * 4 + [{"domain": "out_of_domain"}] * 2
@@ -252,7 +252,7 @@ def test_domains_of_rucola():
     )
 
 
-def test_majority():
+def test_majority_baseline_predicts_commonest_label():
     examples = {"train": label_examples(1, 2, 1, 0), "validation": label_examples(1, 1, 1, 0)}
     # always 1: class 1 has 2 x 3 / (2 x 3 + 1) = 6/7, class 0 nothing; class 2 does not occur
     assert predict_majority(TASKS["rcb"], examples) == pytest.approx({"f1": 6 / 7 / 2, "accuracy": 3 / 4})
@@ -273,13 +273,13 @@ SUBMISSIONS = {
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
-def test_submission(name):
+def test_submission_has_expected_rows(name):
     task, (predictions, expected) = TASKS[name], SUBMISSIONS[name]
     records = [("here", RECORDS[name][1][0] | {"idx": idx, "label": -1}) for idx in (4, 5)]
     assert format_predictions(task, make_examples(task, records), predictions) == (f"{task.name}.jsonl", expected)
 
 
-def test_submission_of_nested_tasks():
+def test_submission_nests_muserc_and_rucos():
     records = [("here", record) for record in RECORDS["muserc"][1]]
     records += [("here", record | {"idx": record["idx"] | {"question": 3}}) for _, record in records[:1]]
     records += [("here", record | {"idx": record["idx"] | {"paragraph": 6}}) for _, record in records[:1]]
@@ -306,7 +306,7 @@ def describe(folder, **changes) -> str:
     return str(path)
 
 
-def test_task_file_in_three_formats(tmp_path):
+def test_task_file_reads_three_formats(tmp_path):
     rows = [("Гол на последней минуте", "спорт, футбол", "sport"), ('Акции "Луча" растут', "деньги", "money")]
     write_lines(tmp_path / "a.jsonl", [dict(zip(("title", "body", "topic"), row, strict=True)) for row in rows])
     (tmp_path / "b.csv").write_text(
@@ -332,7 +332,7 @@ def test_task_file_in_three_formats(tmp_path):
     assert format_predictions(named, examples["test"], [1, 0])[0] == "RuCoLA.jsonl"
 
 
-def test_labels_of_a_task_file(tmp_path):
+def test_task_file_collects_labels(tmp_path):
     records = [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}, {"body": "три", "topic": 3}]
     for name in ("a", "b"):
         write_lines(tmp_path / f"{name}.jsonl", records)
@@ -371,7 +371,7 @@ def test_labels_of_a_task_file(tmp_path):
     ],
     ids=str,
 )
-def test_a_wrong_task_file_is_one_line(changes, words, tmp_path):
+def test_invalid_task_file_is_one_line(changes, words, tmp_path):
     for name in ("a", "b"):
         write_lines(tmp_path / f"{name}.jsonl", [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}])
     (tmp_path / "broken.jsonl").write_text('{"body": "раз", "topic": 1}\n{"body": \n')
@@ -388,7 +388,7 @@ def test_a_wrong_task_file_is_one_line(changes, words, tmp_path):
 # --- batches and losses -----------------------------------------------------------------------------------------------
 
 
-def test_losses():
+def test_task_losses_match_torch():
     logits = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [1.0, 1.0, 1.0]], requires_grad=True)
     right = torch.tensor([[True, False, False], [False, False, True], [False, True, False]])
     torch.testing.assert_close(
@@ -404,7 +404,7 @@ def test_losses():
     assert logits.grad.isfinite().all() and logits.grad[1].eq(0).all() and logits.grad[0].ne(0).any()
 
 
-def test_what_was_cut_away_cannot_be_chosen_and_gives_no_gradient():
+def test_truncated_span_gets_no_gradient():
     task = TASKS["rucos"]
     rows = [
         Row([{"input_ids": [5] * 9, "attention_mask": [1] * 9}], [[8], [2, 3], [], [5]], [0, 1]),
@@ -434,7 +434,7 @@ def test_what_was_cut_away_cannot_be_chosen_and_gives_no_gradient():
     assert scores.grad.isfinite().all() and scores.grad[0, 1] == 0 and scores.grad[1].eq(0).all()
 
 
-def test_batches_hold_every_row_once_and_rows_of_similar_length():
+def test_finetune_batches_group_similar_lengths():
     lengths = np.random.default_rng(1).integers(5, 500, 1000)
     rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
 
@@ -455,7 +455,7 @@ def test_batches_hold_every_row_once_and_rows_of_similar_length():
     assert 0.75 < sum(first) / len(first) / (sum(lengths) / 1000) < 1.25
 
 
-def test_encoding(toy_model):
+def test_encode_matches_tokenizer(toy_model):
     pretrained = load_pretrained(FinetuneArguments(task="rucos", checkpoint=str(toy_model)))
     tokenizer = pretrained.tokenizer
     examples = make_examples(TASKS["rucos"], [("here", record) for record in RECORDS["rucos"][1]])
@@ -504,7 +504,7 @@ def make_parquet(name: str, records: list[dict]) -> bytes:
     return file.getvalue()
 
 
-def test_the_hub(tmp_path, monkeypatch):
+def test_tasks_load_from_hub(tmp_path, monkeypatch):
     files, expected = {"README.md": b"# RussianSuperGLUE"}, {}
     for number, (name, (_, records, _)) in enumerate(RECORDS.items()):
         unlabelled = [record | ({"answers": []} if name == "rucos" else {"label": -1}) for record in records]

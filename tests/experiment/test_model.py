@@ -35,7 +35,7 @@ def model():
     return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
 
 
-def test_losses_and_gradients_are_those_of_all_logits(model):
+def test_masked_head_matches_full_logits(model):
     batch = make_batch()
     reference = transformers.AlbertForPreTraining(model.config)
     reference.load_state_dict(model.state_dict())
@@ -54,14 +54,14 @@ def test_losses_and_gradients_are_those_of_all_logits(model):
         torch.testing.assert_close(param.grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_without_labels_has_no_masked_loss(model):
+def test_batch_without_labels_has_zero_loss(model):
     batch = make_batch() | {"labels": torch.full((4, 16), -100)}
     losses = model(**batch)
     assert losses["mlm_loss"].item() == 0
     assert losses["loss"].isfinite()
 
 
-def test_weights_come_from_the_seed(model):
+def test_make_model_depends_on_seed(model):
     torch.rand(3)  # whatever else has drawn random numbers
     again = make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
     other = make_model(ModelArguments(config_path="configs/demo.json", seed=7), VOCABULARY)
@@ -70,7 +70,7 @@ def test_weights_come_from_the_seed(model):
     assert not torch.equal(model.state_dict()[name], other.state_dict()[name])
 
 
-def test_saved_model_is_hf_albert(model, tmp_path):
+def test_saved_model_opens_as_albert(model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForPreTraining.from_pretrained(tmp_path)
     assert type(loaded) is transformers.AlbertForPreTraining
@@ -78,7 +78,7 @@ def test_saved_model_is_hf_albert(model, tmp_path):
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_evaluation_weights_each_masked_token_alike(model):
+def test_evaluation_weights_masked_tokens_equally(model):
     small, large = make_batch(1, size=2), make_batch(2, size=6)
     device = torch.device("cpu")
     counts = [(batch["labels"] != -100).sum().item() for batch in (small, large)]
@@ -88,7 +88,7 @@ def test_evaluation_weights_each_masked_token_alike(model):
     assert evaluate(model, [small, large], device)["loss"] == pytest.approx(mean, rel=1e-5)
 
 
-def test_albert_large_has_its_size():
+def test_albert_large_has_published_size():
     with torch.device("meta"):
         model = make_model(ModelArguments(), 30_000)
     # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part

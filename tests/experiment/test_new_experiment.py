@@ -46,12 +46,12 @@ def run(copy: Path, program: str, *words: object, **options) -> dict:
 STEPS = ("--optim", "adamw", "--learning_rate", "3e-3", "--warmup_steps", "0")
 
 
-def test_each_file_has_one_recipe():
+def test_each_recipe_changes_one_file():
     assert list(RECIPES) == ["experiment/model.py", "experiment/data.py", "experiment/optimizer.py"]
     assert GUIDE.count("```diff") == 3
 
 
-def test_a_model_with_a_head_of_your_own(copy, tiny_data):
+def test_recipe_custom_head_trains_and_opens(copy, tiny_data):
     apply_recipe(copy, "experiment/model.py")
     (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
     model, lines = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -74,7 +74,7 @@ def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     assert facts["frequency"] > len(facts["texts"]) / 4
 
 
-def test_an_objective_of_your_own_reuses_a_kind(copy, tiny_data):
+def test_custom_objective_reuses_a_kind(copy, tiny_data):
     """CONTRIBUTING.md has the steps: an entry, and its name among the flag's values."""
     for name, before, after in (
         ("arguments.py", 'OBJECTIVES = Literal["mlm", ', 'OBJECTIVES = Literal["mine", "mlm", '),
@@ -96,7 +96,7 @@ def test_an_objective_of_your_own_reuses_a_kind(copy, tiny_data):
     assert run(copy, "few_steps.py", *STEPS, "--config_path", "bert.json", *paths)["objective"] == "mine"
 
 
-def test_json_lines_of_your_own(copy, tiny_data):
+def test_recipe_json_lines_trains(copy, tiny_data):
     apply_recipe(copy, "experiment/data.py")
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     talks = [[f"I say {one} and then {two}.", f"You say {two}, not {one}."] for one in words for two in words]

@@ -32,7 +32,7 @@ def model():
     return make_model(ModelArguments(config_path="configs/demo.json"), 300)
 
 
-def test_norms_and_biases_are_not_decayed(model):
+def test_param_groups_exclude_norms_and_biases(model):
     decayed, undecayed = make_param_groups(model)
     shapes = {name: param.dim() for name, param in model.named_parameters()}
     assert set(decayed["names"]) | set(undecayed["names"]) == set(shapes)
@@ -68,7 +68,7 @@ def test_wsd_longer_run_keeps_stable_phase():
     assert rates[1][3:33] == [1.0] * 30
 
 
-def test_the_learning_rate_ends_at_its_floor():
+def test_schedule_ends_at_min_learning_rate():
     """As the scheduler sets it, epoch by epoch, and beyond total_steps; the warm-up remains as it is."""
     args = OptimizerArguments(learning_rate=0.9, min_learning_rate=0.1, warmup_steps=2, total_steps=6)
     optimizer = make_local_optimizer(args, [{"params": [nn.Parameter(torch.ones(2))], "decayed": True}])
@@ -81,7 +81,7 @@ def test_the_learning_rate_ends_at_its_floor():
 
 
 @pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
-def test_a_new_optimizer_has_not_moved_its_parameters(name):
+def test_new_optimizer_keeps_parameters(name):
     """hivemind's own initialisation takes a step (note 8); ours leaves parameters and counters alone."""
     param = nn.Parameter(torch.linspace(-1, 1, 10))
     args = OptimizerArguments(optim=name, warmup_steps=0, weight_decay=0.5, learning_rate=0.1)
@@ -103,7 +103,7 @@ def test_a_new_optimizer_has_not_moved_its_parameters(name):
         torch.optim.AdamW,
     ],
 )
-def test_optimizers_of_your_own_begin_as_if_they_were_new(make):
+def test_custom_optimizer_state_starts_at_zero(make):
     """Weight decay that is a part of the gradient has not entered their state, nor have they counted a step."""
     params = []
     for is_initialized in (False, True):
@@ -184,7 +184,7 @@ def test_muon_without_matrices_is_one_line():
 
 
 @pytest.mark.parametrize("numbers, name", [(2**16, "FLOAT16"), (2**16 + 1, "UNIFORM_8BIT")])
-def test_8_bits_are_for_tensors_of_more_than_65536_numbers(numbers, name):
+def test_eight_bit_moments_need_65536_elements(numbers, name):
     tensor = torch.randn(numbers)
     # an all-reduce sends a tensor in parts: the whole one's size decides
     info = CompressionInfo.from_tensor(tensor).get_part(0, 1000)
@@ -193,7 +193,7 @@ def test_8_bits_are_for_tensors_of_more_than_65536_numbers(numbers, name):
 
 
 @pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
-def test_gradients_are_clipped(name):
+def test_step_clips_gradient_norm(name):
     results = []
     for scale in (1.0, 1000.0):
         param = nn.Parameter(torch.ones(4))
@@ -212,7 +212,7 @@ def contract(model, tokenizer="a" * 64, optimizer=None, averaging=None) -> RunCo
     return made.copy(update={"joined": 1.0})
 
 
-def test_contract_names_what_differs(model):
+def test_contract_mismatch_names_settings(model):
     run = contract(model)
     assert find_differences(contract(model), [run]) == []
     # when a peer begins to look for its group is its own affair
@@ -240,7 +240,7 @@ def test_contract_names_what_differs(model):
     )
 
 
-def test_most_peers_decide_and_among_equals_the_eldest(model):
+def test_contract_majority_wins_then_oldest(model):
     mine = contract(model)
     other = contract(model, averaging=AveragingArguments(target_batch_size=64))
     younger = RunContract(joined=2.0, contract=mine.contract)
@@ -249,7 +249,7 @@ def test_most_peers_decide_and_among_equals_the_eldest(model):
     assert find_differences(mine, [other, younger]) != []
 
 
-def test_parameter_order_is_part_of_the_contract():
+def test_contract_includes_parameter_order():
     class Model(nn.Module):
         def __init__(self, names):
             super().__init__()
@@ -261,7 +261,7 @@ def test_parameter_order_is_part_of_the_contract():
     assert [difference.split(":")[0] for difference in differences] == ["parameter groups", "parameter order"]
 
 
-def test_weights_that_are_not_trained_are_part_of_the_contract():
+def test_contract_includes_frozen_weights():
     """No peer sends them: they follow from the seed."""
     first, second = (make_model(ModelArguments(config_path="configs/demo.json", seed=seed), 300) for seed in (1, 2))
     assert find_differences(contract(second), [contract(first)]) == []
@@ -273,7 +273,7 @@ def test_weights_that_are_not_trained_are_part_of_the_contract():
     )
 
 
-def test_the_size_from_which_moments_are_8_bit_is_part_of_the_contract(model):
+def test_contract_includes_min_8bit_size(model):
     run, mine = (contract(model, optimizer=OptimizerArguments(optim="lamb_8bit", min_8bit_size=n)) for n in (2**16, 9))
     [difference] = find_differences(mine, [run])
     assert "8 bits from 65536 numbers" in difference and "8 bits from 9 numbers" in difference

@@ -13,7 +13,7 @@ from experiment import show
 
 
 @pytest.mark.parametrize("objective", ["mlm", "clm"])
-def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
+def test_show_prints_each_batch_kind(tmp_path, tiny_data, objective):
     shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
@@ -25,7 +25,7 @@ def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
     assert "1,000 sequences" in run.stdout and "swapped" not in run.stdout
 
 
-def test_a_look_at_the_batches(tiny_data, capsys):
+def test_show_prints_batches(tiny_data, capsys):
     shown = {}
     for name, more in {
         "words": [],

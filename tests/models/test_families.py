@@ -85,7 +85,7 @@ def make_batch(is_causal: bool, seed: int = 0, size: int = 4, length: int = 16) 
 
 
 @pytest.mark.parametrize("name", MASKED + CAUSAL)
-def test_losses_and_gradients_are_those_of_transformers(write, name):
+def test_families_match_transformers_losses_and_gradients(write, name):
     is_causal = name in CAUSAL
     model = make_model(ModelArguments(write(name)), VOCABULARY).eval()
     auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
@@ -134,7 +134,7 @@ def test_evaluation_of_pairs_is_of_their_masked_words(write):
 # ---------------------------------------------------------------- which model
 
 
-def test_the_type_decides_what_is_learned(write):
+def test_model_type_selects_objective(write):
     expected = {"bert": "mlm", "roberta": "mlm", "gpt2": "clm", "llama": "clm", "albert": "mlm_sop"}
     assert {name: find_objective(ModelArguments(write(name))).name for name in expected} == expected
     model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
@@ -158,7 +158,7 @@ def test_the_type_decides_what_is_learned(write):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_a_model_cannot_do_is_one_line_before_any_training(write, name, options, words):
+def test_untrainable_model_is_one_line(write, name, options, words):
     if name in ("xlnet", "ibert", "esm"):
         changes = dict(d_model=32, n_layer=1, n_head=2, d_inner=64) if name == "xlnet" else SMALL
         path = write(name, **changes)
@@ -182,14 +182,14 @@ def test_what_a_model_cannot_do_is_one_line_before_any_training(write, name, opt
     ],
     ids=["not a number", "no multiple", "misspelt", "unknown field", "unknown activation", "somebody's code"],
 )
-def test_a_configuration_of_nothing_is_one_line(write, changes, words):
+def test_empty_config_is_one_line(write, changes, words):
     with pytest.raises(UserError) as error:
         make_model(ModelArguments(write("bert", **changes)), VOCABULARY)
     [line] = str(error.value).splitlines()
     assert all(word in line for word in words), line
 
 
-def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path):
+def test_foreign_weights_are_one_line(write, tmp_path):
     make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
     config, weights = tmp_path / "model/config.json", tmp_path / "model/model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 120}))
@@ -206,7 +206,7 @@ def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path):
     assert "--config_path" in said(config)
 
 
-def test_pretrained_weights_that_do_not_fit_are_named(write, tmp_path, caplog):
+def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
     make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
     args, weights = ModelArguments(model_name_or_path=str(tmp_path / "model")), tmp_path / "model/model.safetensors"
     make_model(args, VOCABULARY)
@@ -223,7 +223,7 @@ def test_pretrained_weights_that_do_not_fit_are_named(write, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
-def test_models_whose_configuration_lacks_what_others_have(write, name):
+def test_configs_without_padding_token_build(write, name):
     """No token of padding, or tokens that must be numbers, which the tokenizer does not have."""
     sizes = (
         SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
@@ -233,13 +233,13 @@ def test_models_whose_configuration_lacks_what_others_have(write, name):
     assert getattr(model.config, "eos_token_id", None) in (None, 2)
 
 
-def test_a_tokenizer_that_its_model_would_not_get_back_is_one_line(write):
+def test_tokenizer_changed_by_saving_is_one_line(write):
     sizes = SMALL | dict(num_key_value_heads=2)
     with pytest.raises(UserError, match="model of type qwen2"):
         make_trained_model(ModelArguments(write("qwen2", **sizes)), TrainerArguments(), make_word_tokenizer())
 
 
-def test_a_mixture_of_experts_is_kept_busy(write):
+def test_mixture_of_experts_adds_router_loss(write):
     """transformers adds the loss of its routers to the other one."""
     sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5)
     model = make_model(ModelArguments(write("mixtral", **sizes, output_router_logits=True)), VOCABULARY)
@@ -258,7 +258,7 @@ def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **more)
 
 
-def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
+def test_roberta_length_excludes_padding_positions(write):
     """It counts positions from behind the token of padding, which is the tokenizer's, not its default."""
     tokenizer = make_word_tokenizer(cls_token="<s>")
     model = make_model(ModelArguments(write("roberta")), tokenizer).eval()
@@ -273,7 +273,7 @@ def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
         assert find_longest_sequence(make_model(ModelArguments(write(name)), VOCABULARY)) == expected
 
 
-def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read_from(write, tmp_path):
+def test_roles_build_same_architecture(write, tmp_path):
     """A pretrained folder and its configuration have the same architecture, and contracts that differ."""
     model = make_model(ModelArguments(write("bert")), VOCABULARY)
     model.save_pretrained(tmp_path / "folder")
@@ -301,7 +301,7 @@ def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read
     assert other.initial_weights != pretrained.initial_weights
 
 
-def test_a_pretrained_vocabulary_stays_where_it_is_larger_and_grows_where_it_is_not(write, tmp_path):
+def test_pretrained_vocabulary_only_grows(write, tmp_path):
     model = make_model(ModelArguments(write("bert")), 320)
     model.save_pretrained(tmp_path)
     args = ModelArguments(model_name_or_path=str(tmp_path))
@@ -313,7 +313,7 @@ def test_a_pretrained_vocabulary_stays_where_it_is_larger_and_grows_where_it_is_
 
 
 @needs_minilm
-def test_a_missing_head_is_the_same_on_every_peer_of_a_seed():
+def test_missing_head_depends_on_seed():
     args = ModelArguments(model_name_or_path=str(MINILM))
     tokenizer = load_tokenizer(MINILM, BLOCKS)
     model = make_model(args, tokenizer)
@@ -344,7 +344,7 @@ slow = pytest.mark.slow
         *(pytest.param(name, marks=slow) for name in ("albert", "lean_albert", "llama")),
     ],
 )
-def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, tmp_path, tiny_data, text_data, name):
+def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers and an auxiliary peer that keeps their states."""
     data = text_data if name in CAUSAL else tiny_data
     # larger epochs than gpt2's do for those that learn more slowly
@@ -385,7 +385,7 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     assert ("generated_text" if name in CAUSAL else "'score'") in run.stdout
 
 
-def test_a_model_that_does_not_name_its_output_layer_has_the_same_loss(write, monkeypatch):
+def test_unnamed_output_layer_has_same_loss(write, monkeypatch):
     model, batch = make_model(ModelArguments(write("bert")), VOCABULARY).eval(), move_batch(make_batch(False), CPU)
     expected = compute_losses(model, batch)["loss"]
     monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
@@ -395,7 +395,7 @@ def test_a_model_that_does_not_name_its_output_layer_has_the_same_loss(write, mo
 
 @pytest.mark.slow
 @needs_minilm
-def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
+def test_pretrained_model_learns_faster(tmp_path):
     """A real BERT whose masked-LM head is new, on the sample corpus."""
     text = read_text(ROOT / "sample_data" / "austen.txt.xz").replace("\n", " ")
     (tmp_path / "a.txt").write_text("\n\n".join(text[start : start + 400] for start in range(50_000, 74_000, 400)))

@@ -25,7 +25,7 @@ OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_values(signed):
+def test_lamb_8bit_codebook_values(signed):
     values = make_dynamic_values(signed)
     assert len(values) == 256 and values[-1] == 1 and (values == 0).sum() == 1
     assert (values.diff() > 0).all()
@@ -38,7 +38,7 @@ def test_values(signed):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(8, BLOCK_SIZE), (10, 100), (1,)], ids=str)
-def test_numbers_are_rounded_to_the_nearest_value(shape, signed, device):
+def test_lamb_8bit_rounds_to_nearest(shape, signed, device):
     torch.manual_seed(0)
     tensor = torch.randn(shape) * 10.0 ** torch.empty(shape).uniform_(-6, 6)
     tensor = tensor if signed else tensor.abs()
@@ -56,7 +56,7 @@ def test_numbers_are_rounded_to_the_nearest_value(shape, signed, device):
     assert torch.equal(shown[largest], tensor[largest]) and largest.sum() >= len(scales)
 
 
-def test_zeros_and_what_is_not_finite():
+def test_lamb_8bit_handles_zero_and_nonfinite():
     quantizer = DynamicQuantizer(signed=True)
     assert torch.equal(quantizer.dequantize(*quantizer.quantize(torch.zeros(300))), torch.zeros(300))
     tiny = torch.full((300,), 1e-42)
@@ -88,7 +88,7 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> N
         optimizer.step()
 
 
-def test_with_32_bits_it_is_the_lamb_of_torch_optimizer():
+def test_lamb_32bit_matches_torch_optimizer():
     field, ours = make_params(), make_params()
     take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
     take_steps(Lamb8bit(make_groups(ours), min_8bit_size=10**9, **OPTIONS), 10)
@@ -97,7 +97,7 @@ def test_with_32_bits_it_is_the_lamb_of_torch_optimizer():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_with_8_bits_it_moves_nearly_as_lamb(device):
+def test_lamb_8bit_tracks_lamb(device):
     start, field, ours = make_params(), make_params(), [nn.Parameter(p.detach().to(device)) for p in make_params()]
     take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
     take_steps(Lamb8bit(make_groups(ours), min_8bit_size=1, **OPTIONS), 10)
@@ -105,7 +105,7 @@ def test_with_8_bits_it_moves_nearly_as_lamb(device):
         assert (other.cpu() - param).norm() < 0.03 * (param - before).norm()
 
 
-def test_pieces_make_no_difference(monkeypatch):
+def test_lamb_8bit_is_independent_of_chunks(monkeypatch):
     whole, pieces = make_params(), make_params()
     take_steps(Lamb8bit(make_groups(whole), min_8bit_size=1, **OPTIONS), 3)
     monkeypatch.setattr("models.lamb_8bit.PIECE", BLOCK_SIZE)
@@ -113,7 +113,7 @@ def test_pieces_make_no_difference(monkeypatch):
     assert all(map(torch.equal, whole, pieces))
 
 
-def test_frequent_words_beside_rare_ones_move_on():
+def test_lamb_8bit_moves_small_gradients():
     """In 8 bits the square of a gradient of 1e-3 is next to nothing beside that of 1: divided by its root, the first
     moment leaps, and the trust ratio takes from all others. With squares, frequent words here move a third as far."""
     field, ours = (nn.Parameter(torch.ones(2, 128)) for _ in range(2))
@@ -133,14 +133,14 @@ def count_moment_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_bytes_per_parameter_of_albert_large():
+def test_lamb_8bit_bytes_of_albert_large():
     model = make_model(ModelArguments(str(ROOT / "configs/albert-large.json")), 30_000)
     optimizer = make_local_optimizer(OptimizerArguments(optim="lamb_8bit"), make_param_groups(model))
     assert model.num_parameters() > 17e6
     assert 2.0 < count_moment_bytes(optimizer) / model.num_parameters() <= 2.1
 
 
-def test_it_goes_on_from_a_saved_state_as_if_nothing_had_happened():
+def test_lamb_8bit_resumes_exactly():
     def make(params):
         return make_local_optimizer(
             OptimizerArguments(optim="lamb_8bit", min_8bit_size=1000, warmup_steps=0),
@@ -168,7 +168,7 @@ def test_it_goes_on_from_a_saved_state_as_if_nothing_had_happened():
 
 
 @pytest.mark.slow
-def test_it_learns_as_well_as_lamb(tiny_data):
+def test_lamb_8bit_learns_like_lamb(tiny_data):
     """The sample corpus, the same batches: the losses are equal to 0.5 %, after both have moved by much more.
 
     At a learning rate so high that rounding errors of 1e-4 in the first weights change LAMB's own loss by 1 % (0.05

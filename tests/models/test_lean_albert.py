@@ -211,7 +211,7 @@ def assert_same(model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_numbers_are_those_of_a_plain_implementation(name):
+def test_lean_albert_matches_plain_implementation(name):
     model = make_model_of(OPTIONS[name])
     for checkpointing in (False, True):
         if checkpointing:
@@ -222,7 +222,7 @@ def test_numbers_are_those_of_a_plain_implementation(name):
     assert_same(model.double(), make_inputs(), 1e-10)
 
 
-def test_numbers_in_bf16():
+def test_lean_albert_bf16_is_close():
     inputs = make_inputs()
     model = make_model_of(dict(sandwich_norm=True, hidden_act_gated=True) | SHARING["shared with adapters"])
     model(**inputs).loss.backward()
@@ -245,7 +245,7 @@ def test_numbers_in_bf16():
     assert loss.item() == pytest.approx(outputs.loss.item(), rel=0.05)
 
 
-def test_gradcheck_of_what_is_recomputed():
+def test_lean_albert_recomputation_passes_gradcheck():
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
@@ -283,7 +283,7 @@ def test_backward_repeats_no_product():
         assert backward.get_total_flops() == 2 * forward.get_total_flops() + small
 
 
-def test_gradients_of_frozen_models():
+def test_lean_albert_frozen_gradients():
     inputs, model = make_inputs(), make_model_of({})
     model(**inputs).loss.backward()
     expected = model.sop_classifier.classifier.weight.grad.clone()
@@ -295,7 +295,7 @@ def test_gradients_of_frozen_models():
 
 
 @pytest.mark.parametrize("part", ["attention", "ffn"])
-def test_a_converted_albert_where_both_architectures_coincide(part):
+def test_lean_albert_matches_converted_albert(part):
     """ALBERT normalizes behind the sum, LeanALBERT in front of each part. With a single layer of which one part is
     silent, and a stream that is normalized already, these are the same."""
     torch.manual_seed(0)
@@ -346,7 +346,7 @@ def test_a_converted_albert_where_both_architectures_coincide(part):
 
 
 @pytest.mark.parametrize("position", ["rotary", "absolute"])
-def test_rows_of_padding_alone_are_finite_and_disturb_nobody(position):
+def test_padding_rows_are_finite(position):
     inputs, model = make_inputs(), make_model_of(dict(position_embedding_type=position))
     expected = model(**{name: value[1:] for name, value in inputs.items()})
     inputs["attention_mask"][0] = 0
@@ -359,7 +359,7 @@ def test_rows_of_padding_alone_are_finite_and_disturb_nobody(position):
         assert model(**inputs).sop_logits.isfinite().all()
 
 
-def test_what_lies_in_padding_is_not_seen():
+def test_padding_content_has_no_effect():
     inputs, model = make_inputs(), make_model_of({}).eval()
     other = inputs | {"input_ids": torch.where(inputs["attention_mask"] == 0, 7, inputs["input_ids"])}
     kept = inputs["attention_mask"].bool()
@@ -371,7 +371,7 @@ def test_what_lies_in_padding_is_not_seen():
     torch.testing.assert_close(model(**short).prediction_logits[0], one[: LONG // 2], rtol=1e-4, atol=1e-5)
 
 
-def test_one_token_and_views_that_are_not_contiguous():
+def test_lean_albert_accepts_noncontiguous_input():
     model = make_model_of({})
     inputs = make_inputs(length=1, padding=False)
     assert_same(model, inputs | {"labels": inputs["input_ids"]}, 1e-5)
@@ -381,7 +381,7 @@ def test_one_token_and_views_that_are_not_contiguous():
     assert model(**views).loss.item() == pytest.approx(model(**inputs).loss.item(), rel=1e-6)
 
 
-def test_longest_sequence():
+def test_lean_albert_accepts_longest_sequence():
     long = make_inputs(length=3 * LONG)
     assert_same(make_model_of({}).double(), long, 1e-10)
     with pytest.raises(ValueError, match=f"sequence of {3 * LONG} tokens .* max_position_embeddings {LONG}.*rotary"):
@@ -404,12 +404,12 @@ def test_longest_sequence():
         (dict(hidden_act="gulp"), "hidden_act gulp is unknown"),
     ],
 )
-def test_a_config_that_cannot_be_built_says_why(options, cure):
+def test_invalid_config_names_reason(options, cure):
     with pytest.raises(ValueError, match=cure):
         LeanAlbertConfig(**SMALL | options)
 
 
-def test_small_init():
+def test_small_init_has_expected_std():
     torch.manual_seed(0)
     model = LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | dict(hidden_size=64, initializer_range=None)))
     expected = (2 / (5 * 64)) ** 0.5
@@ -423,7 +423,7 @@ def test_small_init():
 # --- in its surroundings ----------------------------------------------------------------------------------------------
 
 
-def test_the_config_file_is_all_that_a_trainer_needs():
+def test_lean_albert_trains_from_config_file():
     with torch.device("meta"):
         model = make_model(ModelArguments("configs/lean-albert.json"), 30_000)
     assert type(model) is LeanAlbertForPreTraining
@@ -433,7 +433,7 @@ def test_the_config_file_is_all_that_a_trainer_needs():
     assert not any("norm" in name for name in decayed["names"])
 
 
-def test_gradient_checkpointing_is_a_flag():
+def test_gradient_checkpointing_keeps_gradients():
     flags = TrainerArguments(gradient_checkpointing=True)
     model = make_trained_model(ModelArguments("configs/lean-demo.json"), flags, VOCABULARY)
     plain = make_trained_model(ModelArguments("configs/lean-demo.json"), TrainerArguments(), VOCABULARY)
@@ -446,7 +446,7 @@ def test_gradient_checkpointing_is_a_flag():
         make_trained_model(ModelArguments("configs/demo.json"), flags, VOCABULARY)
 
 
-def test_saved_folders_open_with_the_auto_classes(tmp_path):
+def test_saved_folder_opens_with_auto_classes(tmp_path):
     model, inputs = (
         make_model_of(dict(position_embedding_type="absolute") | SHARING["shared with adapters"]),
         make_inputs(),
@@ -467,7 +467,7 @@ def test_saved_folders_open_with_the_auto_classes(tmp_path):
     assert LeanAlbertForPreTraining.from_pretrained(tmp_path)(**call).sop_logits.equal(expected.sop_logits)
 
 
-def test_a_saved_folder_brings_its_code(tmp_path):
+def test_saved_folder_includes_code(tmp_path):
     """As on a machine that has never seen this repository."""
     model, inputs = make_model_of({}).eval(), make_inputs()
     model.save_pretrained(tmp_path / "model")
@@ -490,7 +490,7 @@ torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
         (LeanAlbertForTokenClassification, make_inputs()["input_ids"] % 3),
     ],
 )
-def test_classifiers_learn(kind, labels, tmp_path):
+def test_lean_albert_classifier_learns(kind, labels, tmp_path):
     make_model_of({}).save_pretrained(tmp_path)
     torch.manual_seed(0)
     auto = {
@@ -511,7 +511,7 @@ def test_classifiers_learn(kind, labels, tmp_path):
     assert (found == labels).float().mean() > 0.95
 
 
-def test_another_vocabulary_keeps_the_tie():
+def test_resized_vocabulary_keeps_tie():
     model = make_model_of({})
     model.resize_token_embeddings(VOCABULARY + 5)
     assert model.predictions.decoder.weight is model.albert.embeddings.word_embeddings.weight
@@ -519,7 +519,7 @@ def test_another_vocabulary_keeps_the_tie():
     assert model(**make_inputs()).prediction_logits.shape[1] == VOCABULARY + 5
 
 
-def test_memory_of_the_yardstick():
+def test_lean_albert_memory_is_below_yardstick():
     """benchmarks/bench_model.py has times too, and other models to compare with."""
     shape = dict(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=8000)
     batch = make_batch(8000, 1, "cpu")
@@ -534,7 +534,7 @@ def test_memory_of_the_yardstick():
 
 
 @pytest.mark.slow
-def test_the_benchmark_tells_what_a_model_keeps():
+def test_bench_model_reports_kept_memory():
     run = run_python("benchmarks/bench_model.py", "--models", "lean", "--batch_size", 1, "--turns", 1, expect=0)
     kept = int(re.search(r"^lean +(\d+)", run.stdout, re.MULTILINE)[1])
     assert 30 < kept < 225 / 4
@@ -542,7 +542,7 @@ def test_the_benchmark_tells_what_a_model_keeps():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(os.access(f"{folder}/g++", os.X_OK) for folder in os.get_exec_path()), reason="no compiler")
-def test_compiled_it_has_the_same_numbers_and_keeps_little():
+def test_compiled_lean_albert_matches_eager():
     inputs, model = make_inputs(), make_model_of(dict(hidden_act_gated=True, sandwich_norm=True))
     model(**inputs).loss.backward()
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
@@ -573,7 +573,7 @@ def find_reference() -> Path:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("form", ["safetensors", "safetensors, tied", "pth", "pth of a trainer"])
 @pytest.mark.parametrize("name", ["plain_rotary", "gated_sandwich"])
-def test_a_state_of_ruleanalbert_gives_its_numbers(name, form, checkpointing, tmp_path):
+def test_ruleanalbert_state_gives_same_logits(name, form, checkpointing, tmp_path):
     tensors = load_file(find_reference() / f"{name}.safetensors")
     parts = {"state": {}, "in": {}, "out": {}, "grad": {}}
     for key, tensor in tensors.items():
@@ -603,7 +603,7 @@ def test_a_state_of_ruleanalbert_gives_its_numbers(name, form, checkpointing, tm
 
 
 @needs_reference
-def test_all_names_of_ruleanalbert_find_their_place():
+def test_ruleanalbert_names_all_map():
     known = json.loads((find_reference() / "state_names.json").read_text())
     for name, variant in known["variants"].items():
         config = LeanAlbertConfig(**known["common"], **variant["options"])
@@ -624,7 +624,7 @@ def test_all_names_of_ruleanalbert_find_their_place():
 
 
 @needs_reference
-def test_the_recipe_of_the_guide(tmp_path):
+def test_ruleanalbert_guide_recipe_works(tmp_path):
     """Its config may be older than the tokenizer: build, resize, load."""
     tensors = load_file(find_reference() / "plain_rotary.safetensors")
     state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state.")}
@@ -638,7 +638,7 @@ def test_the_recipe_of_the_guide(tmp_path):
 
 
 @needs_reference
-def test_a_state_of_another_model_is_one_error(tmp_path):
+def test_ruleanalbert_foreign_state_is_one_error(tmp_path):
     tensors = load_file(find_reference() / "plain_rotary.safetensors")
     state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state.")}
     torch.save(state, tmp_path / "state.pth")

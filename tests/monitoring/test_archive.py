@@ -57,14 +57,14 @@ def parse(monkeypatch, *words: str) -> ArchiveArguments:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_contradiction_is_one_line(words, cure, monkeypatch):
+def test_archive_contradictory_flags_are_one_line(words, cure, monkeypatch):
     with pytest.raises(UserError) as error:
         parse(monkeypatch, *words)
     [line] = str(error.value).splitlines()
     assert cure in line and "hf_secret" not in line
 
 
-def test_a_repository_is_named_in_three_ways(monkeypatch):
+def test_repo_url_accepts_three_forms(monkeypatch):
     monkeypatch.setenv("HF_ORGANIZATION_NAME", "org")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:8080")
     for text in (
@@ -81,7 +81,7 @@ def test_a_repository_is_named_in_three_ways(monkeypatch):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_and_one_in_every_so_many_are_kept():
+def test_archive_keeps_newest_and_one_in_n():
     folders = []
     for epoch in (5, 11, 16, 21, 26, 33, 38, 44, 49, 54, 61, 66):
         folders.append(Path(f"checkpoint-{epoch}"))
@@ -98,7 +98,7 @@ def make_handler(folder: Path, *words: str) -> CheckpointHandler:
     return CheckpointHandler(groups, model=None, tokenizer=None, optimizer=None)
 
 
-def test_a_restart_goes_on_where_the_archive_ends(save):
+def test_archive_resumes_after_restart(save):
     for epoch in (40, 45):
         folder = save(epoch).parent
     handler = make_handler(folder)
@@ -112,7 +112,7 @@ def test_a_restart_goes_on_where_the_archive_ends(save):
     assert len(list(folder.glob("set-aside-*/checkpoint-*"))) == 2
 
 
-def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch):
+def test_archive_missing_folder_or_token_is_one_line(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HF_USER_ACCESS_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     login = tmp_path / "login"
@@ -171,7 +171,7 @@ def save(tmp_path, tiny_data):
     return save_epoch
 
 
-def test_a_state_that_comes_when_the_run_has_just_started_over_waits_for_its_epoch(tmp_path):
+def test_archive_ignores_state_of_earlier_run(tmp_path):
     handler = make_handler(tmp_path)
     handler.download = Future()
     handler.download.set_result(({"epoch": 5}, []))
@@ -179,7 +179,7 @@ def test_a_state_that_comes_when_the_run_has_just_started_over_waits_for_its_epo
     assert handler.download is not None
 
 
-def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
+def test_upload_is_complete_without_donor(hub, save, tmp_path):
     """And its card says what it is: the code in it runs, with the model that comes from the Hub."""
     for epoch in (40, 45):
         folder = save(epoch)
@@ -208,7 +208,7 @@ def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
     assert run.returncode == 0 and "'score'" in run.stdout, run.stderr[-2000:]
 
 
-def test_what_a_trainer_wrote_is_not_published(hub, save):
+def test_upload_excludes_trainer_files(hub, save):
     """It holds the trainer's whole command line, with its addresses and paths."""
     folder = save(5)
     stamp = read_stamp(folder)
@@ -222,7 +222,7 @@ def test_what_a_trainer_wrote_is_not_published(hub, save):
     assert hub.requests == []
 
 
-def test_an_error_of_this_machine_is_not_blamed_on_the_network(tmp_path):
+def test_upload_local_error_names_cause(tmp_path):
     """The tests below show the errors of real servers."""
     with pytest.raises(ValueError) as error:
         upload_checkpoint(tmp_path, REPOSITORY)
@@ -257,9 +257,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("method, path, kind, words", FAULTS, ids=[f"{path} {kind}" for _, path, kind, _ in FAULTS])
-def test_a_failed_upload_is_one_warning_and_tried_again(
-    hub, save, caplog, monkeypatch, capfd, method, path, kind, words
-):
+def test_upload_failure_warns_once_and_retries(hub, save, caplog, monkeypatch, capfd, method, path, kind, words):
     monkeypatch.setattr("monitoring.hub.NETWORK_TIMEOUT", 2.0 if kind == "hang" else 60.0)
     caplog.set_level("INFO")
     folder = save(5)
@@ -278,7 +276,7 @@ def test_a_failed_upload_is_one_warning_and_tried_again(
     assert TOKEN not in output and "%|" not in output
 
 
-def test_a_connection_that_breaks_in_a_large_file_is_taken_up_again(hub, save, caplog):
+def test_upload_resumes_after_broken_connection(hub, save, caplog):
     folder = save(5)
     fault = hub.fail("PUT", "large/", "cut")
     run_until_uploaded(Publisher(REPOSITORY, 0.2, folder.parent), folder)
@@ -286,7 +284,7 @@ def test_a_connection_that_breaks_in_a_large_file_is_taken_up_again(hub, save, c
     assert hub.commits(REPOSITORY)[0].files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
 
 
-def test_no_network_and_a_wrong_token_are_warnings(hub, save, caplog, monkeypatch):
+def test_upload_without_network_is_warning(hub, save, caplog, monkeypatch):
     folder = save(5)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     publisher = Publisher(REPOSITORY, 0.2, folder.parent)
@@ -303,7 +301,7 @@ def test_no_network_and_a_wrong_token_are_warnings(hub, save, caplog, monkeypatc
     assert len(hub.commits(REPOSITORY)) == 1
 
 
-def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
+def test_restart_keeps_upload_time_and_counts(hub, save):
     folder = save(5)
     run_until_uploaded(Publisher(REPOSITORY, 1000, folder.parent), folder)
     restarted = Publisher(REPOSITORY, 1000, folder.parent)
@@ -328,7 +326,7 @@ def make_publisher(script: str, tmp_path: Path) -> list:
     return [*words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY]
 
 
-def test_no_token_and_no_terminal_is_an_error_before_anything_else(start, tmp_path):
+def test_missing_token_without_terminal_is_error(start, tmp_path):
     role = start("aux", *make_publisher("run_aux_peer.py", tmp_path), env={"HF_HOME": str(tmp_path), "HF_TOKEN": ""})
     assert role.wait(60) == 2
     assert role.text.startswith("run_aux_peer.py: error: --repo_url needs a token") and role.text.count("\n") == 1
@@ -336,7 +334,7 @@ def test_no_token_and_no_terminal_is_an_error_before_anything_else(start, tmp_pa
 
 
 @pytest.mark.parametrize("script, token", [("run_aux_peer.py", TOKEN), ("run_training_monitor.py", "hf_wrong")])
-def test_no_token_is_asked_for_on_a_terminal(start, hub, tmp_path, tiny_data, script, token):
+def test_missing_token_prompts_on_terminal(start, hub, tmp_path, tiny_data, script, token):
     """As the guide of RuLeanALBERT promises. A token that the Hub refuses is one line."""
     words = [*make_publisher(script, tmp_path), "--tokenizer_path", tiny_data["--tokenizer_path"]]
     keyboard, terminal = os.openpty()
@@ -368,7 +366,7 @@ def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoint_is_uploaded_by_hand(hub, save):
+def test_archive_main_uploads_newest_checkpoint(hub, save):
     folder = save(5)
     for token, code, expected in (("hf_wrong", 1, "HTTP 401"), (TOKEN, 0, "Uploaded checkpoint-5")):
         run = upload_by_hand(hub, folder.parent, token)
@@ -380,7 +378,7 @@ def test_the_newest_checkpoint_is_uploaded_by_hand(hub, save):
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny_data):
+def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):
     """Through a token that is refused and a connection that is cut; Ctrl-C in the middle of an upload; no word of this
     machine is published. The archive holds an earlier course of the run, which is set aside."""
     prefix, folder = make_prefix(), tmp_path / "archive"

@@ -31,7 +31,7 @@ def make_entry(epoch: int, **fields) -> dict:
     return {**entry, **fields}
 
 
-def test_history_is_thinned_out_evenly(monkeypatch):
+def test_history_thins_out_evenly(monkeypatch):
     monkeypatch.setattr("monitoring.history.MAX_POINTS", 100)
     history = History()
     for epoch in range(1, 10_001):
@@ -61,7 +61,7 @@ def test_history_is_thinned_out_evenly(monkeypatch):
     assert len(history) >= 50 and max(gaps) < history.stride + 5
 
 
-def test_history_is_read_as_it_was_written(tmp_path):
+def test_history_round_trips(tmp_path):
     path, history = tmp_path / "metrics.jsonl", History()
     assert load_history(path, "run") == []
     lines = [make_entry(epoch) for epoch in (*range(1, 8), *range(4, 7))]
@@ -77,7 +77,7 @@ def test_history_is_read_as_it_was_written(tmp_path):
     assert [entry["epoch"] for entry in history] == [1, 2, 3, 4, 5, 6]
 
 
-def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
+def test_contributions_survive_restarts():
     contributors, expires = Contributions({}), iter(range(1, 100))
 
     def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
@@ -110,7 +110,7 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     ]
 
 
-def test_last_seen_is_a_peers_own_report_and_not_the_look_at_it():
+def test_last_seen_is_time_of_report():
     contributors, now = Contributions({}), get_dht_time()
     options = dict(peer_id=b"1", epoch=3, samples_accumulated=0, samples_per_second=1.0, client_mode=False)
     reports = {
@@ -122,7 +122,7 @@ def test_last_seen_is_a_peers_own_report_and_not_the_look_at_it():
     assert seen == pytest.approx({"gone": -100, "there": -7, "ahead": 0}, abs=0.01)
 
 
-def test_contributors_are_bounded(monkeypatch):
+def test_contributions_are_bounded(monkeypatch):
     monkeypatch.setattr("monitoring.history.MAX_PEERS", 50)
     monkeypatch.setattr("monitoring.history.MAX_PEERS_SHOWN", 10)
     contributors = Contributions({})
@@ -141,7 +141,7 @@ def write_history(folder: Path, prefix: str, epochs: int) -> None:
             file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
 
 
-def test_plot_shows_three_curves(tmp_path):
+def test_plot_has_three_curves(tmp_path):
     write_history(tmp_path / "out", "curves", 300)
     flags = ["--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
     run = run_python("run_training_monitor.py", *flags, tmp_path / "plot.png", expect=0)
@@ -160,7 +160,7 @@ def test_plot_shows_three_curves(tmp_path):
     assert "--plot" in other and "has no epoch of run 'another'" in other
 
 
-def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, tiny_data):
+def test_output_dir_is_locked_but_plottable(start, tmp_path, tiny_data):
     """Also while its archive is in the same folder, and until it is killed."""
     write_history(tmp_path / "out", "curves", 30)
     command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
@@ -179,7 +179,7 @@ def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, t
     third.assert_clean_end(30)
 
 
-def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
+def test_long_history_needs_little_memory(tmp_path):
     """A history of more epochs than are kept in memory; 100,000 of them took 22 MB."""
     write_history(tmp_path, "long", 20_000)
     process = psutil.Process()
@@ -195,13 +195,13 @@ def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     assert grown < 60 * 2**20
 
 
-def test_a_summary_that_cannot_be_read_is_not_overwritten(tmp_path):
+def test_unreadable_summary_is_kept(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
         RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
 
 
-def test_a_trainer_reports_its_own_curves(start, tmp_path, tiny_data):
+def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
     """To wandb, offline; twice, as one run with one label; with a log file, and its first epoch in it."""
     output_dir, logs = tmp_path / "out", tmp_path / "logs"
     flags = ["--config_path", "configs/demo.json", "--optim", "adamw", "--warmup_steps", "2", "--total_steps", "50"]

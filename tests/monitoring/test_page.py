@@ -71,7 +71,7 @@ def server():
     server.server_close()
 
 
-def test_browsers_get_the_page_and_programs_what_they_always_got(server):
+def test_page_serves_browsers_and_programs(server):
     port = server.socket.getsockname()[1]
     for path, accept in (("/", "*/*"), ("/status", "*/*"), ("/status.json", "text/html,*/*")):
         code, headers, body = ask(port, path, Accept=accept)
@@ -91,7 +91,7 @@ def test_browsers_get_the_page_and_programs_what_they_always_got(server):
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", body)
 
 
-def test_a_dht_that_does_not_answer_costs_only_new_addresses(server, monkeypatch):
+def test_page_survives_silent_dht(server, monkeypatch):
     """A lost answer, for which no thread may wait forever."""
     port, known = server.socket.getsockname()[1], server.make_status()["multiaddrs"]
     monkeypatch.setattr(server.dht, "run_coroutine", lambda *_, return_future: concurrent.futures.Future())
@@ -100,7 +100,7 @@ def test_a_dht_that_does_not_answer_costs_only_new_addresses(server, monkeypatch
     assert json.loads(ask(port)[2])["multiaddrs"] == known
 
 
-def test_history_is_bounded_and_continues(server):
+def test_page_history_is_bounded(server):
     port = server.socket.getsockname()[1]
 
     def get(query: str) -> dict:
@@ -116,7 +116,7 @@ def test_history_is_bounded_and_continues(server):
         assert ask(port, f"/history.json{wrong}")[0] == 400
 
 
-def test_who_comes_takes_the_place_of_who_stays_too_long(server, monkeypatch):
+def test_page_replaces_oldest_idle_connection(server, monkeypatch):
     """500 visitors of many addresses that send nothing, and of one address."""
     monkeypatch.setattr("monitoring.page.MAX_VISIT", 2.0)
     port, threads = server.socket.getsockname()[1], threading.active_count()
@@ -147,13 +147,13 @@ def test_who_comes_takes_the_place_of_who_stays_too_long(server, monkeypatch):
     assert len(server.visits) <= MAX_OF_ADDRESS
 
 
-def test_addresses_are_counted_by_customer():
+def test_page_counts_addresses_by_prefix():
     assert find_network("::ffff:203.0.113.5") == find_network("203.0.113.5") == "203.0.113.5"
     homes = ("2001:db8:1:2::1%eth0", "2001:db8:1:2:ffff::9", "2001:db8:1:3::1")
     assert [find_network(ip) for ip in homes] == ["2001:db8:1:2::/64"] * 2 + ["2001:db8:1:3::/64"]
 
 
-def test_names_are_signed_text(tmp_path):
+def test_page_escapes_peer_names(tmp_path):
     assert make_metrics(username="Катя").dict()["username"] == "Катя" and "username" not in make_metrics().dict()
     for wrong in ("", " a", "a" * 33, "a\n", "a\u202eb", "\x1b[31m", "<img src=x onerror=alert(1)>", 5):
         with pytest.raises(ValueError, match="username"):
@@ -169,7 +169,7 @@ SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_the_page_in_a_browser(start, tmp_path, tiny_data):
+def test_page_works_in_browser(start, tmp_path, tiny_data):
     """The curve grows, a hostile name stays text, the copied command joins, and a monitor may go and come back."""
     prefix, port = make_prefix(), 0
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]

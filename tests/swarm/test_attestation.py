@@ -64,7 +64,7 @@ async def set_nonsense(dht, node, values: dict) -> None:
     await set_attestation(dht, node, RunAttestation.construct(**values))
 
 
-def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
+def test_new_peer_receives_attestation():
     prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
     with run_peer(prefix) as (one, _), run_peer(prefix, one) as (two, _), run_peer(prefix, one, two) as (newcomer, _):
         ask = partial(ask_initial_peers, newcomer, is_new_run=False)
@@ -91,7 +91,7 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
             assert ask(prefix, addresses(one, two)).contract == contract and ask(prefix, addresses(two)) is None
 
 
-def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
+def test_attested_settings_are_inherited_and_binding(monkeypatch):
     prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
     with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
         tell(one, three, RunAttestation(prefix=prefix, flags=shared))
@@ -155,7 +155,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         discover_settings(SwarmArguments("", gone), None)
 
 
-def test_a_strangers_contract_locks_nobody_out():
+def test_untrusted_contract_blocks_no_peer():
     prefix, terms, flags = make_prefix(), {"learning_rate": "0.1"}, "--learning_rate 0.1"
     with (
         run_peer(prefix) as (monitor, _),
@@ -185,7 +185,7 @@ def test_a_strangers_contract_locks_nobody_out():
         assert newcomer.attestation.contract.contract == terms
 
 
-def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
+def test_untrusted_samples_are_capped():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
     with run_dhts([], [], [], []) as dhts:
@@ -213,7 +213,7 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
                 tracker.shutdown()
 
 
-def test_who_came_early_hears_later_who_has_worked():
+def test_early_peer_learns_contributors_later():
     """It joined before any peer had contributed, so it would never trust the others."""
     prefix = make_prefix()
     with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):

@@ -34,7 +34,7 @@ def joint_epochs(a, b) -> list[int]:
         pytest.param(("--eight_bit",), 3e-2, id="8bit", marks=pytest.mark.slow),
     ],
 )
-def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
+def test_average_is_weighted_by_samples(start, flags, tolerance):
     """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1). Then kill -9 of the
     other peer, in a round or before it: the survivor's samples enter its next step (note 16).
 
@@ -77,7 +77,7 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
 
 
 @pytest.mark.slow
-def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
+def test_eight_bit_averaging_keeps_weights_equal(start, tmp_path):
     """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
     parameters are not averaged. If nothing is averaged (note 1), the steps have nothing in common."""
     prefix = make_prefix()
@@ -99,7 +99,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_parameters_are_averaged_every_so_many_epochs(start):
+def test_average_state_every_corrects_drift(start):
     """--average_state_every: a wrong parameter is corrected at the next epoch that it divides, not before."""
     prefix, every = make_prefix(), 5
     flags = ("--average_state_every", every)
@@ -132,14 +132,14 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
         (10**9, (0, 0, 0, 400, 0)),
     ],
 )
-def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
+def test_plan_merges_small_partitions(min_vector_size, expected):
     """Of 1,000 elements; the third peer is a client, which averages none anyway."""
     modes = [AveragingMode.CLIENT if index == 2 else AveragingMode.NODE for index in range(5)]
     assert choose_fractions((300, 100, 0, 400, 200), modes, min_vector_size) == expected
 
 
 @pytest.mark.slow
-def test_silence_ends_a_round_and_small_shares_are_not_given(start):
+def test_next_chunk_timeout_and_min_vector_size_apply(start):
     """--next_chunk_timeout and --min_vector_size, each by its effect."""
     settings = [{"next_chunk_timeout": 1}, {"next_chunk_timeout": 4, "min_vector_size": 600}]
     rounds = [
@@ -168,7 +168,7 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
-def test_a_peer_that_counts_fewer_samples_comes_along(start):
+def test_peer_counting_fewer_samples_joins_round(start):
     """A peer that knows too few samples of the others would make a complete group wait."""
     prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
@@ -180,7 +180,7 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
     stop(first, second)
 
 
-def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
+def test_peer_dying_between_answers_leaves_no_difference(start):
     """One of two survivors has all averages of the last round, and steps; the other one loads that step or state."""
     prefix, flags = make_prefix(), ("--group_size", 3, "--others", 2)
     one = start_peer(start, "one", prefix, 1.0, 16, flags=flags)
@@ -200,7 +200,7 @@ def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
     stop(one, two)
 
 
-def test_overlapping_rounds_average_and_a_third_peer_loads_a_state_that_most_confirm(start):
+def test_overlap_averages_and_confirms_states(start):
     """Rounds run in the background: all peers apply the same averages, and a peer that is alone says so. No two states
     are the same there, so that a new peer looks for one that is near those of most contributors."""
     prefix, flags = make_prefix(), ("--overlap", "--group_size", 3, "--begin", 1000)
@@ -228,7 +228,7 @@ def test_overlapping_rounds_average_and_a_third_peer_loads_a_state_that_most_con
     assert sum(1 < step < 3 for step in steps) >= 4, steps
 
 
-def test_late_peers_are_in_the_next_round(start):
+def test_late_peer_joins_next_round(start):
     """Of four peers, one takes less time for matchmaking than before (note 82), and later cancels a step (note 84).
     Another is refused whenever it first asks a leader (note 83), and misses a round, whose step it downloads slowly."""
     prefix, names, common = (
@@ -259,7 +259,7 @@ def test_late_peers_are_in_the_next_round(start):
 
 
 @pytest.mark.slow
-def test_fewer_than_half_of_the_swarm_take_no_step(start):
+def test_minority_takes_no_step(start):
     """Three of five say that they are there, and come to no round, as if they were busy with one of their own: a step
     of the two others would be another one than theirs."""
     prefix = make_prefix()
@@ -281,7 +281,7 @@ def test_fewer_than_half_of_the_swarm_take_no_step(start):
 
 
 @pytest.mark.slow
-def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
+def test_client_alone_ahead_loads_state(start):
     """A client does not send its state, so the others could never catch up with it."""
     prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
@@ -294,7 +294,7 @@ def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
     stop(public, client)
 
 
-def test_who_is_ahead_goes_on_without_a_peer_that_cannot_follow_yet(start):
+def test_leading_peer_continues_without_straggler(start):
     """One epoch behind, with a state that arrived late, it takes over that of the next epoch: of which there would be
     none as long as the other one waits for it in each round."""
     prefix = make_prefix()
@@ -324,7 +324,7 @@ def assert_its_helpers_end_with_it(peer) -> None:
     wait_until(lambda: not peer.left_processes(), 15, "no process left")
 
 
-def test_a_bad_state_is_refused_and_another_donor_asked(start):
+def test_invalid_state_is_refused_and_retried(start):
     """Truncated, of wrong shapes, not finite, not what it was said to be, broken or no answer (note 25): the next
     donor's is taken as a whole."""
     prefix = make_prefix()
@@ -368,7 +368,7 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
     assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
 
 
-def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
+def test_new_peer_too_slow_logs_reason(start):
     """Its state is behind the swarm's as soon as it has arrived: it says how large it is, how fast it came, and how
     fast the swarm is, and tries less often."""
     prefix = make_prefix()
@@ -393,7 +393,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
 @pytest.mark.parametrize(
     "optim, compression", [pytest.param("lamb", "none", marks=pytest.mark.slow), ("lamb_8bit", "float16")]
 )
-def test_the_state_of_lamb_is_taken_over(start, optim, compression):
+def test_lamb_state_is_loaded_from_peer(start, optim, compression):
     """Moments come bit for bit, also where parameters come in 16 bits."""
     taker = start("taker", "-m", "tests.programs.lamb_states", make_prefix(), optim, compression)
     taker.assert_clean_end(90)
@@ -410,7 +410,7 @@ def test_the_state_of_lamb_is_taken_over(start, optim, compression):
     assert max(facts["weights"], facts["weights_after"]) <= (1e-3 if compression == "float16" else 0)
 
 
-def test_who_misses_an_averaging_of_parameters_does_not_wait_for_its_time_limit(start):
+def test_missed_parameter_round_blocks_no_step(start):
     """The next optimizer step waits for it, and the others go on meanwhile: here matchmaking_time is 2 s."""
     waiter = start("waiter", "-m", "tests.programs.lonely_averager", make_prefix())
     waiter.assert_clean_end(100)

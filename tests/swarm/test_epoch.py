@@ -45,7 +45,7 @@ def test_undeclared_transition_is_refused():
                 epoch.enter(end)
 
 
-def test_group_is_searched_for_shortly_before_the_end():
+def test_group_search_starts_before_epoch_end():
     epoch = Epoch(5)
     assert not epoch.should_search(CALM) and epoch.should_search(make_inputs(seconds_left=5.0))
     assert not epoch.should_search(make_inputs(seconds_left=5.0, has_others=False))
@@ -56,7 +56,7 @@ def test_group_is_searched_for_shortly_before_the_end():
     assert epoch.is_over(make_inputs(has_group=True)) and epoch.is_over(make_inputs(has_batch=True))
 
 
-def test_failed_round_is_tried_again_after_a_fresh_look():
+def test_failed_round_retries_after_fresh_look():
     epoch = Epoch(5)
     epoch.enter(EpochState.AVERAGING)
     epoch.retry_at = 100.0 + RETRY_AFTER
@@ -67,7 +67,7 @@ def test_failed_round_is_tried_again_after_a_fresh_look():
     assert Epoch(6).can_average(CALM), "the timer has ended with its epoch"
 
 
-def test_first_look_compares_exactly_and_later_ones_allow_one_epoch():
+def test_first_look_is_exact():
     epoch, backoff = Epoch(5), SyncBackoff()
     assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6, is_fresh=False), backoff, 0.0)
     assert epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0)
@@ -93,7 +93,7 @@ def test_failed_download_pauses_the_next():
     assert epoch.compare_with_swarm(make_inputs(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD)
 
 
-def test_stale_download_waits_for_a_new_epoch_and_then_longer_each_time():
+def test_stale_download_backs_off():
     backoff = SyncBackoff()
     assert backoff.record_stale_download(8, seconds=20.0, is_too_slow=False, now=100.0) == 0.0
     assert not backoff.allows(8, False, 100.0) and backoff.allows(9, False, 100.0)

@@ -14,7 +14,7 @@ from swarms import AVERAGING_TIMEOUT, MATCHMAKING_TIME, Swarm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "main"])
-def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, tiny_data, whole):
+def test_killed_trainer_costs_at_most_one_round(start, tmp_path, tiny_data, whole):
     """kill -9 of one of three trainers: of all its processes, or of the main one alone, with which the rest ends."""
     # it may die between its answers to both: then one of them makes the step of the other, whose gradients come in 8
     # bits otherwise. Moments would differ by a hundredth
@@ -50,7 +50,7 @@ def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, ti
 
 
 @pytest.mark.slow
-def test_who_leaves_in_order_alarms_nobody(start, tmp_path, tiny_data):
+def test_orderly_leave_logs_no_warning(start, tmp_path, tiny_data):
     swarm = Swarm(start, tmp_path, tiny_data)
     swarm.start_monitor()
     *others, leaver = swarm.start_trainers("a", "b", "c")
@@ -65,7 +65,7 @@ def test_who_leaves_in_order_alarms_nobody(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
+def test_frozen_trainer_catches_up(start, tmp_path, tiny_data):
     """SIGSTOP of all processes of each in turn, as a laptop that is closed: the others continue, also those that it led
     while their group formed, which takes all of an epoch here; then it is one of them."""
     settings = {"--matchmaking_time": 40, "--averaging_timeout": 60, "--load_state_compression": "none"}
@@ -85,7 +85,7 @@ def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_slept_past_its_round_catches_up(start, tmp_path, tiny_data):
+def test_suspended_trainer_catches_up_after_round(start, tmp_path, tiny_data):
     """SIGSTOP for 20 s at least, in which the round that it broke is given up: the others go on, then it is one of
     them."""
     # moments that come in 8 bits differ by a hundredth, and so do the steps after parameters were averaged
@@ -105,7 +105,7 @@ def test_a_trainer_that_slept_past_its_round_catches_up(start, tmp_path, tiny_da
 
 
 @pytest.mark.slow
-def test_a_monitor_that_died_is_found_again(start, tmp_path, tiny_data):
+def test_restarted_monitor_is_found_again(start, tmp_path, tiny_data):
     """Training continues without it, and new peers join through a trainer. A restart keeps its address and id."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -143,7 +143,7 @@ def test_a_monitor_that_died_is_found_again(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_halves_of_a_swarm_that_was_cut_in_two_become_one_again(start, tmp_path, tiny_data, net):
+def test_partitioned_swarm_merges(start, tmp_path, tiny_data, net):
     """Both halves go on by themselves; within 30 s after healing all have the same weights."""
     names = ["a", "b", "c", "d"]
     for name in ("monitor", *names):
@@ -171,7 +171,7 @@ def test_halves_of_a_swarm_that_was_cut_in_two_become_one_again(start, tmp_path,
 
 
 @pytest.mark.slow
-def test_trainers_average_over_slow_links(start, tmp_path, tiny_data, net):
+def test_slow_links_trainers_average(start, tmp_path, tiny_data, net):
     """75 ms of round-trip time and 20 Mbit/s."""
     for name in ("monitor", "a", "b"):
         net.host(name, rtt_ms=37.5, up=20, down=20)

@@ -37,14 +37,14 @@ def factors_of(gradients: torch.Tensor) -> list[float]:
     ).tolist()
 
 
-def test_honest_gradients_count_in_full():
+def test_clip_keeps_honest_gradients():
     for seed in range(200):
         torch.manual_seed(seed)
         gradients = make_gradients(3 + seed % 6, correlation=(seed % 10) / 10)
         assert min(factors_of(gradients)) > 0.6  # lengths vary by a factor of three here
 
 
-def test_of_odd_gradients_little_counts():
+def test_clip_limits_outliers():
     torch.manual_seed(0)
     gradients = make_gradients(4, correlation=0.5)
     lengths = gradients.norm(dim=1)
@@ -80,14 +80,14 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
 
 
 @pytest.mark.parametrize("bad", [torch.full((3,), math.nan), torch.full((3,), 1e30), torch.zeros(4), torch.zeros(0)])
-def test_a_part_that_is_a_lie_costs_its_sender_the_round_and_nobody_else(bad):
+def test_invalid_part_excludes_only_its_sender(bad):
     parts = {i: [torch.full((7,), float(i)), torch.full((3,), float(i))] for i in range(3)} | {3: [torch.ones(7), bad]}
     first, second = asyncio.run(reduce(parts, [1, 1, 2, 4], None))
     assert first.tolist() == pytest.approx([(0 + 1 + 4 + 4) / 8] * 7)
     assert second.tolist() == pytest.approx([(0 + 1 + 4) / 4] * 3)
 
 
-def test_weights_are_bounded_and_of_parameters_the_median_counts():
+def test_reducer_bounds_weights_and_takes_median():
     parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((1.0, 1.0, 2.0, 2.0))}
     for average in asyncio.run(reduce(parts, [1, 1, 1, 1e9], 2)):
         assert average.tolist() == pytest.approx([(1 + 1 + 2 + 4) / 5] * len(average))
@@ -106,7 +106,7 @@ def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameter
     return container
 
 
-def test_a_false_average_is_found():
+def test_false_average_is_detected():
     torch.manual_seed(1)
     for correlation in (0.0, 0.3, 0.9):
         gradients = make_gradients(4, correlation)
@@ -136,7 +136,7 @@ def test_a_false_average_is_found():
         give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
 
 
-def test_whose_parameters_have_become_others_is_found():
+def test_diverged_parameters_are_detected():
     generator = torch.Generator().manual_seed(0)
     shapes = [(300, 1000), (77,), (5,), (3, 2, 1)]
     common = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -159,7 +159,7 @@ def test_whose_parameters_have_become_others_is_found():
     assert find_outliers([near[0], [math.inf] * SKETCH_SIZE, *near[1:], far]) == [1, 4]
 
 
-def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(start):
+def test_diverged_peer_loads_state(start):
     prefix, flags = make_prefix(), ("--group_size", 8, "--others", 2)
     peers = [start_peer(start, "a", prefix, 1.0, 48, flags=flags)]
     peers.append(start_peer(start, "b", prefix, 1.0, 48, peers[:1], flags))
@@ -185,7 +185,7 @@ KINDS = [*SENT, *ANSWERED, *HOLDS_UP]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_of_four_cannot_bend_a_round(start, kind):
+def test_hostile_peer_of_four_cannot_bend_round(start, kind):
     """Three honest peers of gradient 1 step by 1 each time, and name the hostile one that joins them."""
     prefix, options = make_prefix(), ("--group_size", 8, "--robust", "--numbers", 10**6)
     peers = [start_peer(start, "a", prefix, 1.0, 16, flags=(*options, "--others", 2))]

@@ -39,17 +39,17 @@ from swarm.processes import filter_hivemind_log
 from swarm.uplink import RoundTimeouts
 
 
-def test_an_averager_ignores_ctrl_c():
+def test_averager_process_ignores_ctrl_c():
     """Note 36; run_in_background in swarm/averager.py, handle_stop_signals."""
     assert "signal.signal(signal.SIGINT, signal.SIG_IGN)" in inspect.getsource(hivemind.DecentralizedAverager)
 
 
-def test_an_optimizers_state_is_made_by_a_step():
+def test_optimizer_state_is_made_by_step():
     """Note 8; initialize_optimizer_state_."""
     assert "opt.step()" in inspect.getsource(hivemind.optim.state_averager.initialize_optimizer_state_)
 
 
-def test_numpy_that_breaks_compression_is_refused():
+def test_numpy_breaking_compression_is_refused():
     """Note 1."""
     from swarm.dht import check_versions
 
@@ -59,7 +59,7 @@ def test_numpy_that_breaks_compression_is_refused():
             check_versions(version)
 
 
-def test_the_daemon_dials_without_reusing_ports():
+def test_daemon_dials_without_port_reuse():
     """Note 6: with port reuse, 10 of 20 simultaneous first dials failed."""
     code = (
         "import psutil; from swarm.config import SwarmConfig; from swarm.processes import shut_down;"
@@ -72,19 +72,19 @@ def test_the_daemon_dials_without_reusing_ports():
     assert run.stdout.strip() == "['false']"
 
 
-def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
+def test_fixed_relays_need_forced_reachability():
     """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in swarm/patches.py."""
     assert "relayDiscovery" not in inspect.getsource(hivemind.p2p.P2P)
 
 
-def test_reachability_is_validated_through_the_connection_that_the_peer_has_opened():
+def test_reachability_ping_passes_firewall():
     """find_reachability in swarm/reachability.py: a ping in return passes every firewall."""
     source = inspect.getsource(hivemind.dht.protocol.DHTProtocol.rpc_ping)
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
 
 @pytest.mark.slow  # beside other tests, which slow threads of the daemon down, the small one wins every other time
-def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
+def test_relay_limit_is_128_kb():
     """GOMAXPROCS in swarm/patches.py and force_reachability in swarm/joining.py."""
     run = run_python("-m", "tests.programs.relay_limits")
     plain, *ours = run.stdout.split()
@@ -93,48 +93,48 @@ def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     assert ours.count(str(2**32)) >= 3, run.stderr
 
 
-def test_a_group_waits_for_a_fixed_number_of_peers():
+def test_group_waits_for_fixed_size():
     """Notes 11 and 22; EarlyStartMatchmaking."""
     assert "self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
     assert "Matchmaking(" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
 
 
-def test_dead_peers_count_until_their_records_expire():
+def test_dead_peer_counts_until_expiration():
     """Note 22; PeerTracker.mark_unresponsive."""
     fetch = inspect.getsource(ProgressTracker._progress_fetcher)
     assert "ping" not in fetch and "ping" not in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
 
-def test_a_newcomer_is_silent_until_it_has_computed_something():
+def test_new_peer_reports_after_first_samples():
     """PeerTracker.announce."""
     assert "samples_accumulated > 0" in inspect.getsource(ProgressTracker._progress_reporter)
 
 
-def test_a_state_is_believed_as_it_comes():
+def test_hivemind_checks_no_downloaded_state():
     """Note 25; StateDownload."""
     source = inspect.getsource(TrainingStateAverager.load_state_from_peers)
     assert "shape" not in source and "isfinite" not in source
 
 
-def test_a_round_waits_for_a_peer_that_is_gone():
+def test_hivemind_round_waits_for_dead_peer():
     """Note 22; VerifyingAverager._abort_on_peer_failure."""
     assert "ping" not in inspect.getsource(AllReduceRunner)
 
 
-def test_a_follower_asks_nothing_of_its_leader():
+def test_follower_never_polls_its_leader():
     """Note 70; set_expected_peers of EarlyStartMatchmaking: once accepted, it waits for the leader alone."""
     joined = inspect.getsource(Matchmaking._request_join_group).split("pause_search")[1]
     assert "wait_for(anext(stream), time_to_expiration" in joined and "ping" not in joined
 
 
-def test_a_round_begins_when_the_dht_knows_that_no_group_is_looked_for():
+def test_round_start_waits_for_dht_store():
     """Note 78; NonBlockingKeyManager."""
     assert "await cancel_and_wait(declare_averager_task)" in inspect.getsource(PotentialLeaders.begin_search)
     ended = inspect.getsource(PotentialLeaders._declare_averager_periodically).split("finally:")[1]
     assert "await key_manager.declare_averager(" in ended and "looking_for_group=False" in ended
 
 
-def test_the_dht_refuses_a_record_that_expires_earlier():
+def test_dht_refuses_earlier_expiration():
     """Note 82; EarlyStartMatchmaking.look_for_group."""
     storage, soon = DHTLocalStorage(), get_dht_time() + 10
     key = DHTID.generate()
@@ -144,14 +144,14 @@ def test_the_dht_refuses_a_record_that_expires_earlier():
     assert "get_dht_time() + self.min_matchmaking_time" in declare
 
 
-def test_each_leader_is_asked_once():
+def test_hivemind_asks_each_leader_once():
     """Note 83; EarlyStartMatchmaking.allow_to_ask."""
     assert "self.past_attempts.add(" in inspect.getsource(PotentialLeaders.pop_next_leader)
     assert "past_attempts" not in inspect.getsource(Matchmaking)
 
 
 @pytest.mark.parametrize("kind, least, most", [(GroupKeyManager, 100, 10**9), (NonBlockingKeyManager, 4, 6)])
-def test_hivemind_alone_looks_for_leaders_without_a_pause(kind, least, most):
+def test_hivemind_polls_for_leaders_without_pause(kind, least, most):
     """Note 85; NonBlockingKeyManager.get_averagers: each answer is that no other peer looks for a group."""
 
     class EmptyDHT:
@@ -189,7 +189,7 @@ async def collect_garbage(*_) -> None:
 
 
 @pytest.mark.parametrize("kind, is_held", [(hivemind.DHT, False), (DHT, True)])
-def test_the_dht_leaves_a_coroutine_that_reads_to_the_collector(kind, is_held):
+def test_dht_leaks_read_coroutine(kind, is_held):
     """Note 86; DHT._run_coroutine in swarm/dht.py."""
     dht = kind(host_maddrs=[LOOPBACK[1]], start=True)
     try:
@@ -208,7 +208,7 @@ def test_the_dht_leaves_a_coroutine_that_reads_to_the_collector(kind, is_held):
         dht.shutdown()
 
 
-def test_a_step_is_told_to_stop_before_it_is_cancelled():
+def test_step_stops_before_cancellation():
     """Note 84; CancellableStep in swarm/patches.py."""
     before, after = inspect.getsource(StepControl.cancel).split("self._cancel.set_result(None)")
     assert "super().cancel()" in after and "super()" not in before
@@ -217,50 +217,50 @@ def test_a_step_is_told_to_stop_before_it_is_cancelled():
     assert "if step.cancelled():\n                        matchmaking_task.cancel()" in step
 
 
-def test_progress_is_locked_while_the_dht_is_asked():
+def test_hivemind_locks_progress_during_dht_call():
     """Note 71; PeerTracker reads without a lock."""
     locked = inspect.getsource(ProgressTracker._progress_fetcher).split("self.lock_global_progress")[1]
     assert "await _fetch_progress_unless_shutdown_triggered()" in locked
 
 
-def test_steps_and_parameter_rounds_share_a_thread():
+def test_steps_and_parameter_rounds_share_thread():
     """Note 72; the state averager's expected peers in RoundWait.run."""
     assert "ThreadPoolExecutor(max_workers=2 if self.delta_rule_averaging else 1)" in inspect.getsource(
         TrainingStateAverager
     )
 
 
-def test_nobody_knows_less_of_an_epoch_than_others_wait_for():
+def test_stale_progress_delays_group():
     """Note 75."""
     asked = inspect.getsource(ProgressTracker._parse_swarm_progress_data)
     assert "estimated_time_to_next_epoch * num_peers / expected_max_peers" in asked
     assert AveragingConfig.max_refresh_period <= RoundTimeouts().matchmaking
 
 
-def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
+def test_round_continues_after_reducer_failure():
     """FailFastAllReduceRunner._communicate_with_peer: it has failed, and ends only when all other parts have come."""
     assert "finalize" not in inspect.getsource(AllReduceRunner._communicate_with_peer)
 
 
-def test_times_and_bandwidth_are_fixed_when_a_peer_starts():
+def test_hivemind_fixes_timeouts_and_bandwidth():
     """RoundTimeouts and Uplink.send in swarm/uplink.py: hivemind sends as fast as the daemon takes it."""
     source = inspect.getsource(hivemind.DecentralizedAverager)
     assert "self.bandwidth = bandwidth" in source and "self.next_chunk_timeout = next_chunk_timeout" in source
     assert "sleep" not in inspect.getsource(AllReduceRunner)
 
 
-def test_all_wait_for_the_slowest_line():
+def test_hivemind_round_waits_for_slowest_uplink():
     """plan_allreduce: a peer without a share still sends all of its tensors."""
     source = inspect.getsource(AllReduceRunner._generate_input_for_peer)
     assert source.count("yield") == 2 and "continue" not in source
 
 
-def test_peers_that_were_lost_are_not_looked_for():
+def test_hivemind_never_reconnects_initial_peers():
     """reconnect_lost_peers: hivemind pings initial peers once, at its start."""
     assert inspect.getsource(hivemind.dht.DHTNode).count("call_ping(") == 1
 
 
-def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
+def test_aux_peer_sends_zero_weight_tensors():
     """VerifyingAverager._run_allreduce_inplace_: the averager computes the modes, and does not pass them on."""
     assert (
         "modes"
@@ -269,27 +269,27 @@ def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
     assert "modes=" not in inspect.getsource(hivemind.DecentralizedAverager._aggregate_with_group)
 
 
-def test_a_group_is_full_of_auxiliary_peers():
+def test_aux_peers_fill_group():
     """EarlyStartMatchmaking.target_group_size."""
     assert "len(self.current_followers) + 1 >= self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
 
 
-def test_small_shares_of_equals_are_given_all_the_same():
+def test_hivemind_keeps_small_partitions():
     """choose_fractions."""
     assert load_balance_peers(1010, [100.0, 100.0], min_size=600) == (505, 505)
 
 
-def test_clients_give_no_state():
+def test_hivemind_clients_serve_no_state():
     """Note 29; StateServer.serve_state."""
     assert "if not self.client_mode:" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
 
 
-def test_the_epochs_of_clients_do_not_count():
+def test_hivemind_ignores_client_epochs():
     """PeerTracker counts them: otherwise, clients alone would never step together."""
     assert "if not peer.client_mode" in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
 
-def test_nobody_holds_a_step():
+def test_hivemind_drops_step_task():
     """Note 81; EarlyStartMatchmaking.look_for_group: the next message takes the place of its task."""
     source = inspect.getsource(hivemind.DecentralizedAverager._run_internal)
     assert "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))" in source
@@ -325,7 +325,7 @@ async def answer_late(client: ControlClient) -> bytes | BaseException:
     return call.result() if call.done() else listening.exception()
 
 
-def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
+def test_late_answer_keeps_control_client_alive():
     """Note 80; ResilientControlClient in swarm/patches.py."""
     clients = (kind(None, _initialized_with_create=True) for kind in (ControlClient, ResilientControlClient))
     deaf, steady = (asyncio.run(answer_late(client)) for client in clients)
@@ -335,26 +335,26 @@ def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
     assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is ResilientControlClient
 
 
-def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
+def test_hivemind_ignores_standard_async_iterators():
     """The import of AsyncIterator in swarm/state_server.py: a stream would be taken for a single message."""
     from collections.abc import AsyncIterator
 
     assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)
 
 
-def test_a_round_that_is_cancelled_twice_raises():
+def test_round_cancelled_twice_raises():
     """CollaborativeOptimizer.shutdown: Ctrl-C after a failed round ended with a traceback, and wrote no model."""
     assert "self._cancel.set_result(None)" in inspect.getsource(StepControl.cancel)
     assert "done()" not in inspect.getsource(StepControl.cancel)
 
 
-def test_anybody_stores_anything_in_any_number():
+def test_hivemind_dht_storage_is_unbounded():
     """Note 73; DHTProtocol.rpc_store in swarm/storage.py."""
     store = inspect.getsource(DHTProtocol.rpc_store)
     assert "remote_id" not in store and "len(value" not in store
 
 
-def test_overwritten_records_are_remembered():
+def test_hivemind_heap_keeps_overwritten_records():
     """Note 73; prune_expiration_heap."""
     storage = TimedStorage()
     for i in range(100):
@@ -362,12 +362,12 @@ def test_overwritten_records_are_remembered():
     assert len(storage.data) == 1 and len(storage.expiration_heap) == 100
 
 
-def test_who_answers_says_how_long_a_dictionary_lives():
+def test_hivemind_dictionary_expiration_comes_from_peer():
     """Note 74; DHTProtocol.call_find in swarm/storage.py."""
     assert "ValueWithExpiration(value_dictionary, result.expiration_time)" in inspect.getsource(DHTProtocol.call_find)
 
 
-def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
+def test_hivemind_keys_have_several_spellings():
     """Note 73; RecordValidator."""
     key = DHTID.generate("key").to_bytes()
     assert DHTID.from_bytes(b"\0" + key).to_bytes() == key
@@ -376,7 +376,7 @@ def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
     assert RSASignatureValidator().validate(record)
 
 
-def test_what_hivemind_says_of_a_failed_group_is_dropped(monkeypatch):
+def test_hivemind_log_of_failed_group_is_filtered(monkeypatch):
     """Note 37; filter_hivemind_log in swarm/processes.py."""
     monkeypatch.delenv("HIVEMIND_LOGLEVEL", raising=False)
 

@@ -26,7 +26,7 @@ def start(monkeypatch):
     return start_process
 
 
-def test_a_kept_key_survives_a_restart(start, tmp_path):
+def test_kept_key_survives_restart(start, tmp_path):
     path = tmp_path / "signing_key"
     label = start(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -36,7 +36,7 @@ def test_a_kept_key_survives_a_restart(start, tmp_path):
     assert path.read_bytes() == b"no key"
 
 
-def test_a_given_identity_comes_before_a_kept_one(start, tmp_path):
+def test_identity_path_overrides_kept_key(start, tmp_path):
     path, kept = tmp_path / "peer.id", tmp_path / "signing_key"
     key = RSAPrivateKey()
     identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())

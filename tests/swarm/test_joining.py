@@ -51,7 +51,7 @@ def serve_text(text: str):
         server.shutdown()
 
 
-def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
+def test_public_address_uses_listening_port():
     with serve_text("203.0.113.7\n") as url:
         fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"]), url)
         free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
@@ -64,7 +64,7 @@ def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
 
 
 @pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
-def test_a_public_address_that_is_of_no_use_is_one_line(text):
+def test_unusable_public_address_is_one_line(text):
     with serve_text(text) as url, pytest.raises(UserError) as error:
         announce_public_address(SwarmArguments("run"), url)
     [line] = str(error.value).splitlines()
@@ -99,7 +99,7 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
     assert asyncio.run(ask_to_dial_back([address], [31337], None, node)) == expected
 
 
-def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
+def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
     """With an uplink of 20 Mbit/s and 40 ms; a single peer cannot measure it."""
     net.host("public", rtt_ms=20)
     net.host("home", rtt_ms=20, up=20, down=20)

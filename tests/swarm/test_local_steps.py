@@ -37,7 +37,7 @@ def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> l
 
 
 @pytest.mark.parametrize("density", [pytest.param(1, marks=pytest.mark.slow), 0.03])
-def test_what_all_have_come_moves_the_anchor(start, density):
+def test_pseudo_gradient_moves_anchor(start, density):
     prefix, flags = make_prefix(), ("--local_steps", 4, "--target_batch_size", 64, "--others", 1)
     flags += ("--density", density)
     one = start_peer(start, "one", prefix, 1.0, BATCH, flags=flags)
@@ -61,7 +61,7 @@ def test_what_all_have_come_moves_the_anchor(start, density):
         assert lines[0][epoch]["anchor"] == pytest.approx(lines[1][epoch]["anchor"], rel=1e-6)
 
 
-def test_samples_of_a_run_with_local_steps():
+def test_local_steps_count_samples():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
     contract = RunContract(
         joined=0.0, contract={"total_steps": "500", **describe_averaging(make_config(AveragingConfig, averaging))}
@@ -71,7 +71,7 @@ def test_samples_of_a_run_with_local_steps():
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
 
 
-def test_an_epoch_that_takes_more_from_now_on_is_not_over():
+def test_epoch_ends_at_current_target():
     """As for an auxiliary peer that comes in the middle of one, or when the epochs of local steps begin."""
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
@@ -106,7 +106,7 @@ def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimiz
     return model, outer, LocalSteps([model], outer, partial(make_adam, [{"params": [model]}]))
 
 
-def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
+def test_anchor_move_keeps_local_progress():
     model, outer, local = make_local_steps()
     model.grad = torch.full_like(model, 2.0)
     local.step()
@@ -125,7 +125,7 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     assert model.tolist() == [4.0] * 5
 
 
-def test_other_ranks_are_told_of_each_step_and_what_is_not_finite_goes_back_to_the_anchor():
+def test_nonfinite_local_weights_return_to_anchor():
     for name in ("lamb", "adamw", "lamb_8bit"):
         model = torch.nn.Parameter(torch.zeros(5, 5))
         groups = [{"params": [model], "decayed": True}]
@@ -142,7 +142,7 @@ def test_other_ranks_are_told_of_each_step_and_what_is_not_finite_goes_back_to_t
         assert model.tolist() == [[1.0] * 5] * 5
 
 
-def test_the_first_step_has_the_moments_of_all_and_the_rate_of_the_schedule():
+def test_first_local_step_uses_shared_moments():
     model, outer, local = make_local_steps()
     (host,) = outer.param_groups[0]["params"]
     for _ in range(9):

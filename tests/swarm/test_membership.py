@@ -240,7 +240,7 @@ def test_unreadable_member_list_delays_only_renewals(tmp_path):
     assert membership.is_authenticated(peer_id)
 
 
-def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
+def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> str:
@@ -301,6 +301,6 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
         Authority("authority.pem")
 
 
-def test_a_denial_is_readable_for_older_peers():
+def test_denial_is_readable_by_older_peers():
     """Older peers recognize it by the text that hivemind makes of the exception."""
     assert repr(AccessDeniedError("no pass")) == "Refused('no pass')"

@@ -52,7 +52,7 @@ def stop(*scripts: Script) -> None:
 
 
 @pytest.mark.slow
-def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net, tmp_path, tiny_data):
+def test_firewalled_peer_becomes_client_and_contributes(start, net, tmp_path, tiny_data):
     """It joins by the monitor's HOST:PORT, and finds that no peer reaches it and that a public trainer is there."""
     net.host("server", rtt_ms=20)
     net.host("public", rtt_ms=20)
@@ -79,7 +79,7 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
 
 
 @pytest.mark.slow
-def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_path, tiny_data):
+def test_firewalled_monitor_observes_without_archive(start, net, tmp_path, tiny_data):
     net.host("server", rtt_ms=20)
     net.host("walled", rtt_ms=20, firewall=True)
     net.start()
@@ -103,7 +103,7 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
 
 
 @pytest.mark.slow
-def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, tiny_data):
+def test_routed_peers_average_through_relay(start, net, tmp_path, tiny_data):
     """The only public peer is the monitor, which averages nothing: it relays."""
     net.host("server", rtt_ms=20)
     net.host("home1", rtt_ms=20, nat="router1")
@@ -128,7 +128,7 @@ def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, 
 
 
 @pytest.mark.slow
-def test_two_firewalled_peers_average_through_an_auxiliary_peer(start, net, tmp_path, tiny_data):
+def test_firewalled_peers_average_through_aux_peer(start, net, tmp_path, tiny_data):
     """No other peer accepts a connection: both become clients by themselves, because the auxiliary peer averages."""
     net.host("server", rtt_ms=20)
     for name in ("one", "two"):
@@ -159,7 +159,7 @@ def has_ipv6_loopback() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 on the loopback interface")
-def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
+def test_ipv6_swarm_tolerates_wrong_clock(start, tmp_path, tiny_data):
     """Two trainers train over ::1; a third, whose clock is an hour ahead, gets an error and does not disturb them."""
     prefix, local = make_prefix(), {"--host_maddrs": "/ip6/::1/tcp/0"}
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}

@@ -44,7 +44,7 @@ def words(request, tmp_path) -> list:
     return {"-c": ["-c", LOOK], "-m": ["-m", "look"], "script": ["look.py"]}[request.param]
 
 
-def test_a_fork_sees_what_a_program_sees(words, tmp_path):
+def test_fork_sees_program_environment(words, tmp_path):
     env = {"OBSERVED": "é", "PYTHONPATH": "/some/where"}
     runs = [run_python(*words, "one", 2, cwd=tmp_path, env=env, expect=0, is_real=is_real) for is_real in (False, True)]
     forked, real = (json.loads(run.stdout) for run in runs)
@@ -53,12 +53,12 @@ def test_a_fork_sees_what_a_program_sees(words, tmp_path):
 
 
 @pytest.mark.parametrize("code", ENDS)
-def test_a_fork_ends_as_a_program_does(code):
+def test_fork_exits_like_program(code):
     run, real = (run_python("-c", code, expect=ENDS[code], is_real=is_real) for is_real in (False, True))
     assert run.stdout == real.stdout and run.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
 
 
-def test_forks_draw_other_numbers_and_share_no_lock():
+def test_forks_have_own_random_state_and_locks():
     """Of hivemind's: a program that is killed while it has one would stop all others."""
     code = (
         "import random, numpy, torch, uuid\n"
@@ -73,7 +73,7 @@ def test_forks_draw_other_numbers_and_share_no_lock():
     assert all(one != other for one, other in zip(first[0].split(), second[0].split(), strict=True))
 
 
-def test_a_variable_that_libraries_read_starts_a_program_for_real(tmp_path):
+def test_library_variable_disables_forking(tmp_path):
     code = "import sys; print('torch' in sys.modules)"
     kinds = {}
     for name in ("PYTHONPATH", "HF_HOME"):

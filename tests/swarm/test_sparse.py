@@ -29,7 +29,7 @@ def send(codec: TopKCompression, tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("density", [0.01, 0.03, 0.5, 1.0])
-def test_the_largest_of_each_chunk_arrive(shape, density):
+def test_sparse_keeps_largest_of_each_chunk(shape, density):
     tensor = random_tensor(*shape)
     arrived = send(TopKCompression(density, bits=8), tensor)
     assert arrived.shape == tensor.shape and arrived.dtype == torch.float32
@@ -43,7 +43,7 @@ def test_the_largest_of_each_chunk_arrive(shape, density):
 
 
 @pytest.mark.parametrize("bits, error", [(2, 0.12), (3, 0.07), (4, 0.04), (8, 0.005)])
-def test_errors_of_values(bits, error):
+def test_sparse_quantization_error_is_bounded(bits, error):
     tensor = random_tensor(100_000)
     arrived = send(TopKCompression(0.03, bits), tensor)
     is_sent = arrived != 0
@@ -53,14 +53,14 @@ def test_errors_of_values(bits, error):
 @pytest.mark.parametrize(
     "density, bits, most", [(0.03, 2, 0.0355), (0.03, 8, 0.0585), (0.01, 2, 0.0145), (0.1, 4, 0.13)]
 )
-def test_bytes_per_parameter(density, bits, most):
+def test_sparse_bytes_per_parameter(density, bits, most):
     codec, tensor = TopKCompression(density, bits), random_tensor(2**18)
     size = len(codec.compress(tensor).buffer) / tensor.numel()
     assert size < most
     assert size == pytest.approx(4 * codec.estimate_compression_ratio(CompressionInfo.from_tensor(tensor)), rel=0.02)
 
 
-def test_answers_hold_all_that_is_not_0():
+def test_sparse_answer_keeps_all_nonzeros():
     """hivemind makes the answers of a round with what stands in its table, whatever the sender's own density is."""
     average = sum(send(TopKCompression(0.03, 2), random_tensor(20_000, seed=seed)) for seed in range(3)) / 3
     answer = deserialize_torch_tensor(serialize_torch_tensor(average, runtime_pb2.QUANTILE_8BIT))
@@ -68,7 +68,7 @@ def test_answers_hold_all_that_is_not_0():
     assert (answer - average).norm() < 0.1 * average.norm()
 
 
-def test_what_does_not_arrive_goes_on_in_later_rounds():
+def test_sparse_error_feedback_sends_rest_later():
     """Error feedback: the sum of what arrives follows the sum of what was to be sent."""
     codec, unsent, arrived = TopKCompression(0.03, 2), torch.zeros(10_000), torch.zeros(10_000)
     for _ in range(300):
@@ -79,7 +79,7 @@ def test_what_does_not_arrive_goes_on_in_later_rounds():
     assert unsent.norm() < 0.15 * arrived.norm()
 
 
-def test_zeros_and_a_single_outlier():
+def test_sparse_handles_zeros_and_outlier():
     codec = TopKCompression(0.03, 2)
     assert not send(codec, torch.zeros(5000)).any()
     tensor = random_tensor(5000)
@@ -89,7 +89,7 @@ def test_zeros_and_a_single_outlier():
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(number):
+def test_sparse_refuses_nonfinite(number):
     tensor = random_tensor(5000)
     tensor[17] = number
     with pytest.raises(ValueError, match="not a sparse tensor"):
@@ -114,7 +114,7 @@ def make_message(buffer: bytes, *shape: int) -> runtime_pb2.Tensor:
         (HEADER.pack(255, 1) + bytes(100), (100,)),
     ],
 )
-def test_claims_are_checked_before_anything_is_allocated(buffer, shape):
+def test_sparse_checks_sizes_before_allocation(buffer, shape):
     with pytest.raises(ValueError, match="not a sparse tensor"):
         TopKCompression().extract(make_message(buffer, *shape))
 
@@ -123,7 +123,7 @@ def test_claims_are_checked_before_anything_is_allocated(buffer, shape):
 @given(
     st.integers(0, 255), st.binary(max_size=200), st.integers(1, 200), st.lists(st.integers(0, 2**32 - 1), max_size=10)
 )
-def test_whatever_comes_is_a_tensor_or_a_value_error(bits, tail, count, shape):
+def test_sparse_random_bytes_raise_value_error(bits, tail, count, shape):
     for message in (make_message(HEADER.pack(bits, count) + tail, *shape), make_message(tail, *shape)):
         try:
             assert TopKCompression().extract(message).isfinite().all()
@@ -133,7 +133,7 @@ def test_whatever_comes_is_a_tensor_or_a_value_error(bits, tail, count, shape):
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(1, 9000), st.sampled_from([0.01, 0.1, 1.0]), st.integers(2, 8), st.data())
-def test_changed_bytes_give_a_tensor_or_a_value_error(size, density, bits, data):
+def test_sparse_changed_bytes_raise_value_error(size, density, bits, data):
     message = TopKCompression(density, bits).compress(random_tensor(size))
     buffer = bytearray(message.buffer)
     for place in data.draw(st.lists(st.integers(0, len(buffer) - 1), min_size=1, max_size=5)):

@@ -65,7 +65,7 @@ def sent(donor) -> int:
 
 
 @pytest.mark.parametrize("codec, bytes_each", [pytest.param("none", 4, marks=pytest.mark.slow), ("8bit", 4 / 3)])
-def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
+def test_state_is_loaded_from_all_donors(start, codec, bytes_each):
     prefix = make_prefix()
     donors = start_donors(start, prefix, *[{"codec": codec}] * 3)
     facts = read_facts(take(start, prefix, donors, codec=codec))
@@ -82,7 +82,7 @@ def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
-def test_the_others_go_on_where_a_donor_broke_off(start, how):
+def test_download_continues_after_donor_failure(start, how):
     prefix = make_prefix()
     donors = start_donors(start, prefix, {}, {}, {})
     taker = take(start, prefix, donors)
@@ -98,7 +98,7 @@ def test_the_others_go_on_where_a_donor_broke_off(start, how):
         donors[1].thaw()
 
 
-def test_who_has_something_else_under_the_same_name_is_left_out(start):
+def test_donor_with_other_bytes_is_excluded(start):
     """One of three has other numbers in one of 12 tensors, of the same size and type."""
     prefix = make_prefix()
     donors = start_donors(start, prefix, {}, {"lie": 6}, {})
@@ -109,7 +109,7 @@ def test_who_has_something_else_under_the_same_name_is_left_out(start):
     assert sent(donors[1]) < 1e5 < min(sent(donors[0]), sent(donors[2]))
 
 
-def test_state_of_known_contributors_wins_over_a_larger_group(start):
+def test_known_contributors_state_wins(start):
     """Two strangers have one state under the same name; of two peers that are known to have worked, both another."""
     prefix = make_prefix()
     donors = start_donors(start, prefix, {}, {"lie": 6}, {"lie": 6}, {"lie": 6}, {})
@@ -118,7 +118,7 @@ def test_state_of_known_contributors_wins_over_a_larger_group(start):
     assert max(facts["errors"]) < 2e-6 and sorted(facts["donors"]) == sorted(known)
 
 
-def test_state_of_several_groups_is_confirmed_by_similar_ones(start):
+def test_similar_states_confirm_each_other(start):
     """Peers that do not step together have a lineage each, and differ by a percent. A fourth contributor has a state of
     its own, and a later epoch."""
     prefix = make_prefix()
@@ -173,12 +173,12 @@ def test_large_count_of_steps_hides_no_difference():
 @pytest.mark.parametrize(
     "epochs, expected", [([], 0), ([7], 7), ([8, 7], 7), ([9, 9, 7, 7], 7), ([8, 8, 7], 8), ([0, 0, 0, 7, 6], 6)]
 )
-def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
+def test_swarm_epoch_needs_more_than_half(epochs, expected):
     """Two of four others that claim a later epoch do not lift it. New peers, at epoch 0, have no say."""
     assert find_majority_epoch(epochs) == expected
 
 
-def test_busy_donor_offers_its_newest_state_and_no_step():
+def test_busy_donor_offers_state_without_step():
     """With a step, the joining peer would take a healthy donor for a faulty one."""
     state, step = (
         SimpleNamespace(lineage=lineage, is_step=is_step, used={}, last_use=time.monotonic())
@@ -190,7 +190,7 @@ def test_busy_donor_offers_its_newest_state_and_no_step():
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is None
 
 
-def test_state_has_the_epoch_of_its_parameters_while_a_step_waits():
+def test_state_epoch_matches_parameters_during_overlap():
     """With --overlap, the epoch of a peer is ahead of its parameters until the round in the background has ended."""
     prefix, is_averaged = make_prefix(), threading.Event()
     with run_dhts([]) as (dht,):
@@ -221,7 +221,7 @@ def test_state_has_the_epoch_of_its_parameters_while_a_step_waits():
             averager.shutdown()
 
 
-def test_a_donor_keeps_what_is_being_fetched(start):
+def test_donor_keeps_snapshot_during_download(start):
     """It makes ten epochs a second meanwhile, in each of which a parameter grows by 1."""
     prefix = make_prefix()
     donors = start_donors(start, prefix, {"steps": True, "mbits": 40.0})
@@ -230,7 +230,7 @@ def test_a_donor_keeps_what_is_being_fetched(start):
     assert len([line for line in donors[0].json_lines() if "sent" in line]) > 10
 
 
-def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start):
+def test_missed_step_is_replayed_from_gradients(start):
     """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
     prefix = make_prefix()
     common = ["--experiment_prefix", prefix, "--target_batch_size", 128]
@@ -256,7 +256,7 @@ def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
     return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
 
 
-def test_blocks_cover_all_numbers_once():
+def test_blocks_cover_each_element_once():
     infos = make_infos(
         torch.zeros(3, BLOCK), torch.zeros(()), torch.zeros(BLOCK + 1, dtype=torch.uint8), torch.zeros(0)
     )
@@ -272,7 +272,7 @@ def test_blocks_cover_all_numbers_once():
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 2
 
 
-def test_what_a_snapshot_gives_is_what_it_describes():
+def test_snapshot_blocks_match_description():
     torch.manual_seed(0)
     tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0)]
     snapshot = StateSnapshot(dict(epoch=1, lineage="a", optimizer_metadata=[]), tensors, make_infos(*tensors))
@@ -296,7 +296,7 @@ def test_what_a_snapshot_gives_is_what_it_describes():
         lambda x: x.abs(),
     ],
 )
-def test_other_numbers_have_another_digest(change):
+def test_changed_numbers_change_digest(change):
     torch.manual_seed(0)
     numbers = torch.randn(BLOCK)
     assert not digests_differ(digest(numbers), digest(numbers * (1 + 0.02 * torch.randn(BLOCK))))
@@ -321,11 +321,11 @@ def test_other_numbers_have_another_digest(change):
         (7, None),
     ],
 )
-def test_requests_are_checked(request_, expected):
+def test_block_requests_are_validated(request_, expected):
     assert parse_request(MSGPackSerializer.dumps(request_)) == expected
 
 
-def test_bytes_that_are_no_request_are_refused():
+def test_invalid_request_bytes_are_refused():
     assert parse_request(b"") == [0]  # of hivemind
     for data in (b"\xc1", b"\xdd\xff\xff\xff\xff", b"GET / HTTP/1.1", bytes(100)):
         assert parse_request(data) is None
@@ -338,7 +338,7 @@ def round_trip(codec, tensor: torch.Tensor, role: TensorRole = TensorRole.OPTIMI
     return codec.extract(codec.compress(tensor, info))
 
 
-def test_the_gradients_of_a_missed_step_in_8_bits():
+def test_missed_step_transfers_8_bit_gradients():
     torch.manual_seed(0)
     gradient = torch.randn(300, 1000) * torch.logspace(-6, 0, 300)[:, None]  # of layers that learn at different speeds
     taken = round_trip(LOAD_STATE_COMPRESSIONS["8bit"], gradient, TensorRole.GRADIENT)
@@ -346,7 +346,7 @@ def test_the_gradients_of_a_missed_step_in_8_bits():
     assert torch.nn.functional.cosine_similarity(taken[0], gradient[0], dim=0) > 0.999
 
 
-def test_a_missed_step_of_sparse_updates_takes_a_third_of_the_bytes():
+def test_missed_sparse_step_needs_third_of_bytes():
     torch.manual_seed(0)
     update, codec = TopKCompression(0.03, bits=2), LOAD_STATE_COMPRESSIONS["8bit"]
     sent = [update.extract(update.compress(torch.randn(500, 1000) ** 3)) for _ in range(8)]
@@ -366,7 +366,7 @@ def test_a_missed_step_of_sparse_updates_takes_a_third_of_the_bytes():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
-def test_parameters_in_16_bits(scale):
+def test_state_codec_float16_parameters(scale):
     """Also biases that are near 0, as at the start of training."""
     torch.manual_seed(0)
     for numbers in (scale * torch.randn(10_000), torch.zeros(300)):
@@ -378,7 +378,7 @@ def test_parameters_in_16_bits(scale):
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4])
-def test_moments_in_8_bits(decades):
+def test_state_codec_8bit_moments(decades):
     """The gradients of neighbours differ by as many decades: both moments lose 1 % or so, and the step made of them is
     nearly the same. In hivemind's codecs, second moments become 0 beside first ones that do not, and the step leaps."""
     torch.manual_seed(0)
@@ -406,7 +406,7 @@ def test_moments_in_8_bits(decades):
     assert largest_change(Float16Compression()) > 100
 
 
-def test_what_takes_no_8_bits_comes_as_it_is():
+def test_state_codec_keeps_small_tensors_exact():
     codec = LOAD_STATE_COMPRESSIONS["8bit"]
     for tensor in (torch.randint(0, 256, (20, 20), dtype=torch.uint8), torch.randn(300), torch.tensor(1234567.0)):
         taken = round_trip(codec, tensor)
@@ -416,7 +416,7 @@ def test_what_takes_no_8_bits_comes_as_it_is():
     assert not round_trip(codec, torch.full((20, 20), float("nan"))).isfinite().any()
 
 
-def test_bytes_that_are_no_moments_are_refused():
+def test_state_codec_refuses_invalid_bytes():
     for codec in (Dynamic8bit(), Scaled16bit()):
         message = codec.compress(torch.ones(300), None)
         for data in (b"", message.buffer[:-1], message.buffer + b"1"):

@@ -45,7 +45,7 @@ def peers():
             dht.shutdown()
 
 
-def test_a_peer_stores_its_own_records_alone(peers):
+def test_storage_accepts_only_own_records(peers):
     victim, _, stranger, key, public_key = peers
     fresh, soon, own_id = RSAPrivateKey(), get_dht_time() + 300, find_peer_id(public_key)
     fresh_subkey = make_validators(PREFIX, fresh)[1]
@@ -84,7 +84,7 @@ async def lie_plainly(_dht, node, place, expires):
     node.protocol.storage.data[place] = ValueWithExpiration(dumps("plain"), expires)
 
 
-def test_readers_believe_no_strange_dictionary(peers):
+def test_search_ignores_invalid_dictionary(peers):
     """One that never expires ended this search and all later ones, one of a strange size made them hang."""
     victim, reader, stranger, key, public_key = peers
     soon = get_dht_time() + 300
@@ -111,7 +111,7 @@ async def look_at_storage(_dht, node) -> tuple[int, int, int]:
     return size, len(values), sum(len(s.expiration_heap) for s in (storage, *values))
 
 
-def test_a_peer_is_given_little_room(peers):
+def test_storage_limits_records_per_peer(peers):
     victim, _, stranger, key, public_key = peers
     subkey, soon = dumps(public_key), get_dht_time() + 300
     for number in range(100):
@@ -128,7 +128,7 @@ def test_a_peer_is_given_little_room(peers):
 
 
 @pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 6, 6), (OUR_NODE, 0, 5)])
-def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(kind, to_store, to_get):
+def test_storing_sends_no_foreign_records(kind, to_store, to_get):
     """Note 76: by hivemind's nodes, both are sent all that others hold of a key."""
 
     async def count_copies() -> tuple[int, int, dict]:
@@ -163,7 +163,7 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
 
 
 @pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (OUR_NODE, True)])
-def test_a_search_that_fails_ends(kind, has_ended):
+def test_failed_search_ends(kind, has_ended):
     """Note 77: hivemind's search never ends, and the wait for the other peers' progress neither."""
 
     async def search() -> bool:
@@ -188,7 +188,7 @@ def test_a_search_that_fails_ends(kind, has_ended):
     assert asyncio.run(asyncio.wait_for(search(), 60)) == has_ended
 
 
-def test_who_has_found_a_group_does_not_wait_for_the_dht(peers):
+def test_found_group_skips_dht_store(peers):
     """Note 78: if storing takes long, hivemind makes the whole group wait."""
     victim, soon = peers[0], get_dht_time() + 300
     manager = NonBlockingKeyManager(victim, f"{PREFIX}_state_averager", "", None)

@@ -22,7 +22,7 @@ from training.evaluation import evaluate
 from training.model import move_batch
 
 
-def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
+def test_late_trainer_loads_state_and_learns(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights. Batches
     are paced, so that the epochs do not end before it is there."""
     prefix, epochs = make_prefix(), 12
@@ -79,7 +79,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
 
 
 @pytest.mark.slow
-def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
+def test_small_groups_converge(start, tmp_path, tiny_data):
     """Four trainers, of which never more than two average at once, and a fifth that comes later: it loads the state of
     one of them, although no two of them have the same."""
     # from epoch 8 on the learning rate is zero, and only the averaging of parameters moves them
@@ -103,7 +103,7 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optim, kind", [("adamw", "linear"), ("muon", "wsd")])
-def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data, optim, kind):
+def test_swarm_matches_single_process_curve(start, tmp_path, tiny_data, optim, kind):
     """Two trainers with a target batch of B against a plain loop with a batch of B: within 1 % after 10 epochs."""
     epochs, batch_size = 10, 512
     curve = {
@@ -149,7 +149,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data, opti
 
 
 @pytest.mark.slow
-def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
+def test_lean_albert_swarm_learns(start, tmp_path, tiny_data):
     """With 8-bit moments and gradients, checkpointing by one peer alone, and sequences that grow."""
     lean = {
         **tiny_data,
@@ -180,7 +180,7 @@ def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
     assert type(loaded).__name__ == "LeanAlbertForPreTraining" and loaded.config.hidden_act_gated
 
 
-def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
+def test_ctrl_c_saves_and_exits_cleanly(start, tmp_path, tiny_data):
     """While the imports run, and in a round that hangs: no traceback, no process left, the model is saved."""
     prefix = make_prefix()
     alone = [*LOOPBACK, *flags(TRAINER, tiny_data, {"--experiment_prefix": prefix, "--output_dir": tmp_path})]
@@ -209,7 +209,7 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
 
 
 @pytest.mark.parametrize("helpers", [1, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_ctrl_c_is_obeyed_while_helpers_start(start, tmp_path, tiny_data, helpers):
+def test_ctrl_c_during_helper_start_exits_cleanly(start, tmp_path, tiny_data, helpers):
     """At the moment when another one appears; the first is torch's manager of shared memory."""
     own = {**tiny_data, "--experiment_prefix": make_prefix(), "--output_dir": tmp_path}
     trainer = start("trainer", "run_trainer.py", *LOOPBACK, *flags(TRAINER, own))
@@ -219,7 +219,7 @@ def test_ctrl_c_is_obeyed_while_helpers_start(start, tmp_path, tiny_data, helper
     assert "epoch 2/" not in trainer.text
 
 
-def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
+def test_second_ctrl_c_warns_of_loss(start):
     code = """if True:
         import time
         from common.console import setup_logging
@@ -245,7 +245,7 @@ def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
 
 
 @pytest.mark.slow
-def test_unreachable_or_malformed_peers_are_one_line(start, tmp_path, tiny_data):
+def test_invalid_initial_peers_are_one_line(start, tmp_path, tiny_data):
     """Wrong addresses: exit code 2, and a line that shows a right one."""
     peer_id = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
     for number, (address, words) in enumerate(

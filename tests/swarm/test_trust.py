@@ -88,13 +88,13 @@ def test_untrusted_peer_cannot_raise_the_epoch():
     assert trust.find_swarm_epoch(two, own_epoch=4) == find_majority_epoch([5, 5, 7, 7]) == 5
 
 
-def test_claims_of_untrusted_peers_count_as_much_as_all_others_at_most():
+def test_untrusted_claims_are_capped():
     trust = make_trust(*NAMES)
     assert trust.scale_claims([10_000, 10], 40) == pytest.approx([40 * 10_000 / 10_010, 40 * 10 / 10_010])
     assert trust.scale_claims([10, 20], 40) == [10, 20] and trust.scale_claims([5], 0) == [0]
 
 
-def test_ban_takes_longer_each_time_and_ends_with_a_newer_report():
+def test_ban_doubles_and_ends_with_report():
     trust, peer = make_trust(*NAMES), PeerID(b"a")
     trust.mark_unresponsive([b"a"])
     for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
@@ -135,7 +135,7 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     assert not trust.unawaited_until
 
 
-def test_peer_that_breaks_rounds_in_a_row_is_named():
+def test_peer_breaking_rounds_is_banned():
     trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
     trust.record_round([old])
     for _ in range(MAX_BROKEN_ROUNDS - 1):
@@ -149,7 +149,7 @@ def test_peer_that_breaks_rounds_in_a_row_is_named():
     trust.record_broken_round([new])  # counted from the start again
 
 
-def test_averages_without_own_gradients_are_found_over_several_rounds():
+def test_averages_without_own_gradients_are_detected():
     trust, peer = RoundTrust(), PeerID(b"a")
     with pytest.raises(AllreduceException, match="points away"):
         trust.record_averages({peer: 1.0}, -0.5, weight=0.3)
@@ -177,7 +177,7 @@ def test_lone_peer_counts_samples_and_no_estimate():
             tracker.shutdown()
 
 
-def test_report_right_after_another_is_delayed_and_not_lost():
+def test_quick_second_report_is_delayed():
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
         one, other = trackers = [make_tracker(dht, prefix, 10**6, max_refresh_period=0.5) for dht in dhts]
@@ -210,7 +210,7 @@ def test_dht_without_an_answer_changes_nothing():
             tracker.shutdown()
 
 
-def test_auxiliary_peer_does_not_count_the_peers_that_a_failed_round_has_missed():
+def test_aux_peer_excludes_unresponsive_peers():
     with run_dhts([]) as (dht,):
         tracker = make_tracker(dht, make_prefix(), 40)
         try:

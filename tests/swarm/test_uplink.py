@@ -64,7 +64,7 @@ def line_swarm(start, tmp_path, tiny_data, net: netlab.Net):
 
 
 @pytest.mark.slow
-def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
+def test_trainers_average_eight_rounds_in_row(line_swarm):
     """By trainers, whose computing leaves the cores less time for the line."""
     names = ["a", "b", "c"]
     swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the other tests
@@ -87,7 +87,7 @@ def usual_seconds(swarm: Swarm, name: str, epochs: list[int]) -> float:
 
 
 @pytest.mark.slow
-def test_a_peer_killed_in_the_middle_of_a_round_costs_the_others_one_round(line_swarm):
+def test_peer_killed_during_round_costs_one_round(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names)
     joint = swarm.wait_for_joint_epochs(names, 3, 300)
@@ -107,7 +107,7 @@ def test_a_peer_killed_in_the_middle_of_a_round_costs_the_others_one_round(line_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loses_donor", [False, True], ids=["all stay", "a donor is killed"])
-def test_a_late_joiner_takes_its_state_from_all_and_is_one_of_them(line_swarm, loses_donor):
+def test_late_peer_loads_state_from_all(line_swarm, loses_donor):
     names = ["a", "b", "c"]
     swarm = line_swarm(names, late=("late",))
     joint = swarm.wait_for_joint_epochs(names, 2, 300)
@@ -123,7 +123,7 @@ def test_a_late_joiner_takes_its_state_from_all_and_is_one_of_them(line_swarm, l
 
 
 @pytest.mark.slow
-def test_the_others_do_not_wait_for_a_line_that_drops_to_a_tenth(line_swarm, net):
+def test_degraded_uplink_delays_no_other_peer(line_swarm, net):
     names = ["a", "b", "c", "d"]
     swarm = line_swarm(names)
     joint = swarm.wait_for_joint_epochs(names, 3, 400)
@@ -137,7 +137,7 @@ def test_the_others_do_not_wait_for_a_line_that_drops_to_a_tenth(line_swarm, net
 
 
 @pytest.mark.slow
-def test_a_swarm_that_was_cut_for_half_a_minute_comes_together_again(line_swarm, net):
+def test_swarm_recovers_from_short_partition(line_swarm, net):
     names = ["a", "b", "c", "d"]
     swarm = line_swarm(names, pace=2.0)
     swarm.wait_for_joint_epochs(names, 2, 500)
@@ -176,7 +176,7 @@ def wait_for_rounds(peers: dict[str, Script], count: int, seconds: float) -> lis
     return rounds
 
 
-def test_rounds_on_volunteers_lines_are_averaged_by_all(start, net):
+def test_volunteers_uplinks_average_all_rounds(start, net):
     """2 MB of gradients, of which each peer sends two thirds to the others, and as much of averages: 1.1 s."""
     numbers, gradients = 500_000, {"a": 1.0, "b": 2.0, "c": 6.0}
     for name in gradients:
@@ -203,7 +203,7 @@ def test_rounds_on_volunteers_lines_are_averaged_by_all(start, net):
 
 
 @pytest.mark.slow
-def test_a_slow_line_sends_less_and_loses_nothing(start):
+def test_slow_uplink_sends_partial_gradients(start):
     """Of three peers on loopback one may send 3 Mbit/s, the others 20: it sends a part of its gradients in each round,
     in turn, with the weight of all the samples that they come from, and the others do not wait for it."""
     each = {
@@ -246,7 +246,7 @@ class TimelessLoop(asyncio.SelectorEventLoop):
         super()._run_once()
 
 
-def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
+def test_streams_share_rate_and_rounds_have_priority(monkeypatch):
     """At 8 Mbit/s, two streams of a round and one in the background, which gets a fifth."""
     uplink = Uplink()
     uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)
@@ -279,7 +279,7 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
     assert alone == pytest.approx(1.6 * 1e6, rel=0.2)
 
 
-def test_a_queue_lowers_the_rate_to_what_the_line_carries():
+def test_queueing_delay_lowers_rate():
     uplink = Uplink()
 
     def look(times: int, wait: float, share: float = 1.0) -> float:
@@ -321,7 +321,7 @@ class SilentNode:
 @pytest.mark.parametrize(
     "seconds, received, mbits", [(1.0, 0, 4.0), (2.5, 1, 8 / 3.5), (2.5, 0, 20.0)], ids=["a fifth", "a tenth", "cut"]
 )
-def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, seconds, received, mbits):
+def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, mbits):
     monkeypatch.setattr("swarm.uplink.MAX_RESPONSE_TIMEOUT", 2.0)
     uplink = Uplink()
     uplink.set_bandwidth(20, is_fixed=False)
@@ -339,7 +339,7 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, se
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
-def test_a_group_waits_for_all_then_for_most():
+def test_group_waits_for_all_then_most():
     matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
     step = SimpleNamespace(triggered=True)
     matchmaking.min_group_size, matchmaking.target_group_size, matchmaking.step_control = 2, None, step
@@ -365,7 +365,7 @@ def test_a_group_waits_for_all_then_for_most():
     assert is_enough(1, b"a", b"b") == (False, True) and is_enough(1, b"a", b"b", b"c", b"d") == (True, True)
 
 
-def test_times_follow_from_answers_and_rounds_unless_they_are_given():
+def test_timeouts_follow_measurements_unless_set():
     uplink = Uplink()
     assert uplink.timeouts.request == pytest.approx(2 * 6 * 0.3)
     uplink.record_rtt(10.0)  # of a peer that was frozen: one alone counts little
@@ -389,7 +389,7 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     assert uplink.timeouts.request == 1.0  # of which there have to be two in matchmaking_time
 
 
-def test_a_plan_spares_the_others_a_slow_line():
+def test_plan_gives_slow_uplink_less():
     node, client, aux = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
     bits = 8 * 28e6
     equals = plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 20))
@@ -420,7 +420,7 @@ def test_implausible_bandwidth_is_refused(claim):
         parse_gathered(pack(claim))
 
 
-def test_long_epochs_leave_more_time_for_others():
+def test_long_epochs_lengthen_timeouts():
     uplink = Uplink()
     uplink.record_rtt(0.1)
     for epoch, matchmaking, grace in ((2, 8.1, 0.5), (120, 9.6, 30), (1000, 15, 60)):

@@ -16,7 +16,7 @@ from text.batches import IndexedBatches, check_data_arguments, cut_rows, data_se
 from text.instances import BLOCKS, PAIRS, TEXT
 
 
-def test_batches_show_the_instances(dataset, tokenizer):
+def test_batches_contain_the_sequences(dataset, tokenizer):
     rows = {tuple(row["input_ids"]): row for row in dataset}
     for batch in make_batches(dataset, tokenizer, 20):
         assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels", "sentence_order_label"}
@@ -34,12 +34,12 @@ def test_batches_show_the_instances(dataset, tokenizer):
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_padding_stays_below_a_tenth(dataset, tokenizer, batch_size):
+def test_padding_is_below_tenth(dataset, tokenizer, batch_size):
     masks = [batch["attention_mask"] for batch in make_batches(dataset, tokenizer, 200, batch_size=batch_size)]
     assert 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) < 0.1
 
 
-def test_each_pass_has_every_row_once_in_a_new_order(dataset):
+def test_pass_reads_each_row_once_reordered(dataset):
     batches = IndexedBatches(dataset, lambda *_: None, DataArguments())
     lengths, order = batches.lengths, batches.order(8, seed=3)
     passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
@@ -52,19 +52,19 @@ def test_each_pass_has_every_row_once_in_a_new_order(dataset):
     assert abs(np.corrcoef(means, np.arange(125))[0, 1]) < 0.3
 
 
-def test_batches_reproduce_from_the_seed(dataset, tokenizer):
+def test_batches_depend_on_seed(dataset, tokenizer):
     batches = make_batches(dataset, tokenizer, 150)
     assert are_equal(batches, make_batches(dataset, tokenizer, 150))
     assert are_equal(batches, make_batches(dataset, tokenizer, 150, num_workers=2))
     assert not are_equal(batches, make_batches(dataset, tokenizer, 150, seed=2))
 
 
-def test_split_smaller_than_a_batch(dataset, tokenizer):
+def test_split_smaller_than_batch_works(dataset, tokenizer):
     for batch in make_batches(dataset.select(range(3)), tokenizer, 5):
         assert len(batch["input_ids"]) == 8
 
 
-def test_width_is_a_multiple_of_8_within_the_longest_row(dataset, tokenizer):
+def test_batch_width_is_multiple_of_8(dataset, tokenizer):
     long = dataset.map(lambda row: {name: row[name] * 4 for name in PAIRS.columns[:3]}).filter(
         lambda row: len(row["input_ids"]) <= 252
     )
@@ -73,7 +73,7 @@ def test_width_is_a_multiple_of_8_within_the_longest_row(dataset, tokenizer):
     assert all(width % 8 == 0 for width in widths - {252}) and len(widths) > 10
 
 
-def test_evaluation_is_the_same_at_every_call_and_batch_size(dataset, tokenizer):
+def test_eval_batches_are_fixed(dataset, tokenizer):
     def rows_of(batches):
         return sorted(
             (ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
@@ -91,7 +91,7 @@ def test_evaluation_is_the_same_at_every_call_and_batch_size(dataset, tokenizer)
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
 
 
-def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
+def test_selected_rows_are_read(dataset, tokenizer):
     part = dataset.select(range(500, 510))
     [batch] = data.make_eval_batches(part, tokenizer, DataArguments(), batch_size=64)
     original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
@@ -101,7 +101,7 @@ def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
     }
 
 
-def test_data_seed_is_the_same_in_every_process():
+def test_data_seed_is_deterministic():
     calls = "data_seed('12D3KooW', 42), data_seed('12D3KooX', 42), data_seed('x', 1)"
     code = f"from text.batches import data_seed; print({calls})"
     seeds = run_python("-c", code, env={"PYTHONHASHSEED": "1"}, expect=0).stdout.split()
@@ -111,7 +111,7 @@ def test_data_seed_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("way", ["finish", "at once"])
-def test_workers_outlive_ctrl_c_until_the_trainer_ends(start, dataset, tmp_path, way):
+def test_workers_survive_ctrl_c_until_trainer_ends(start, dataset, tmp_path, way):
     dataset.save_to_disk(str(tmp_path / "dataset"))
     script = start("script", "-m", "tests.programs.interrupted_batches", tmp_path / "dataset", way)
     script.wait_for("ready")
@@ -132,7 +132,7 @@ time.sleep(600)
 """
 
 
-def test_workers_do_not_outlive_a_killed_trainer(start):
+def test_workers_end_with_killed_trainer(start):
     """Not even to have their last batches taken, which a pipe does not hold."""
     script = start("script", "-c", ENDLESS)
     script.wait_for("ready")
@@ -150,7 +150,7 @@ assert list(batches) == list(range(100))
 """
 
 
-def test_workers_outlive_an_end_of_the_group_that_they_have_not_left_yet():
+def test_workers_survive_end_of_process_group():
     """torchrun, or a scheduler, ends a process group: it is for the trainer to end its workers."""
     run_python("-c", HASTY, expect=0)
 
@@ -170,7 +170,7 @@ def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], 
     return rows, Dataset.from_list(rows)
 
 
-def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
+def test_causal_batches_label_all_but_first(tokenizer):
     rows, blocks = make_blocks(TEXT.columns)
     texts = {tuple(row["input_ids"]) for row in rows}
     args = DataArguments()
@@ -187,7 +187,7 @@ def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
     assert all(tuple(row.tolist()) in starts for batch in batches for row in batch["input_ids"])
 
 
-def test_masked_blocks_keep_their_end_when_they_are_cut(tokenizer):
+def test_cut_blocks_keep_end_token(tokenizer):
     rows, blocks = make_blocks(BLOCKS.columns)
     args = DataArguments(max_sequence_length=16, mlm_probability=0.3)
     for batch in make_batches(blocks, tokenizer, 12, args):
@@ -206,7 +206,7 @@ def test_masked_blocks_keep_their_end_when_they_are_cut(tokenizer):
 GROWING = dict(initial_sequence_length=24, max_sequence_length=60, sequence_length_warmup_steps=10)
 
 
-def test_sequence_length_grows_with_the_epoch():
+def test_sequence_length_grows_with_epoch():
     args = DataArguments(**GROWING)
     # 24 + 3.6 an epoch, rounded down to multiples of 8; the end is what was asked for
     assert [sequence_length_at(epoch, args) for epoch in range(12)] == [
@@ -221,7 +221,7 @@ def test_sequence_length_grows_with_the_epoch():
 
 
 @pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
-def test_cut_instances_keep_their_form(limit):
+def test_cut_sequences_keep_special_tokens(limit):
     rows = make_rows(300, 200)
     flat = {name: np.concatenate([row[name] for row in rows]) for name in PAIRS.columns[:3]}
     flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in rows])
@@ -252,7 +252,7 @@ def take_while_growing(batches, lengths: dict[int, int | None], count: int) -> l
     return taken
 
 
-def test_the_next_batch_has_the_new_length_whatever_the_workers(dataset, tokenizer):
+def test_next_batch_has_new_length(dataset, tokenizer):
     lengths = {0: 24, 5: 32, 6: 40, 12: 40, 15: 24, 16: None}
 
     def take(num_workers):
@@ -271,7 +271,7 @@ def test_the_next_batch_has_the_new_length_whatever_the_workers(dataset, tokeniz
     assert widths[16:] == [batch["input_ids"].shape[1] for batch in make_batches(dataset, tokenizer, 40)][16:]
 
 
-def test_a_length_for_good(dataset, tokenizer):
+def test_max_sequence_length_cuts_and_pads(dataset, tokenizer):
     """max_sequence_length alone cuts as well, and sets what is padded to."""
     batches = make_batches(dataset, tokenizer, 30, DataArguments(max_sequence_length=37))
     assert max(batch["input_ids"].shape[1] for batch in batches) == 37
@@ -283,7 +283,7 @@ def test_a_length_for_good(dataset, tokenizer):
             assert len(row) == 37 or tuple(row) in whole
 
 
-def test_lengths_beyond_the_model_or_the_dataset_are_one_line(tokenizer, caplog):
+def test_excessive_sequence_length_is_one_line(tokenizer, caplog):
     corpus = {"seq_length": 128}
     check_data_arguments(DataArguments(), tokenizer, corpus, 128)
     check_data_arguments(DataArguments(max_sequence_length=64), tokenizer, corpus, 64)

@@ -23,7 +23,7 @@ from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tok
 from tokenize_wikitext103 import TokenizeArguments
 
 
-def test_masking_rates(dataset, tokenizer):
+def test_collator_masks_at_expected_rates(dataset, tokenizer):
     args = DataArguments()
     batches = IndexedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
@@ -77,7 +77,7 @@ def words_of(ids: list[int], begins_word: list[bool]) -> list[list[int]]:
     return words
 
 
-def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewise):
+def test_whole_words_are_masked_evenly(piecewise):
     tokenizer, begins_word = piecewise
     rows = make_rows(3000, len(tokenizer))
     batch = DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
@@ -114,7 +114,7 @@ def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewi
     assert set(after[(after != before) & (after != 4)]) == set(range(5, len(tokenizer)))
 
 
-def test_masks_depend_on_the_seed_alone(piecewise):
+def test_masks_depend_only_on_seed(piecewise):
     tokenizer, _ = piecewise
     rows = make_rows(20, len(tokenizer))
     collator, another = DataCollatorForWholeWordMask(tokenizer), DataCollatorForWholeWordMask(tokenizer)
@@ -128,7 +128,7 @@ def test_masks_depend_on_the_seed_alone(piecewise):
 
 
 @pytest.mark.parametrize("whole_word_mask", [True, False])
-def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
+def test_collator_matches_stored_batches(piecewise, whole_word_mask):
     tokenizer, _ = piecewise
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
@@ -148,7 +148,7 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
     assert torch.equal(bare["labels"], stored["labels"]) and not bare["token_type_ids"].any()
 
 
-def test_one_word_of_a_batch_is_masked_at_least(piecewise):
+def test_batch_masks_at_least_one_word(piecewise):
     tokenizer, _ = piecewise
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
     # two pieces that make one word, between special tokens, whatever they begin with
@@ -164,7 +164,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
     assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
 
 
-def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure():
+def test_tokenizer_without_word_marks_is_refused():
     pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
     backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
@@ -177,7 +177,7 @@ def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure():
     assert (labels != -100).sum() > 100
 
 
-def test_words_of_byte_level_pieces_are_those_of_the_text():
+def test_byte_level_words_match_offsets():
     """Against the tokenizer's own offsets: a word begins at the text's beginning and behind a space."""
     text = " ".join(read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000].split()) + " déjà — Ёлка 3.14 ok"
     args = TokenizeArguments(vocab_size=600)

@@ -31,7 +31,7 @@ def test_paragraphs_join_wrapped_lines():
     assert split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
 
 
-def test_sample_corpus_by_chapter():
+def test_sample_corpus_splits_by_chapter():
     text = read_text(ROOT / "sample_data" / "austen.txt.xz")
     chapters = split_chapters(text)
     assert len(chapters) == 270  # 269 chapters and the advertisement before Northanger Abbey
@@ -43,7 +43,7 @@ def test_sample_corpus_by_chapter():
         assert all(place < 4 for place in titles), "the title of a novel ended up behind the text of another"
 
 
-def test_wikitext_articles():
+def test_wikitext_splits_by_article():
     lines = [
         "\n",
         " = First = \n",
@@ -68,7 +68,7 @@ def test_wikitext_file_has_60_articles():
 
 
 @pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
-def test_files_plain_and_packed(tmp_path, suffix, pack):
+def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
     (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
     assert read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
@@ -91,7 +91,7 @@ def test_sentences_stay_in_their_paragraph():
 
 
 @pytest.mark.parametrize("seq_length, longest", [(32, 10), (32, 100), (512, 60), (8, 9)])
-def test_pairs_keep_all_text_in_order(seq_length, longest):
+def test_sentence_pairs_keep_text_in_order(seq_length, longest):
     lengths = random.Random(0)
     ids = itertools.count(10)
     sentences = [list(itertools.islice(ids, lengths.randint(1, longest))) for _ in range(2000)]
@@ -109,7 +109,7 @@ def test_pairs_keep_all_text_in_order(seq_length, longest):
             assert len(first) + len(second) + sizes[following[0]] > seq_length - 3
 
 
-def test_pairs_reproduce_and_differ_by_document():
+def test_sentence_pairs_depend_on_document():
     sentences = [[number] * 5 for number in range(100)]
 
     def make(seed, split, index):
@@ -120,7 +120,7 @@ def test_pairs_reproduce_and_differ_by_document():
     assert len({str(make(*key)) for key in keys}) == 4
 
 
-def test_cut_falls_on_every_sentence():
+def test_sentence_pair_cut_reaches_every_sentence():
     sentences = [[number] for number in range(5)]
     cuts = set()
     for index in range(200):
@@ -130,5 +130,5 @@ def test_cut_falls_on_every_sentence():
 
 
 @pytest.mark.parametrize("sentences, count", [([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)])
-def test_pairs_of_tiny_documents(sentences, count):
+def test_sentence_pairs_of_tiny_documents(sentences, count):
     assert len(make_sentence_pairs(sentences, 64, random.Random(0))) == count

@@ -113,13 +113,13 @@ DRIPS = {
 
 
 @pytest.mark.parametrize("where", DRIPS)
-def test_a_server_that_drips_is_given_up(cache, where):
+def test_fetch_dripping_server_is_dropped(cache, where):
     """A byte each 0.1 s, which is in time for each read."""
     with serve(drip(*DRIPS[where])) as url:
         assert set(expect_line("fewer than 1,000 bytes a second came; gave up", url, cache)) <= {".part", ".part.json"}
 
 
-def test_a_server_that_sends_a_byte_and_hangs_up_is_given_up(cache):
+def test_fetch_one_byte_server_is_dropped(cache):
     def answer(request: bytes) -> Iterator[bytes]:
         start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
         status = b"206 No\r\nContent-Range: bytes %d-8/9" % start if start else b"200 OK\r\nContent-Length: 9"
@@ -129,7 +129,7 @@ def test_a_server_that_sends_a_byte_and_hangs_up_is_given_up(cache):
         expect_line("(cut after|received|fewer than) .*; gave up", url, cache, patience=1.2)
 
 
-def test_a_slow_line_is_not_given_up_nor_one_that_stalls(cache, tmp_path):
+def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
     content = make_tar(tmp_path / "data.tar", "{}" + 10_000 * " ")
 
     def answer(request: bytes) -> Iterator[bytes]:
@@ -142,7 +142,7 @@ def test_a_slow_line_is_not_given_up_nor_one_that_stalls(cache, tmp_path):
         assert fetch.fetch(url, None, cache, patience=0.5).is_dir()
 
 
-def test_what_a_drip_has_left_is_continued_not_taken_for_the_whole(cache, tmp_path):
+def test_fetch_continues_partial_file(cache, tmp_path):
     content = make_tar(tmp_path / "data.tar")
     head = OK + b"Content-Length: %d\r\n\r\n" % len(content)
     with serve(drip(head, content[:1000]), send(head, content)) as url:
@@ -161,31 +161,31 @@ REDIRECTS = {
 
 
 @pytest.mark.parametrize("where", REDIRECTS)
-def test_redirects_lead_to_another_web_address_or_nowhere(cache, where):
+def test_fetch_redirects_only_to_web(cache, where):
     words = "without end" if where == "in a circle" else "unsupported protocol|answers 302"
     with serve(send(*REDIRECTS[where])) as url:
         assert expect_line(words, url, cache) == []
 
 
-def test_redirects_that_never_end_or_have_no_end_themselves(cache):
+def test_fetch_endless_redirects_are_dropped(cache):
     with serve(lambda request: iter([FOUND + b"/%d\r\n\r\n" % time.time_ns()])) as url:
         assert expect_line("without end", url, cache) == []
     with serve(flood(FOUND + b"/data.tar\r\n\r\n", bytes(2**16))) as url:
         assert expect_line("without end", url, cache) == []
 
 
-def test_an_answer_without_end_stops_before_the_disk_is_full_and_goes(cache, monkeypatch):
+def test_fetch_endless_answer_stops_before_disk_full(cache, monkeypatch):
     monkeypatch.setattr(fetch, "KEEP_FREE", shutil.disk_usage(cache.parent).free - 20_000_000)
     with serve(flood(OK + b"\r\n", bytes(2**20))) as url:
         assert expect_line("no room for .* stay free", url, cache) == []
 
 
-def test_an_answer_that_never_begins(cache):
+def test_fetch_answer_never_starts_times_out(cache):
     with serve(flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)) as url:
         assert expect_line("fewer than 1,000 bytes a second came; gave up", url, cache) == []
 
 
-def test_a_disk_that_would_be_too_full_is_not_written_to(cache, monkeypatch, tmp_path):
+def test_fetch_needs_free_disk_space(cache, monkeypatch, tmp_path):
     content = make_tar(tmp_path / "data.tar")
     monkeypatch.setattr(fetch, "KEEP_FREE", 2 * shutil.disk_usage(cache.parent).free)
     with serve(send(OK + b"Content-Length: %d\r\n\r\n" % len(content), content)) as url:
@@ -206,7 +206,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lie", LENGTHS)
-def test_a_length_that_lies(cache, lie):
+def test_fetch_false_length_is_refused(cache, lie):
     header, words, left = LENGTHS[lie]
     with serve(send(OK, header.encode(), b"\r\n\r\n", 1000 * b"x")) as url:
         assert expect_line(words, url, cache) == left
@@ -214,7 +214,7 @@ def test_a_length_that_lies(cache, lie):
         assert expect_line(words, url, cache) == left
 
 
-def test_a_file_that_is_another_one_each_time(cache):
+def test_fetch_changing_file_is_refused(cache):
     """Or that ends before the length that it has announced, each time."""
     short = OK + b"Content-Length: 2000\r\n\r\n" + 1000 * b"x"
     none = b"HTTP/1.1 416 No\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -224,7 +224,7 @@ def test_a_file_that_is_another_one_each_time(cache):
         assert expect_line("has changed in the meantime", url, cache, 2) == []
 
 
-def test_machines_of_one_server_may_differ_in_the_time_but_not_in_the_tag(cache, tmp_path):
+def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
     content = make_tar(tmp_path / "data.tar")
 
     def send_half(tag: bytes, second: int) -> Callable:
@@ -246,7 +246,7 @@ def test_machines_of_one_server_may_differ_in_the_time_but_not_in_the_tag(cache,
         assert expect_line("has changed in the meantime", url, cache / "other", 2) == []
 
 
-def test_words_of_a_server_reach_no_terminal_as_they_are(cache):
+def test_fetch_escapes_text_of_server(cache):
     with serve(send(b"HTTP/1.1 404 \x1b[2Jrun: curl evil\r\n\r\n")) as url:
         assert expect_line(r"answers 404  \[2Jrun: curl evil", url, cache) == []
 
@@ -255,19 +255,19 @@ NESTED = '{"common":' + 100_000 * "[" + 100_000 * "]" + "}"
 
 
 @pytest.mark.parametrize("content", [NESTED, "{" + 10**7 * " "], ids=["nested", "large"])
-def test_an_index_that_would_cost_too_much(cache, content):
+def test_fetch_oversized_index_is_refused(cache, content):
     with serve(send(OK, b"\r\n", content.encode())) as url:
         assert expect_line("is not an index of shards", url, cache) == []
 
 
 @pytest.mark.parametrize("text", [NESTED, "[]", '{"objective": []}'])
-def test_a_corpus_that_is_none(cache, tmp_path, text):
+def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
     make_tar(tmp_path / "data.tar", text)
     with pytest.raises(UserError, match="is not a dataset of"):
         load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache), None)
 
 
-def test_an_archive_of_names_of_names(cache, tmp_path):
+def test_unpack_nested_long_names_are_refused(cache, tmp_path):
     """tarfile reads a long name, and then by itself the member that has it: which may be a long name."""
     member = tarfile.TarInfo("././@LongLink")
     member.type, member.size = tarfile.GNUTYPE_LONGNAME, 512
@@ -275,7 +275,7 @@ def test_an_archive_of_names_of_names(cache, tmp_path):
     assert expect_line("is damaged", str(tmp_path / "data.tar"), cache) == []
 
 
-def test_an_archive_with_a_long_header(cache, tmp_path):
+def test_unpack_long_header_is_refused(cache, tmp_path):
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
         archive.addfile(tarfile.TarInfo("first"))
         member = tarfile.TarInfo("second")
@@ -284,7 +284,7 @@ def test_an_archive_with_a_long_header(cache, tmp_path):
     assert expect_line("a header of 2,097,1.. bytes", str(tmp_path / "data.tar"), cache) == []
 
 
-def test_an_index_names_files_beside_it_alone(cache):
+def test_index_names_only_adjacent_files(cache):
     for name in ("../a.tar", "/a.tar", "http://a/b", "a\nb", "a\x1b[2J", ["a"], 10_000 * "/"):
         entry = {"name": name, "sha256": 64 * "0", "size": 1}
         with serve(send(OK, b"\r\n", json.dumps({"common": entry, "shards": [entry]}).encode())) as url:

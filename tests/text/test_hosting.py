@@ -78,7 +78,7 @@ def expect_stop(words: str, *arguments) -> None:
 # ---------------------------------------------------------------- packing
 
 
-def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path, tiny_data, hosted):
+def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted):
     for path in tiny_data["--dataset_path"].rglob("*"):
         os.utime(path, (1e9, 1e9))
     words = [ROOT / "tokenize_wikitext103.py", *sum(tiny_data.items(), ()), "--archive", "other.tar.gz"]
@@ -91,7 +91,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
         check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
 
 
-def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted):
+def test_shards_hold_each_sequence_once(hosted):
     index = json.loads((hosted / "tiny.json").read_text())
     assert len(index["shards"]) == SHARDS
     for entry in [index["common"], *index["shards"]]:
@@ -104,7 +104,7 @@ def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted):
 
 @pytest.mark.parametrize("name", ["tiny.tar.gz", "plain.tar"])
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted, cache, tiny_data, name, is_remote):
+def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, name, is_remote):
     source = f"{server.url}/{name}" if is_remote else str(hosted / name)
     sha256 = hash_file(hosted / name)
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted
     assert len(dataset["train"]) == corpus["instances"]["train"] > 0
 
 
-def test_a_folder_stays_what_it_is(tiny_data, cache):
+def test_dataset_folder_is_left_unchanged(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
     assert fetch.fetch_data(str(folder), None, cache) == fetch.FetchedDataset(folder)
     assert not cache.exists()
@@ -132,7 +132,7 @@ def test_a_folder_stays_what_it_is(tiny_data, cache):
 
 
 @pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])
-def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
+def test_cut_download_resumes(server, hosted, cache, validator):
     server.validator = validator
     server.cuts["/big.tar"] = [1_000_000, 1_000_000]
     size = (hosted / "big.tar").stat().st_size
@@ -141,13 +141,13 @@ def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
     assert server.count("big.tar") == size  # no byte twice
 
 
-def test_a_cut_download_without_ranges_starts_over(server, hosted, cache):
+def test_cut_download_without_ranges_restarts(server, hosted, cache):
     server.has_ranges, server.cuts["/big.tar"] = False, [1_000_000]
     fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
 
 
-def test_a_cut_download_is_of_one_file_where_nothing_tells_whether_it_changed(server, hosted, cache):
+def test_cut_download_without_tag_is_consistent(server, hosted, cache):
     """Neither ranges, nor a time, nor a tag."""
     server.has_ranges, server.validator, server.cuts["/big.tar"] = False, None, [1_000_000]
     fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
@@ -155,7 +155,7 @@ def test_a_cut_download_is_of_one_file_where_nothing_tells_whether_it_changed(se
 
 
 @pytest.mark.parametrize("change", ["larger", "smaller"])
-def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, change):
+def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, change):
     """From a server that continues with the new file, or has no such range of it any more."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
     server.folder = tmp_path
@@ -171,7 +171,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tm
     assert read_files(folder) == read_files(tmp_path / "expected")
 
 
-def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, cache, caplog):
+def test_failing_server_is_retried_then_dropped(server, cache, caplog):
     server.answers["/tiny.tar.gz"] = [500, 429, 200]
     assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
     assert len(server.requests) == 3 and "answers 500" in caplog.text
@@ -182,7 +182,7 @@ def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, cache, 
     assert time.monotonic() - start < 5
 
 
-def test_without_a_length_the_archive_itself_tells_that_it_is_cut(server, cache):
+def test_cut_archive_without_length_is_detected(server, cache):
     server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
     with pytest.raises(UserError, match="damaged"):
         fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache)
@@ -201,7 +201,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cache, fault):
+def test_invalid_archive_is_one_line(server, tmp_path, cache, fault):
     content, words = FAULTS[fault]
     server.folder = tmp_path
     if content is not None:
@@ -210,14 +210,14 @@ def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cac
     assert left_in(cache) == []
 
 
-def test_nobody_listens(cache):
+def test_unreachable_server_is_one_line(cache):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(UserError, match="(?i)connection refused; gave up"):
         fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
 
 
-def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache):
+def test_wrong_sha256_is_refused(server, hosted, cache):
     url, sha256 = f"{server.url}/tiny.tar.gz", hash_file(hosted / "tiny.tar.gz")
     expect_stop(f"has sha256 {sha256}, not {'0' * 64}", url, "0" * 64, cache)
     assert left_in(cache) == []
@@ -263,7 +263,7 @@ def make_hostile_tar(path: Path, kind: str) -> None:
         *("hard link", "device", "fifo"),
     ],
 )
-def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, kind):
+def test_archive_path_traversal_is_refused(tmp_path, cache, kind):
     make_hostile_tar(tmp_path / "hostile.tar", kind)
     expect_stop("outside its folder, and is not used", str(tmp_path / "hostile.tar"), None, cache)
     assert left_in(cache) == []
@@ -284,7 +284,7 @@ def small_disk(folder: Path, size: str):
 
 
 @pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
-def test_a_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
+def test_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
     monkeypatch.setattr(fetch, "KEEP_FREE", 0)
     with small_disk(cache, size):
         expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
@@ -307,7 +307,7 @@ print(fetch_data(*sys.argv[1:4]).dataset)
 """
 
 
-def test_a_killed_process_loses_no_byte(start, server, hosted, cache):
+def test_killed_download_resumes_every_byte(start, server, hosted, cache):
     url, sha256 = f"{server.url}/big.tar", hash_file(hosted / "big.tar")
     server.is_stalling, server.cuts["/big.tar"] = True, [2_000_000]
     first = start("first", "-c", FETCH, url, sha256, cache)
@@ -320,7 +320,7 @@ def test_a_killed_process_loses_no_byte(start, server, hosted, cache):
     assert "from 2.0 MB on" in second.text
 
 
-def test_two_that_start_at_once_fetch_once(start, server, hosted, cache):
+def test_concurrent_starts_download_once(start, server, hosted, cache):
     server.chunk_delay = 0.05
     processes = [start(f"peer{number}", "-c", FETCH, f"{server.url}/big.tar", "", cache) for number in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
@@ -368,7 +368,7 @@ def original_rows(batches: list[dict]) -> list[tuple]:
     return rows
 
 
-def test_a_pass_over_the_shards_reads_each_instance_once_in_the_peers_own_order(server, cache, tiny_data):
+def test_shards_pass_reads_each_sequence_once(server, cache, tiny_data):
     dataset, corpus, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
     plain, plain_corpus = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
     assert corpus == plain_corpus and len(dataset["train"]) == len(plain["train"])
@@ -395,7 +395,7 @@ def order_of(dataset, seed: int):
     return dataset["train"].order()
 
 
-def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, caplog, monkeypatch):
+def test_shard_batches_depend_only_on_seed(server, hosted, tmp_path, caplog, monkeypatch):
     """Not on how fast shards come, nor on failures on the way, nor on the number of workers."""
     local = take(*open_local(hosted, tmp_path), 260)
     assert not are_equal(local, take(*open_local(hosted, tmp_path), 260, seed=2))
@@ -414,7 +414,7 @@ def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, ca
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_sequences_of_shards_grow(hosted, tmp_path, num_workers):
+def test_shard_sequences_grow_with_epoch(hosted, tmp_path, num_workers):
     """The next batch has the new length, and no batch is lost, wherever in a shard the length changes."""
 
     def take_changing(change: bool, num_workers: int) -> list[dict]:
@@ -440,7 +440,7 @@ def test_sequences_of_shards_grow(hosted, tmp_path, num_workers):
             assert are_equal([batch], [whole])
 
 
-def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
+def test_read_shards_are_deleted_on_full_disk(server, hosted, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
     monkeypatch.setattr(fetch, "KEEP_FREE", 0)
     expected = take(*open_local(hosted, tmp_path), 600)
@@ -460,7 +460,7 @@ def open_local(hosted: Path, tmp_path: Path):
     return dataset, tokenizer
 
 
-def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cache):
+def test_read_only_cache_is_accepted(hosted, tmp_path, cache):
     """The reader writes neither a lock nor a mark."""
     expected = take(*open_local(hosted, tmp_path), 260)
     with small_disk(cache, "20m"):
@@ -473,7 +473,7 @@ def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cach
         assert not list(cache.glob("*.lock")) and not list(cache.glob("*/.in_use"))
 
 
-def test_a_disk_that_fails_while_a_shard_is_marked_is_tried_again(hosted, tmp_path, monkeypatch, caplog):
+def test_shard_mark_failure_is_retried(hosted, tmp_path, monkeypatch, caplog):
     expected = take(*open_local(hosted, tmp_path), 260)
     monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
     dataset, tokenizer = open_local(hosted, tmp_path)
@@ -486,7 +486,7 @@ def test_a_disk_that_fails_while_a_shard_is_marked_is_tried_again(hosted, tmp_pa
     assert ".in_use'; trying again in 0.3 s" in caplog.text
 
 
-def test_the_end_need_not_wait_for_a_shard(server, cache):
+def test_stop_does_not_wait_for_shard(server, cache):
     dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
     second = list(itertools.islice(order_of(dataset, 1), 2))[1]
     dataset["train"].seed = None
@@ -500,7 +500,7 @@ def test_the_end_need_not_wait_for_a_shard(server, cache):
 
 
 @pytest.mark.slow
-def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server, hosted, tmp_path):
+def test_trainer_starts_with_one_shard_and_resumes(start, server, hosted, tmp_path):
     """The URL of the index is all that a volunteer needs: no tokenizer, no dataset."""
     sha256 = hash_file(hosted / "tiny.json")
     command = [

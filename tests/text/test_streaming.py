@@ -77,7 +77,7 @@ def write_format(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "hub"])
-def test_formats_give_the_same_records_and_go_on_from_any_position(name, tmp_path, monkeypatch):
+def test_stream_formats_match_and_resume(name, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 5000)
     source = Source(path=str(write_format(tmp_path, name)), name=name)  # the order comes from the name, too
     whole = list(source.read_pass(1, Position(), GO_ON))
@@ -91,7 +91,7 @@ def test_formats_give_the_same_records_and_go_on_from_any_position(name, tmp_pat
         assert read_pass(source, Position(1)) != read_pass(source) != read_pass(source, seed=2)
 
 
-def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
+def test_stream_file_order_differs_by_peer(tmp_path):
     for number in range(8):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number}a", f"{number}b"])
     source = Source(path=f"{tmp_path}/*.jsonl", name="files")
@@ -108,7 +108,7 @@ def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
     assert next(source.read(1, behind, GO_ON))[1].number == 1
 
 
-def test_text_files_are_cut_between_paragraphs(tmp_path, monkeypatch):
+def test_stream_text_splits_between_paragraphs(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 50_000)
     paragraphs = [f"Paragraph {number} begins.\nIt goes on{' and on' * 20}.\n\n" for number in range(1500)]
     (tmp_path / "a.txt").write_text("".join(paragraphs))
@@ -123,7 +123,7 @@ def test_text_files_are_cut_between_paragraphs(tmp_path, monkeypatch):
     assert sorted(lengths) == [10_000] * 2 + [20_000] * 4
 
 
-def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
+def test_stream_broken_records_are_counted(tmp_path, caplog):
     lines = [json.dumps({"text": text}).encode() for text in RECORDS[:50]]
     broken = [b'{"text": "cut', b'{"body": "a"}', b'{"text": 3}', b'{"text": "\xff\xfe"}', b"[1]", b"[" * 100_000]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*broken[:3], *lines[:25], b"", *broken[3:], *lines[25:]]))
@@ -156,7 +156,7 @@ def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
     assert sum("a.jsonl" in message for message in messages) == 1
 
 
-def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
+def test_stream_broken_records_log_powers_of_ten(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("".join('{"text": "A."}\n' if n % 2 else "{\n" for n in range(400)))
     source = Source(path=str(tmp_path / "a.jsonl"))
     with caplog.at_level(logging.WARNING, "streams"):
@@ -170,7 +170,7 @@ def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
 
 @pytest.mark.parametrize("has_ranges", [True, False])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_a_cut_connection_is_gone_on_with(name, has_ranges, tmp_path, monkeypatch):
+def test_stream_resumes_after_cut_connection(name, has_ranges, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 10_000)
     monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
     size = write_format(tmp_path, name).stat().st_size
@@ -185,7 +185,7 @@ def test_a_cut_connection_is_gone_on_with(name, has_ranges, tmp_path, monkeypatc
         assert read_pass(source, whole[450][1]) == [text for text, _ in whole[451:]]
 
 
-def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
+def test_stream_missing_file_is_skipped(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", RECORDS[:10])
     write_jsonl(tmp_path / "b.jsonl", RECORDS * 50)
     with FileServer(tmp_path) as server:
@@ -203,7 +203,7 @@ def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
         assert 1000 < len(good) < 30_000 and not [text for text in good if isinstance(text, Broken)]
 
 
-def test_the_others_go_on_without_a_source_that_stalls(tmp_path, monkeypatch, caplog):
+def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(streams, "LATE_SECONDS", 0.5)
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     near = write_jsonl(tmp_path / "near.jsonl", ["Near."] * 100)
@@ -232,7 +232,7 @@ def mixture(tmp_path) -> list[Source]:
     return read_sources(write_sources(tmp_path / "sources.json", *entries))
 
 
-def test_mixture_has_the_weights_and_repeats_what_ends(mixture):
+def test_mixture_follows_weights_and_repeats(mixture):
     documents = take_documents(stream_documents(mixture, seed=1), 8000)
     shares = np.bincount([index for index, _ in documents]) / 8000
     # four standard deviations of a choice
@@ -243,7 +243,7 @@ def test_mixture_has_the_weights_and_repeats_what_ends(mixture):
         assert len(times) == count and max(times.values()) - min(times.values()) <= 1
 
 
-def test_mixture_reproduces_from_the_seed_and_goes_on_from_each_state(mixture):
+def test_mixture_is_deterministic_and_resumes(mixture):
     chunks = list(itertools.islice(stream_documents(mixture, seed=1), 20))
     assert chunks == list(itertools.islice(stream_documents(mixture, seed=1), 20))
     assert chunks[0] != next(iter(stream_documents(mixture, seed=2)))
@@ -298,7 +298,7 @@ def keep_rows(instances: list[dict], *_) -> list[tuple]:
     return [(*row["input_ids"].tolist(), row["sentence_order_label"]) for row in instances]
 
 
-def test_batches_are_the_same_for_any_number_of_workers(tokenizer, austen):
+def test_stream_batches_are_independent_of_workers(tokenizer, austen):
     batches, _ = make_batches(tokenizer, austen, 60)
     for num_workers in (1, 2):
         others, _ = make_batches(tokenizer, austen, 60, num_workers=num_workers)
@@ -311,7 +311,7 @@ def test_batches_are_the_same_for_any_number_of_workers(tokenizer, austen):
 
 
 @pytest.mark.parametrize("count", [1, 4, 37, 60])
-def test_a_restart_goes_on_with_the_batch_behind_the_last_one(count, tokenizer, austen):
+def test_stream_restart_continues_after_last_batch(count, tokenizer, austen):
     """Nothing is lost and nothing repeated, at the begin, the end and in the midst of a pool, with other workers."""
     whole, _ = make_batches(tokenizer, austen, 90, keep_rows)
     before, state = make_batches(tokenizer, austen, count, keep_rows, num_workers=2)
@@ -323,7 +323,7 @@ def test_a_restart_goes_on_with_the_batch_behind_the_last_one(count, tokenizer, 
     assert max(instances.values()) == 1 and len(instances) > 500
 
 
-def test_a_restart_with_another_batch_size_begins_with_the_pool_under_way(tokenizer, austen):
+def test_stream_restart_with_other_batch_size(tokenizer, austen):
     _, state = make_batches(tokenizer, austen, 37, keep_rows)
     assert state["documents"] > 0 and state["taken"] > 1
     after, first = make_batches(tokenizer, austen, 1, keep_rows, state=state, length=128)
@@ -331,7 +331,7 @@ def test_a_restart_with_another_batch_size_begins_with_the_pool_under_way(tokeni
     assert first["positions"] == state["positions"] and first["taken"] == 1
 
 
-def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
+def test_tiny_sources_repeat_reshuffled(tokenizer, tmp_path):
     texts = [f"It is {'so ' * number}. It is." for number in range(1, 41)]
     sources = write_sources(tmp_path / "s.json", {"path": write_jsonl(tmp_path / "a.jsonl", texts)})
     batches, _ = make_batches(tokenizer, sources, 100, keep_rows, buffer=64)
@@ -341,7 +341,7 @@ def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
     assert len({tuple(lengths[start : start + 40]) for start in range(0, 1600, 40)}) == 40
 
 
-def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
+def test_stream_sequence_length_changes_next_batch(tokenizer, austen):
     dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
     batches.set_sequence_length(32)
@@ -353,7 +353,7 @@ def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
 
 
 @pytest.mark.parametrize("kind", [BLOCKS, TEXT])
-def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
+def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
     """The same for any number of workers; and of a document's text nothing is lost."""
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], kind)
 
@@ -381,7 +381,7 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
     assert ids.tolist() == expected and lengths[:-1].tolist() == [32] * (len(lengths) - 1)
 
 
-def test_training_dataset_in_a_plain_loader(tokenizer, austen):
+def test_training_dataset_works_in_plain_loader(tokenizer, austen):
     dataset = open_stream(tokenizer, austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))
     assert set(row) == set(PAIRS.columns)
@@ -394,7 +394,7 @@ def test_training_dataset_in_a_plain_loader(tokenizer, austen):
 # ---------------------------------------------------------------- sentences
 
 
-def test_russian_goes_through_razdel():
+def test_russian_uses_razdel():
     paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
     sentences = split_sentences(paragraph, "russian")
     assert sentences == split_sentences(paragraph, "russian", "razdel")
@@ -405,7 +405,7 @@ def test_russian_goes_through_razdel():
     assert split_sentences(english) == split_sentences(english, splitter="punkt") == expected
 
 
-def test_sources_name_their_splitter(tmp_path):
+def test_source_splitter_overrides_default(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["A."])
     entries = [
         {"path": path, "name": "1", "language": "russian"},
@@ -439,7 +439,7 @@ def test_sources_name_their_splitter(tmp_path):
     ],
     ids=lambda value: value.get("path") if isinstance(value, dict) else "",
 )
-def test_a_source_that_gives_nothing_is_one_line(entry, words, tmp_path, tokenizer):
+def test_empty_source_is_one_line(entry, words, tmp_path, tokenizer):
     write_jsonl(tmp_path / "body.jsonl", ["A.", "B."], column="body")
     (tmp_path / "body.jsonl.gz").write_bytes((tmp_path / "body.jsonl").read_bytes())
     pyarrow.parquet.write_table(pyarrow.table({"body": ["A."]}), tmp_path / "body.parquet")
@@ -456,7 +456,7 @@ def test_a_source_that_gives_nothing_is_one_line(entry, words, tmp_path, tokeniz
 
 
 @pytest.mark.parametrize("name", ["sources.json", "sources-russian.json"])
-def test_examples_are_understood(name):
+def test_documented_stream_examples_parse(name):
     sources = read_sources(ROOT / "configs" / name)
     assert all(source.weight > 0 for source in sources)
 
@@ -465,7 +465,7 @@ def test_examples_are_understood(name):
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devices):
+def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     """Each of its ranks where that has stopped."""
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
@@ -497,14 +497,14 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devic
     assert summary["sources"]["austen"]["broken"] == 0
 
 
-def test_trainer_without_a_usable_source_is_one_line(tiny_data, tmp_path):
+def test_trainer_without_source_is_one_line(tiny_data, tmp_path):
     sources = write_sources(tmp_path / "s.json", {"path": tmp_path / "gone.jsonl"})
     flags = ["--run_id", "a", "--streaming", "--sources", sources, "--config_path", "configs/demo.json"]
     line = refuse(run_trainer, *flags, "--tokenizer_path", tiny_data["--tokenizer_path"])
     assert "gone.jsonl" in line and "--sources" in line
 
 
-def test_ctrl_c_ends_the_wait_for_a_server_that_stalls(tmp_path, tiny_data, start):
+def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     with FileServer(tmp_path) as server:
         server.cuts["/far.jsonl"], server.is_stalling = [2_000_000, 100_000], True

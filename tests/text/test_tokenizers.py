@@ -12,7 +12,7 @@ from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 
 
-def test_missing_tokenizer_and_dataset_name_the_command(tmp_path, tokenizer):
+def test_missing_tokenizer_names_command(tmp_path, tokenizer):
     for load in (
         lambda: load_tokenizer(tmp_path / "none"),
         lambda: load_tokenizer(tmp_path),
@@ -30,7 +30,7 @@ def test_tokenizer_without_special_tokens_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, tokenizer, monkeypatch):
+def test_tokenizer_code_is_not_run(tmp_path, tokenizer, monkeypatch):
     """transformers would ask, and run it after a `y`."""
     monkeypatch.setattr("builtins.input", lambda question: "y")
     tokenizer.save_pretrained(tmp_path)
@@ -46,7 +46,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, tokenizer, monkey
     assert not (tmp_path / "it_ran").exists()
 
 
-def test_a_wrong_folder_is_not_a_matter_of_the_hub(tmp_path, monkeypatch):
+def test_wrong_tokenizer_folder_names_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for wrong in ("data/tokeniser", "./tokenizer", "/no/such/folder"):
@@ -58,14 +58,14 @@ def test_a_wrong_folder_is_not_a_matter_of_the_hub(tmp_path, monkeypatch):
         load_tokenizer("tokeniser")
 
 
-def test_a_tokenizer_nested_too_deeply_is_one_line(tmp_path, tokenizer):
+def test_deeply_nested_tokenizer_is_one_line(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"a":' + 100_000 * "[" + 100_000 * "]" + "}")
     with pytest.raises(UserError, match="holds no readable tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_fingerprint_tells_tokenizers_apart(tmp_path, tokenizer):
+def test_fingerprint_differs_between_tokenizers(tmp_path, tokenizer):
     vocabulary = [(token, 0.0) for token in SPECIAL] + [(f"▁{c}", -3.0) for c in "abcdeABCDEMRmr"] + [("▁déjà", -3.0)]
     variants = [tokenizer, AlbertTokenizer(vocab=vocabulary), AlbertTokenizer(vocab=vocabulary[:-1])]
     variants += [

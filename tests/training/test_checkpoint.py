@@ -36,7 +36,7 @@ from utils import SwarmMetrics
 
 
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit", "muon"])
-def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
+def test_checkpoint_restores_state_exactly(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
     words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
     result = run_python(*words, timeout=180, expect=0)
@@ -62,7 +62,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     )
 
 
-def test_a_trained_part_resumes_from_folder_peers_and_archive(tmp_path, tiny_data):
+def test_partial_training_resumes_from_each_source(tmp_path, tiny_data):
     """Of which save_pretrained writes no more than that part, and the optimizer has no group without decay."""
     record = {name: 1 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}
     words = [make_prefix(), tmp_path, tiny_data["--tokenizer_path"], json.dumps(record)]
@@ -73,7 +73,7 @@ def test_a_trained_part_resumes_from_folder_peers_and_archive(tmp_path, tiny_dat
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
-def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_data, name):
+def test_checkpoint_restores_renamed_weights(tmp_path, tiny_data, name):
     """The files have the names of the model's first implementation, the state those that the model has here."""
     sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     sizes |= dict(num_key_value_heads=2, num_local_experts=2) if name == "mixtral" else {}
@@ -88,7 +88,7 @@ def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_d
     assert all(opened[name].equal(tensor) for name, tensor in model.state_dict().items())
 
 
-def test_weights_that_are_not_trained_must_be_those_of_the_run(saved):
+def test_checkpoint_frozen_weights_must_match(saved):
     """No peer sends them, so a state with other frozen weights would train another model."""
     model, save = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
@@ -121,7 +121,7 @@ FILES = ["model.safetensors", "training_state.pt", "training_state.json", "confi
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "one bit"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
+def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
     """With one warning that names it; the next older one is taken, and the damaged one is out of the way."""
     model, save = saved
     for epoch in (2, 4):
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
     assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
 
 
-def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+def test_folder_is_not_replaced_by_file(tmp_path):
     """It was, with all that was in it."""
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
@@ -155,7 +155,7 @@ def test_a_folder_is_not_replaced_by_a_file(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
 
 
-def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
+def test_later_checkpoints_are_set_aside(saved, tmp_path):
     """Or a later restart would take it for the newest, and new checkpoints would be the first to be removed."""
     model, save = saved
     for epoch in (2, 4, 6):
@@ -171,7 +171,7 @@ def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
-def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
+def test_wrong_checkpoint_is_one_line(saved, tmp_path):
     model, save = saved
     small, big = tmp_path / "small", tmp_path / "big"
     save(2, small)
@@ -197,7 +197,7 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
+def test_killed_writer_leaves_complete_checkpoint(start, tmp_path, tiny_data):
     """Kill a process that only writes at random moments; each file on disk is complete, and of one write."""
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
     folder.mkdir()
@@ -239,7 +239,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_one_warning_whichever_file_it_meets(saved, small_disk, caplog):
+def test_checkpoint_full_disk_is_one_warning(saved, small_disk, caplog):
     """And one line when it works again; nothing half-written is left."""
     _, save = saved
     caplog.set_level("INFO")
@@ -280,7 +280,7 @@ def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
     assert after == pytest.approx(before, abs=0.35)
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_joined(start, small_disk, tiny_data):
+def test_insufficient_disk_is_error_before_joining(start, small_disk, tiny_data):
     disk = small_disk(1000)
     trainer = start_alone(start, "trainer", disk / "out", make_prefix(), tiny_data)
     assert trainer.wait(60) == 2
@@ -289,7 +289,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
     assert not list(disk.iterdir()) and "Traceback" not in trainer.text
 
 
-def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
+def test_full_disk_does_not_end_training(start, small_disk, tiny_data):
     """Neither a checkpoint, nor the history, nor the model at the end has room."""
     disk = small_disk(20_000)
     # the disk must be full before the first of these files is due
@@ -308,7 +308,7 @@ def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_dat
     assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 
-def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
+def test_killed_trainer_resumes(start, tmp_path, tiny_data):
     """The same command: the saved epoch, its learning rate and loss; then from scratch, and from a given checkpoint."""
     prefix = make_prefix()
     own = {**tiny_data, "--overwrite_output_dir": []}
@@ -363,7 +363,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_all_dead_and_one_back(start, tmp_path, tiny_data):
+def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
     """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
     prefix, names = make_prefix(), ["first", "second"]
     _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
@@ -408,7 +408,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
+def test_monitor_checkpoint_revives_run(start, tmp_path, tiny_data):
     """The monitor saves whole training states: if all trainers are lost, a new one continues from there."""
     prefix = make_prefix()
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
@@ -440,7 +440,7 @@ def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     assert_loss_goes_on(before | after, epoch)
 
 
-def test_a_state_of_an_earlier_version_names_no_objective_and_is_accepted():
+def test_checkpoint_of_earlier_version_loads():
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), 300)
     weights = model.state_dict()
     for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):

@@ -54,7 +54,7 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
+def test_two_ranks_match_one_rank(tmp_path, tiny_data):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
     run_python(
         "-m",
@@ -75,7 +75,7 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 
 @pytest.mark.slow
-def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
+def test_two_ranks_train_with_half_precision_peer(tmp_path, start, data):
     """An overflow costs only one peer's step; all processes of the swarm have the same weights."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]
     common += ["--average_state_every", 1]
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_torchrun_and_its_end(tmp_path, start, data, number):
+def test_torchrun_starts_and_stops_ranks(tmp_path, start, data, number):
     """torchrun tells its processes, waits for them, and says itself that it was stopped."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script, processes, _ = start_two_ranks(tmp_path, start, data, *launcher)
@@ -166,7 +166,7 @@ def test_torchrun_and_its_end(tmp_path, start, data, number):
         ),
     ],
 )
-def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, number, words):
+def test_failed_rank_ends_others_in_order(tmp_path, start, data, number, words):
     script, processes, rank = start_two_ranks(tmp_path, start, data)
     rank.send_signal(number)
     assert script.wait(60) == 1
@@ -178,7 +178,7 @@ def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, 
 
 
 @pytest.mark.slow
-def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
+def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
     script.process.kill()
     wait_until(lambda: not list_running(processes), 30, f"no process left: {processes}")
@@ -190,7 +190,7 @@ def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
 
 
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, num_devices):
+def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     """And data that comes too slowly is measured, and its cure named."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     common += ["--device", "cpu", "--num_devices", num_devices]
@@ -231,7 +231,7 @@ def trial(tiny_data):
     return model, batch
 
 
-def test_a_batch_size_is_found_and_nothing_is_left_behind(trial, caplog):
+def test_batch_size_search_leaves_nothing(trial, caplog):
     model, batch = trial
     weights = [param.clone() for param in model.parameters()]
     gradients, random = [param.grad for param in model.parameters()], torch.get_rng_state()
@@ -264,7 +264,7 @@ class OneLayer(torch.nn.Module):
         return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
 
 
-def test_compiler_that_fails_leaves_the_model_as_it_was(trial, caplog):
+def test_failing_compiler_leaves_model_unchanged(trial, caplog):
     _, batch = trial
     model = OneLayer()
     for param in model.parameters():
@@ -302,7 +302,7 @@ def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.T
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COMPILED)
-def test_compiled_model_computes_the_same_for_all_sizes(tmp_path, kind):
+def test_compiled_model_matches_for_all_sizes(tmp_path, kind):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": kind, **({} if kind == "gpt2" else SIZES), **COMPILED[kind]})
     )
@@ -335,7 +335,7 @@ def test_compiled_model_computes_the_same_for_all_sizes(tmp_path, kind):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_devices_are_chosen_without_a_cuda_context():
+def test_device_choice_needs_no_cuda_context():
     code = (
         "import torch; from arguments import TrainerArguments; from training.ranks import start_ranks\n"
         "ranks = start_ranks(TrainerArguments())\n"
@@ -356,14 +356,14 @@ def test_devices_are_chosen_without_a_cuda_context():
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else None,
 )
-def test_a_device_that_is_not_there_is_one_line(options, words):
+def test_missing_device_is_one_line(options, words):
     with pytest.raises(UserError) as error:
         devices.choose_devices(TrainerArguments(**options))
     [said] = str(error.value).splitlines()
     assert all(word in said for word in words), said
 
 
-def test_out_of_memory_is_known_by_all_its_names():
+def test_out_of_memory_errors_are_recognized():
     names = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
     names += ["CUDA out of memory. Tried to allocate 2.00 GiB.", "DefaultCPUAllocator: can't allocate memory"]
     assert all(devices.is_out_of_memory(RuntimeError(name)) for name in names)
@@ -382,7 +382,7 @@ def test_out_of_memory_is_known_by_all_its_names():
     ],
     ids=str,
 )
-def test_torchrun_and_num_devices_must_agree(monkeypatch, variables, expected):
+def test_torchrun_and_num_devices_must_match(monkeypatch, variables, expected):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
         if name in variables:
@@ -396,7 +396,7 @@ def test_torchrun_and_num_devices_must_agree(monkeypatch, variables, expected):
         assert (ranks.number, ranks.count) == expected
 
 
-def test_cpu_ranks_are_as_many_as_asked_for():
+def test_num_devices_sets_cpu_ranks():
     assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
     assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
 
@@ -412,14 +412,14 @@ def test_cpu_ranks_are_as_many_as_asked_for():
         (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
     ],
 )
-def test_a_wrong_value_is_refused(options, words):
+def test_wrong_device_value_is_refused(options, words):
     with pytest.raises(UserError, match=words):
         TrainerArguments(**options)
     assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
     assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"
 
 
-def test_fused_adamw_steps_as_the_plain_one():
+def test_fused_adamw_matches_plain():
     """Ten steps with clipped gradients; the kernels round differently."""
     model = make_model(ModelArguments("configs/demo.json"), 300)
     reference = copy.deepcopy(model)

@@ -52,7 +52,7 @@ def serve(answer: bytes, hang_up: bool = True):
             visitor.close()
 
 
-def test_host_port_leads_to_the_multiaddrs_of_the_page():
+def test_host_port_resolves_to_multiaddrs():
     maddr = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
     with serve(page("run", maddr)) as address:
         assert find_maddrs(address, "run") == [maddr]
@@ -83,7 +83,7 @@ def test_host_port_leads_to_the_multiaddrs_of_the_page():
         (b"", True, "no status page"),
     ],
 )
-def test_a_wrong_page_is_one_line_in_bounded_time(answer, hang_up, words):
+def test_wrong_page_is_one_line(answer, hang_up, words):
     start = time.monotonic()
     with serve(answer, hang_up) as address, pytest.raises(UserError) as error:
         find_maddrs(address, "run")
@@ -92,7 +92,7 @@ def test_a_wrong_page_is_one_line_in_bounded_time(answer, hang_up, words):
     assert address in line and words in line and "--status_port" in line
 
 
-def test_nothing_there_and_no_address_at_all_are_one_line():
+def test_unreachable_page_is_one_line():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
     cases = [(f"127.0.0.1:{port}", "refused"), ("no.such.host.invalid:80", "known"), ("127.0.0.1:99999", "HOST:PORT")]
@@ -118,12 +118,12 @@ def test_nothing_there_and_no_address_at_all_are_one_line():
         (["/ip4/127.0.0.1/tcp/1"], "127.0.0.1", ["/ip4/127.0.0.1/tcp/1"]),
     ],
 )
-def test_a_newcomer_gets_addresses_that_it_can_reach(maddrs, ip, chosen):
+def test_new_peer_gets_reachable_addresses(maddrs, ip, chosen):
     with_id = [f"{maddr}/p2p/{PEER}" for maddr in maddrs]
     assert choose_maddrs(with_id, ip) == [f"{maddr}/p2p/{PEER}" for maddr in chosen]
 
 
-def test_loopback_is_shown_only_when_there_is_nothing_else():
+def test_loopback_is_shown_only_alone():
     local, home, public = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/11.0.0.1/tcp/1"
     assert list_shareable_maddrs([local, home, RELAY, public]) == [public, home, RELAY]
     assert list_shareable_maddrs([local, "/ip6/::1/tcp/1"]) == [local, "/ip6/::1/tcp/1"]
@@ -131,7 +131,7 @@ def test_loopback_is_shown_only_when_there_is_nothing_else():
     assert is_local("/ip6/::1/tcp/1") and not is_local("/ip6/2001:db8::1/tcp/1") and not is_local("/dns4/a/tcp/1")
 
 
-def test_old_listen_addresses_are_understood():
+def test_old_listen_addresses_parse():
     assert make_host_maddrs("[::]:*") == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
     assert make_host_maddrs("[::1]:31337") == ["/ip6/::1/tcp/31337"]
     assert make_host_maddrs("0.0.0.0:31337") == ["/ip4/0.0.0.0/tcp/31337"]
@@ -153,7 +153,7 @@ def ask(port: int, method: str = "GET", path: str = "/", timeout: float = 10) ->
         return e.code, e.read()
 
 
-def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start, tmp_path):
+def test_monitor_page_survives_hostile_visitors(start, tmp_path):
     prefix = make_prefix()
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
     command += ["--refresh_period", 600]

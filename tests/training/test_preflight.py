@@ -31,7 +31,7 @@ from training.preflight import check_bandwidth, check_clock, check_connection, r
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 
 
-def test_bandwidth_against_the_time_of_a_round():
+def test_preflight_compares_bandwidth_with_round():
     """In a large group, each peer sends its gradients and as many averages."""
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), 1000)
     count, uplink = sum(param.numel() for param in model.parameters()), Uplink()
@@ -42,14 +42,14 @@ def test_bandwidth_against_the_time_of_a_round():
         assert f"about {seconds} s" in check_bandwidth(model, config, uplink).message
 
 
-def test_epoch_time_against_matchmaking_time():
+def test_preflight_compares_epoch_with_matchmaking():
     assert check_epoch_time(2.0, peers=3, matchmaking_time=15).level == "warning"
     assert check_epoch_time(60.0, peers=3, matchmaking_time=15).level == "ok"
     # a single peer looks for no group
     assert check_epoch_time(2.0, peers=1, matchmaking_time=15).level == "ok"
 
 
-def test_what_is_fatal_and_what_a_warning(tmp_path):
+def test_preflight_separates_errors_and_warnings(tmp_path):
     assert [check_step_time(seconds, 8).level for seconds in (0.1, 0.5, 10, 11)] == ["warning", "ok", "ok", "warning"]
     assert [check_clock(s).level for s in (0.1, -2.0, 3600.0, -3.5, None)] == [
         *("ok", "warning", "fatal", "fatal", "warning")
@@ -66,13 +66,13 @@ def test_what_is_fatal_and_what_a_warning(tmp_path):
         assert levels["memory"] == levels["disk"] == level
 
 
-def test_a_line_of_the_table():
+def test_preflight_formats_table_line():
     assert str(Check("clock", "fine", "no hint")) == "ok      clock           fine"
     lines = str(Check("clock", "it is late", "set it", is_fatal=True)).splitlines()
     assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
 
 
-def test_the_file_limit_is_raised_where_the_system_allows():
+def test_file_limit_is_raised_if_allowed():
     code = """if True:
         import resource
         from resource import RLIMIT_NOFILE
@@ -87,12 +87,12 @@ def test_the_file_limit_is_raised_where_the_system_allows():
     assert hard == ["warning", "256"]
 
 
-def test_no_limit_of_open_files(monkeypatch):
+def test_unlimited_open_files_is_accepted(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert check_machine(1, TrainerArguments())[0].message == "no limit"
 
 
-def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_path):
+def test_preflight_reports_tokenizer_and_clock(monkeypatch, capsys, tmp_path):
     def be_late(**_):
         raise ValidationError("local: 3601.0, peer: 1.0")
 
@@ -106,7 +106,7 @@ def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_pa
     assert [what for what, *_ in fatal] == ["tokenizer", "clock"], fatal
 
 
-def test_silence_is_explained():
+def test_preflight_explains_silent_peers():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         assert "is not a hivemind peer" in asyncio.run(
@@ -117,7 +117,7 @@ def test_silence_is_explained():
     assert asyncio.run(diagnose_unreachable(f"/p2p/{PEER}")) is None
 
 
-def test_wrong_input_is_one_line(start, tmp_path, tiny_data):
+def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
     """Each at a real start of a trainer: exit code 2, one line that names the flag, no process left."""
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
@@ -163,7 +163,7 @@ def check_one_line(waiting: list) -> None:
         wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")
 
 
-def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
+def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
