@@ -36,8 +36,8 @@ class CollaborativeCallback:
     StatusServer       the status page
     Dashboard          this trainer's curves on wandb
 
-    The last four are optional. Without its line in run_trainer.py (`evaluator=`, `display=`, `page=`), or in
-    `on_train_begin` (`self.dashboard =`), a trainer works without this part.
+    The last four are optional: a trainer works without its entry in run_trainer.py ("evaluator", "display", "page"), or
+    its line in `on_train_begin` (`self.dashboard =`).
     """
 
     def __init__(

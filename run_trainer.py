@@ -114,12 +114,9 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
     if ranks.is_main:
         groups = *groups[:-1], args
         state = TrainerState(swarm, optimizer, model, tokenizer, dataset, corpus, scaler, groups, ranks.count)
-        callback = CollaborativeCallback(
-            state,
-            evaluator=Evaluator(state, autocast),  # optional, like the next two
-            display=ProgressDisplay(args),
-            page=page,
-        )
+        # these three parts are optional
+        parts = {"evaluator": Evaluator(state, autocast), "display": ProgressDisplay(args), "page": page}
+        callback = CollaborativeCallback(state, **parts)
         callback.on_train_begin(saved_state)
     final_epoch = ranks.broadcast(state.final_epoch if ranks.is_main else None)
     epoch = ranks.broadcast_state(model, optimizer.local_epoch if optimizer else 0, scaler)
