@@ -3,10 +3,11 @@
 
     make demo
 
-or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
-peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. The demo only starts the
-project's scripts and reads their output: it prints each command, and you can run it yourself. It ends after two to
-three minutes on two cores. All files are in --output_dir.
+or, with everything installed, `python demo.py`. With --clients neither trainer accepts a connection, and an auxiliary
+peer averages for them. With --config_path configs/lean-demo.json they train a LeanALBERT; with configs/gpt-demo.json a
+causal model, by Muon, which then continues three sentences. The demo only starts the project's scripts and reads their
+output: it prints each command, and you can run it yourself. It ends after two to three minutes on two cores. All files
+are in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
 """
@@ -45,6 +46,7 @@ TRAINER = (
     "--dataloader_num_workers 0 --do_eval --max_eval_samples 512 --eval_steps 32"
 )
 AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --status_port 0 --assist_in_averaging"
+CAUSAL = ("gpt2", "llama")  # model types that predict the next token
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -145,11 +147,12 @@ def wrap_command(command: str) -> str:
     return " \\\n".join(f"  {line}" for line in lines)
 
 
-def tokenize(scripts: Scripts, data: Path) -> str:
+def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
     """Tokenize the sample, unless an earlier demo did so with the same scripts.
 
     :returns: the flags with the paths of the data
     """
+    data, command = (data / "causal", f"{TOKENIZE} --objective clm") if is_causal else (data, TOKENIZE)
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
     corpus = data / "dataset" / "corpus.json"
     sources = [*ROOT.glob("*.py"), *ROOT.glob("text/*.py"), ROOT / "sample_data" / "austen.txt.xz"]
@@ -157,19 +160,26 @@ def tokenize(scripts: Scripts, data: Path) -> str:
         print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
         return flags
     shutil.rmtree(data, ignore_errors=True)
-    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}")
+    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{command} {flags}")
     scripts.wait("tokenize", STALL_LIMIT)
     return flags
 
 
 def show_sentences(model: Path) -> None:
-    """Print the trained model's predictions of some masked words, by a pipeline of transformers."""
-    from transformers import logging, pipeline
+    """Print the trained model's predictions of some masked words, or its continuations of some sentences."""
+    from transformers import AutoConfig, logging, pipeline, set_seed
 
     import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
 
     logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
     logging.disable_progress_bar()
+    if AutoConfig.from_pretrained(model).model_type in CAUSAL:
+        set_seed(0)
+        write = pipeline("text-generation", str(model), max_new_tokens=32, do_sample=True, temperature=0.8, top_k=40)
+        print("\nThree sentences as the model continues them:")
+        for sentence in SENTENCES:
+            print(f"  {' '.join(write(sentence.split('[')[0].strip())[0]['generated_text'].split())}", flush=True)
+        return
     predict = pipeline("fill-mask", str(model))
     print("\nThree sentences that the model has not read, a word masked, and what it puts there:")
     for sentence in SENTENCES:
@@ -273,13 +283,16 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         if path.name not in (".lock", "data"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
-        data_flags = tokenize(scripts, output_dir / "data")
+        is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL
+        data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {args.epochs}"
         what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
         if args.clients:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
             trainer = f"{TRAINER} --client_mode {shape}"
+        if is_causal:
+            command, trainer = (words.replace("--optim adamw", "--optim muon") for words in (command, trainer))
         initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
@@ -287,7 +300,8 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
             command = f"{trainer} {data_flags} --output_dir {folder} {initial_peers}"
             scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
-        print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
+        parts = "the next word" if is_causal else "masked words plus of the order of sentences (0.69 when guessed)"
+        print(f"\nThe loss while they train: of {parts}")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", args.epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
