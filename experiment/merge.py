@@ -21,7 +21,7 @@ def merge(folder: Path, output_dir: Path) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    model = kind.from_pretrained(folder)
+    model = kind.from_pretrained(folder, trust_remote_code=False)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
@@ -29,7 +29,7 @@ def merge(folder: Path, output_dir: Path) -> None:
     plain = kind(model.config)  # as `model` would save its adapters alone
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(output_dir)
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(output_dir)
+    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output_dir)
     logging.getLogger("model").info(f"{model.num_parameters():,} parameters in {output_dir}")
 
 

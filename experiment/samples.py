@@ -6,6 +6,8 @@ Causal models continue PROMPTS. Masked models fill the blank in SENTENCES.
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from models.build import find_longest_sequence
+
 PROMPTS = ("The captain was", "In the morning, she", "It is a truth universally acknowledged, that")
 SENTENCES = ("The captain was a very good ___.", "She went to the ___ at once.", "He had not seen ___ for years.")
 MAX_NEW_TOKENS = 24
@@ -27,11 +29,14 @@ def sample_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """Return the prompt with a continuation, drawn at temperature 0.8 from the 40 most likely tokens."""
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+    count = min(MAX_NEW_TOKENS, find_longest_sequence(model) - ids.shape[1])
+    if count < 1:
+        return prompt
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):  # each length would compile again
         torch.manual_seed(0)
         options = dict(do_sample=True, temperature=0.8, top_k=40, pad_token_id=tokenizer.pad_token_id or 0)
         mask = torch.ones_like(ids)
-        text = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, **options)[0]
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=count, **options)[0]
     return " ".join(tokenizer.decode(text, skip_special_tokens=True).split())
 
 
