@@ -167,13 +167,13 @@ def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
 
 def show_sentences(model: Path) -> None:
     """Print the trained model's predictions of some masked words, or its continuations of some sentences."""
-    from transformers import AutoConfig, logging, pipeline, set_seed
+    from transformers import logging, pipeline, set_seed
 
     import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
 
     logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
     logging.disable_progress_bar()
-    if AutoConfig.from_pretrained(model).model_type in CAUSAL:
+    if json.loads((model / "config.json").read_text())["model_type"] in CAUSAL:
         set_seed(0)
         write = pipeline("text-generation", str(model), max_new_tokens=32, do_sample=True, temperature=0.8, top_k=40)
         print("\nThree sentences as the model continues them:")
