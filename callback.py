@@ -124,7 +124,7 @@ class CollaborativeCallback:
         if optimizer.local_epoch != self.stats.epoch.number:
             self.on_epoch_end()
         if self.display:
-            self.display.update(self.format_progress())
+            self.display.update(self.format_progress)
         if self.stats.computed_samples >= self.state.sample_limit and optimizer.local_epoch < self.state.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.state.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: stopping")

@@ -3,7 +3,7 @@
 import logging
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tqdm import tqdm
 
@@ -44,14 +44,14 @@ class ProgressDisplay:
         self.interval = LOG_INTERVAL if self.bar.disable else BAR_INTERVAL
         self.next_time = time.monotonic() + self.interval
 
-    def update(self, line: str) -> None:
+    def update(self, format_line: Callable[[], str]) -> None:
         """Show a line if it is time for the next one; a narrow terminal shows the first parts of it."""
         if time.monotonic() >= self.next_time:
             self.next_time = time.monotonic() + self.interval
             if self.bar.disable:
-                logger.info(line)
+                logger.info(format_line())
             else:
-                self.bar.set_description_str(fit_terminal(line))
+                self.bar.set_description_str(fit_terminal(format_line()))
 
     def log_epoch(self, line: dict, is_first: bool) -> None:
         """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead.
