@@ -27,7 +27,7 @@ from pathlib import Path
 
 from arguments import SHORTEST_INSTANCE, PrecisionArguments, parse_arguments
 from common.console import UserError, edge, setup_logging, suggest
-from common.flags import check_range, flag
+from common.flags import flag
 
 
 @dataclass
@@ -57,16 +57,16 @@ class FinetuneArguments(PrecisionArguments):
         aliases=["-d"],
     )
     output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")
-    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
-    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
-    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.")
-    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
-    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
-    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.")
-    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.")
-    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.")
-    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.")
-    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.")
+    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...", ge=1)
+    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.", ge=1)
+    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.", ge=1)
+    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.", ge=1)
+    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.", gt=0, le=1e3)
+    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.", ge=0, lt=1)
+    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.", ge=0, lt=1)
+    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.", gt=0)
+    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.", ge=0, lt=1)
+    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.", ge=SHORTEST_INSTANCE)
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,11 +74,6 @@ class FinetuneArguments(PrecisionArguments):
             raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
-        check_range(self, "learning_rate", above=0, at_most=1e3)
-        check_range(self, "max_grad_norm", above=0)
-        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
 
 
 GROUPS = (FinetuneArguments,)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from arguments import SHORTEST_INSTANCE, parse_arguments
 from common.console import UserError, edge, first_line, setup_logging
-from common.flags import check_range, flag
+from common.flags import FlagGroup, flag
 
 
 @dataclass
-class PredictArguments:
+class PredictArguments(FlagGroup):
     """Predictions of a tuned model. Names are RuLeanALBERT's."""
 
     model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
@@ -31,12 +31,8 @@ class PredictArguments:
     data_dir: str = flag(
         ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
     )
-    batch_size: int = flag(32, "Samples per forward pass.")
-    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.")
-
-    def __post_init__(self):
-        check_range(self, "batch_size", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
+    batch_size: int = flag(32, "Samples per forward pass.", ge=1)
+    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.", ge=SHORTEST_INSTANCE)
 
 
 GROUPS = (PredictArguments,)

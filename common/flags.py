@@ -97,14 +97,6 @@ def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | s
         raise UserError(f"--{name} must be " + " and ".join(f"{BOUNDS[it][1]} {fixed[it]:.10g}" for it in fixed))
 
 
-def check_range(args: Any, *names: str, **bounds: float) -> None:
-    """Raise a UserError if one of these flags is set and outside the bounds, which have the names of older code."""
-    spelled = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
-    for name in names:
-        if (value := getattr(args, name)) is not None:
-            check_bounds(args, name, value, {spelled[bound]: limit for bound, limit in bounds.items()})
-
-
 def check_username(name: str, value: str | None) -> None:
     """Raise a UserError if this flag is set and its value is not a valid name."""
     if value is not None and not re.fullmatch(USERNAME, value):
