@@ -169,7 +169,7 @@ class Contributions:
         ranking, total = self.ranking(), max(1, self.total_samples())
         rows = [
             {
-                "peer": name_peer(label, peer.username),
+                "peer": f"{peer.username} {label}" if peer.username else label,
                 "samples": peer.total_samples,
                 "share": f"{peer.total_samples / total:.1%}",
                 "samples/s": round(peer.samples_per_second, 1),
@@ -212,8 +212,3 @@ def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
 def pick(values: dict, schema: type) -> dict:
     """Return the values of a dictionary for which a dataclass has fields."""
     return {field.name: values[field.name] for field in fields(schema)}
-
-
-def name_peer(label: str, username: str | None) -> str:
-    """Return a peer's name for people: its user name, which in a closed run its invitation proves, and its label."""
-    return f"{username} {label}" if username else label

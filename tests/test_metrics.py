@@ -19,7 +19,7 @@ from records import attack, make_metrics, run_dhts, sign
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
 from swarm.contract import RunContract, RunSchema
 from swarm.trust import ContributorRegistry
-from training.figures import fetch_metrics
+from training.figures import fetch_records
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
@@ -69,11 +69,14 @@ def test_reader_returns_only_valid_records():
             signed = sign(attacker_key, key, subkey, value, expires) if is_owned else value
             for victim in (reader, writer):
                 assert attack(attacker, victim, key, subkey, signed, expires) == [False], f"{name} was stored"
-            assert fetch_metrics(reader, prefix, timeout=20) == [(peer_label(honest_subkey), make_metrics())], name
+            records = fetch_records(reader, prefix, timeout=20)
+            assert [(label, metrics) for label, (metrics, _) in records.items()] == [
+                (peer_label(honest_subkey), make_metrics())
+            ], name
         # the attacker's own record is fine when it keeps to the schema
         value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
         assert attack(attacker, reader, key, owned, value, soon) == [True]
-        assert len(fetch_metrics(reader, prefix, timeout=20)) == 2
+        assert len(fetch_records(reader, prefix, timeout=20)) == 2
 
 
 def test_undecodable_value_stops_no_reader():
@@ -155,7 +158,7 @@ def test_dead_dht_gives_no_records():
     prefix = make_prefix()
     with run_dhts(make_validators(prefix)[0]) as (dht,):
         dht.shutdown()
-        assert fetch_metrics(dht, prefix, timeout=1) == []
+        assert fetch_records(dht, prefix, timeout=1) == {}
 
 
 def test_aggregation_matches_hand_computed_values():

@@ -2,10 +2,9 @@
 
 To print the metrics of a live run:
 
-    python -c "import hivemind, utils; from training.figures import fetch_metrics; \\
+    python -c "import hivemind, utils; from training.figures import fetch_records; \\
         dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], start=True, \\
-        record_validators=utils.make_validators('my_albert')[0]); \\
-        print(utils.aggregate_metrics(fetch_metrics(dht, 'my_albert')))"
+        record_validators=utils.make_validators('my_albert')[0]); print(fetch_records(dht, 'my_albert'))"
 """
 
 import dataclasses
@@ -38,13 +37,6 @@ def fetch_records(
         of_workers = workers.select({find_peer_id(public_key): metrics for public_key, (metrics, _) in records.items()})
         records = {key: record for key, record in records.items() if find_peer_id(key) in of_workers}
     return dict(sorted({peer_label(public_key): record for public_key, record in records.items()}.items()))
-
-
-def fetch_metrics(
-    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: ContributorRegistry | None = None
-) -> list[tuple[str, LocalMetrics]]:
-    """Return the result of `fetch_records` as (peer label, metrics), sorted by label."""
-    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout, workers).items()]
 
 
 def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:

@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -32,7 +33,7 @@ from swarm.config import AveragingConfig, make_config
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.plan import count_bits
-from swarm.reachability import find_direct_peers, find_reachability, measure_bandwidth
+from swarm.reachability import find_direct_peers, find_reachability
 from swarm.uplink import RoundTimeouts, Uplink
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
@@ -49,7 +50,7 @@ from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
 from training.settings import make_swarm_config, require_attested
 
-MEASURED_BATCHES = 10
+MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # whichever is over first
 
 
 def check_clock(seconds: float | None) -> Check:
@@ -164,7 +165,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
             contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
     with table.attempt("joining", clock="this machine's clock", peer="--initial_peers"):
         swarm = Swarm.join(make_swarm_config(swarm_args), membership)
-        measure_bandwidth(swarm.dht, averaging.bandwidth)
+        swarm.measure_bandwidth(averaging.bandwidth)
         table.add(*check_swarm(swarm))
     if swarm and contract:
         with table.attempt("settings"):
@@ -222,7 +223,10 @@ def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tupl
         args = tune_to_device(model, trial, args, device, autocast, averaging.target_batch_size, len(devices))
         size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
         batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=seed)
-        batches = itertools.islice(batches, MEASURED_BATCHES)
-        # the first pass is slower
-        _, *times = [time_pass(model, move_batch(batch, device), autocast) for batch in batches]
-    return count * statistics.mean(times), size * count * len(devices)
+        times, deadline = [], time.monotonic() + MEASURED_SECONDS
+        for batch in itertools.islice(batches, MEASURED_BATCHES):
+            times.append(time_pass(model, move_batch(batch, device), autocast))
+            if time.monotonic() > deadline:
+                break
+    # the first pass is slower
+    return count * statistics.mean(times[1:] or times), size * count * len(devices)
