@@ -208,7 +208,7 @@ class CollaborativeCallback:
         optimizer, stats, model, output_dir = self.optimizer, self.stats, self.state.model, Path(self.args.output_dir)
         folder, extra = output_dir / "model", {"epoch": optimizer.local_epoch}
         card = {"README.md": write_readme(model, folder)}
-        is_saved = save_model(model, self.state.tokenizer, folder, extra, beside=card)
+        is_saved = save_model(model, self.state.tokenizer, folder, extra, extra_files=card)
         summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
         summary |= {
             "unigram_entropy": self.state.corpus["unigram_entropy"],

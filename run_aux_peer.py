@@ -20,14 +20,14 @@ import logging
 
 from arguments import AUX_PEER_ARGS as GROUPS
 from arguments import parse_arguments
-from common.console import UserError, edge, log_to_folder, setup_logging
+from common.console import edge, log_to_folder, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 from monitoring.page import open_page
-from monitoring.reader import RunReader, require_reachable
+from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
 from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals
@@ -43,12 +43,7 @@ def main(*groups) -> None:
         log_to_folder("aux peer", groups[1].logging_dir)
     membership, groups = begin(groups)
     swarm_args, args, archive_args, *_ = groups
-    if swarm_args.client_mode:
-        raise UserError("--client_mode is for trainers: others must be able to reach an auxiliary peer")
-    if archive_args.repo_url:
-        from monitoring.hub import require_token  # and torch
-
-        require_token()
+    check_flags("an auxiliary peer", swarm_args, archive_args)
 
     # join the swarm: from here on, this peer connects new peers and relays
     report, page = RunReport(args, swarm_args), open_page(swarm_args)

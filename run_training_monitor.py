@@ -36,7 +36,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 from monitoring.curves import plot_run
 from monitoring.history import load_history
 from monitoring.page import open_page
-from monitoring.reader import RunReader, require_reachable
+from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
 from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals
@@ -55,12 +55,7 @@ def main(*groups) -> None:
         return
     membership, groups = begin(groups)
     swarm_args, args, archive_args, *_ = groups
-    if swarm_args.client_mode:
-        raise UserError("--client_mode is for trainers: others must be able to reach a monitor")
-    if archive_args.repo_url:
-        from monitoring.hub import require_token  # and torch
-
-        require_token()
+    check_flags("a monitor", swarm_args, archive_args)
 
     # start the DHT: from here on, this peer welcomes new peers
     report, page = RunReport(args, swarm_args), open_page(swarm_args)

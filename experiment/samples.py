@@ -1,4 +1,4 @@
-"""Edit me: what a model says. Each evaluation shows it, in the log and on the status page, and so does a saved card.
+"""Edit me: sample texts, which each evaluation logs and shows on the status page.
 
 Causal models continue PROMPTS. Masked models fill the blank in SENTENCES.
 """
@@ -43,6 +43,8 @@ def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 def fill_blank(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentence: str) -> str:
     """Return the sentence with the most likely token in its blank, in brackets."""
     batch = dict(tokenizer(sentence.replace("___", tokenizer.mask_token), return_tensors="pt"))
+    if batch["input_ids"].shape[1] > find_longest_sequence(model):
+        return sentence
     is_blank = batch["input_ids"] == tokenizer.mask_token_id
     batch |= {"labels": torch.where(is_blank, 0, -100), "labelled_positions": is_blank.flatten().nonzero()[:, 0]}
     batch.setdefault("token_type_ids", torch.zeros_like(batch["input_ids"]))

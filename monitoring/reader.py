@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 
+from arguments import ArchiveArguments, SwarmArguments
 from common.console import UserError
 from common.flags import describe_shared, find_typed
 from monitoring.report import RunReport
@@ -94,6 +95,16 @@ class RunReader:
             self.reading.result()
         self.report.update(self.swarm.dht, is_last=True)
         self.report.finish()
+
+
+def check_flags(role: str, swarm_args: SwarmArguments, archive_args: ArchiveArguments) -> None:
+    """Raise a UserError if a role that others connect to is in client mode, or lacks the token for its uploads."""
+    if swarm_args.client_mode:
+        raise UserError(f"--client_mode is for trainers: others must be able to reach {role}")
+    if archive_args.repo_url:
+        from monitoring.hub import require_token  # and torch
+
+        require_token()
 
 
 def require_reachable(swarm: Swarm) -> None:

@@ -51,7 +51,7 @@ def save_model(
     folder: str | Path,
     extra: dict,
     state: dict | None = None,
-    beside: dict[str, bytes] | None = None,
+    extra_files: dict[str, bytes] | None = None,
 ) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
 
@@ -59,7 +59,7 @@ def save_model(
     logs a warning and returns False, because training matters more than one checkpoint.
 
     :param state: a training state to write instead of the model's present weights
-    :param beside: other files by name, which users may edit without making the folder incomplete
+    :param extra_files: other files by name, which users may edit without making the folder incomplete
     """
     folder = Path(folder).absolute()
 
@@ -81,7 +81,7 @@ def save_model(
         tokenizer.save_pretrained(unfinished)
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
         files = {name: describe_file(unfinished / name) for name in names}
-        for name, content in (beside or {}).items():
+        for name, content in (extra_files or {}).items():
             (unfinished / name).write_bytes(content)
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")

@@ -112,6 +112,6 @@ class Evaluator:
             text = f"{format_evaluation(evaluation)}, unigram entropy {entropy:.4f} nats"
             logger.info(f"validation {text}, measured in {time.monotonic() - start:.1f} s")
             for line in self.texts:
-                logger.info(f"the model says: {line}")
+                logger.info(f"sample text: {line}")
         self.last = evaluation
         return evaluation

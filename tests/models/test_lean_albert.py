@@ -272,7 +272,7 @@ def test_lean_albert_recomputation_passes_gradcheck():
 
 
 def test_backward_repeats_no_product():
-    """What is cheap is done again, the matrix product is not: torch stops before it."""
+    """The backward pass repeats the cheap part. torch stops before the matrix product."""
     weight, hidden = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     adapters = torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, requires_grad=True)
     for parameters, small in (((weight, None, None, None), 0), ((weight, None, *adapters), 2 * 3 * 2 * (4 + 5))):

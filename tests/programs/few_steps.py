@@ -39,7 +39,7 @@ facts |= dict(objective=model.objective.name, layers=model.config.num_hidden_lay
 facts |= dict(instances=corpus["instances"]["train"], source=corpus["source"])
 if not model.objective.kind.has_pairs:
     folder = "outputs/trainer/model"
-    assert save_model(model, tokenizer, folder, {}, beside={"README.md": write_readme(model, folder)})
+    assert save_model(model, tokenizer, folder, {}, extra_files={"README.md": write_readme(model, folder)})
     inputs = tokenizer("The captain was [MASK].", return_tensors="pt")
     with torch.no_grad():
         logits = model.eval()(**inputs).logits[inputs["input_ids"] == tokenizer.mask_token_id]
