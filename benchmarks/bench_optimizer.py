@@ -24,6 +24,7 @@ from experiment.optimizer import make_local_optimizer, make_param_groups
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 from swarm.optimizer_state import list_params
 
+LARGE = "configs/albert-large.json"
 TURNS = 15
 NUMBERS = 2**22
 
@@ -37,38 +38,46 @@ def measure(
         for function, own in zip(functions, times, strict=True):
             start = clock()
             function()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             own.append(1000 * (clock() - start))
     return [statistics.median(own[1:]) for own in times]
 
 
-def measure_steps() -> None:
-    optimizers = []
-    for name in ("lamb", "lamb_8bit"):
-        model = make_model(ModelArguments("configs/albert-large.json"), 30_000)
-        optimizers.append(make_local_optimizer(OptimizerArguments(optim=name), make_param_groups(model)))
-        for param in list_params(optimizers[-1]):
-            param.grad = torch.randn_like(param) * 1e-4
-    print(f"{model.num_parameters():,} parameters, {torch.get_num_threads()} threads")
-    milliseconds = measure(*(optimizer.step for optimizer in optimizers))
-    for optimizer, duration in zip(optimizers, milliseconds, strict=True):
+def make_optimizer(name: str, config_path: str, device: str = "cpu", **options) -> torch.optim.Optimizer:
+    """Return an optimizer of a model's parameters on a device, each with a gradient.
+
+    :param options: see make_local_optimizer
+    """
+    model = make_model(ModelArguments(config_path), 30_000).to(device)
+    groups = make_param_groups(model, separate_hidden=name == "muon")
+    optimizer = make_local_optimizer(OptimizerArguments(optim=name), groups, **options)
+    for param in list_params(optimizer):
+        param.grad = torch.randn_like(param) * 1e-4
+    return optimizer
+
+
+def measure_steps(names: tuple[str, ...], config_path: str = LARGE, device: str = "cpu") -> dict[str, dict[str, float]]:
+    """Return the milliseconds of a step on a device, and the bytes of moments per parameter, by optimizer."""
+    optimizers = [make_optimizer(name, config_path, device) for name in names]
+    clock = time.process_time if device == "cpu" and not torch.accelerator.is_available() else time.monotonic
+    milliseconds, results = measure(*(optimizer.step for optimizer in optimizers), clock=clock), {}
+    for name, optimizer, duration in zip(names, optimizers, milliseconds, strict=True):
         tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / model.num_parameters()
-        print(f"{type(optimizer).__name__:8}  step {duration:6.0f} ms  moments {size:.2f} bytes per parameter")
-    print(f"ratio {milliseconds[1] / milliseconds[0]:.2f}")
+        count = sum(param.numel() for param in list_params(optimizer))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
+        results[name] = {"ms": duration, "bytes": size}
+    return results
 
 
-def measure_muon() -> dict[str, float]:
+def measure_muon(config_path: str = LARGE) -> dict[str, float]:
     """Return the milliseconds of a step of host tensors: Muon on the CPU and on the accelerator, or without one, on
     copies in host memory (cpu:0), which shows the cost of copies; AdamW on the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator or torch.device("cpu", 0)
     functions = {}
     for name, where in (("muon", torch.device("cpu")), ("muon", device), ("adamw", torch.device("cpu"))):
-        model = make_model(ModelArguments("configs/albert-large.json"), 30_000)
-        groups = make_param_groups(model, separate_hidden=name == "muon")
-        optimizer = make_local_optimizer(OptimizerArguments(optim=name), groups, find_device=lambda where=where: where)
-        for param in list_params(optimizer):
-            param.grad = torch.randn_like(param) * 1e-4
+        optimizer = make_optimizer(name, config_path, find_device=lambda where=where: where)
         functions[f"{name} on {where}"] = optimizer.step
     clock = time.monotonic if accelerator else time.process_time
     return dict(zip(functions, measure(*functions.values(), turns=5, clock=clock), strict=True))
@@ -135,7 +144,10 @@ def compare_lambs() -> None:
 
 
 if __name__ == "__main__":
-    measure_steps()
+    steps = measure_steps(("lamb", "lamb_8bit"))
+    for title, step in steps.items():
+        print(f"{title:14}  step {step['ms']:5.0f} ms  moments {step['bytes']:.2f} bytes per parameter")
+    print(f"ratio {steps['lamb_8bit']['ms'] / steps['lamb']['ms']:.2f}")
     for title, duration in measure_muon().items():
         print(f"{title:14}  step {duration:5.0f} ms")
     measure_quantizers()
