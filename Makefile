@@ -1,5 +1,6 @@
 # make demo      two peers on this machine learn English together, two to three minutes
 # make test      the tests, in minutes; make test-all: the slow ones too
+# make gpu-bench speed, MFU and memory on a GPU, as a table for docs/measured.md
 # make lint      style, words, and the conventions of tests/test_conventions.py
 # make setup     what all of them do first: .venv with everything in it
 #
@@ -12,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: demo test test-all lint setup
+.PHONY: demo test test-all gpu-bench lint setup
 
 demo: setup
 	@.venv/bin/python demo.py
@@ -23,6 +24,9 @@ test: setup
 # and each script that the tests start imports its libraries itself
 test-all: setup
 	@.venv/bin/python -m pytest --real-starts
+
+gpu-bench: setup
+	@.venv/bin/python benchmarks/gpu_bench.py
 
 lint: setup
 	@.venv/bin/ruff check .

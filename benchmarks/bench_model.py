@@ -2,18 +2,15 @@
 
     python benchmarks/bench_model.py                            # the yardstick, a minute on two cores
     python benchmarks/bench_model.py --shape albert-large --batch_size 1
-    python benchmarks/bench_model.py --shape albert-large --batch_size 16 --device cuda --bf16
     python benchmarks/bench_model.py --models transformers_sdpa lean --compile
 
 A step is a forward and a backward pass over random tokens without padding, of which 15 % have a label. The models take
 turns; times are medians, and ratios to the first model are medians of the ratios within a turn. "kept" is the size of
-all tensors that autograd holds after the forward pass, without parameters. "peak" is the memory of the whole step with
-weights and gradients, on a GPU only.
+all tensors that autograd holds after the forward pass, without parameters. gpu_bench.py measures a GPU.
 """
 
 import argparse
 import contextlib
-import re
 import statistics
 import sys
 import time
@@ -36,8 +33,6 @@ SHAPES = {
 }
 LENGTH = 512
 NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout_prob=0)
-# dense bf16 FLOP/s from the vendor's data sheets
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12}  # H100: the SXM module
 
 
 def make_albert(shape: dict, attention: str, kind: type) -> torch.nn.Module:
@@ -65,11 +60,11 @@ MODELS = {
 }
 
 
-def make_batch(vocab_size: int, batch_size: int, device: str) -> dict[str, torch.Tensor]:
+def make_batch(vocab_size: int, batch_size: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, vocab_size, (batch_size, LENGTH), generator=generator)
     labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.15, ids, -100)
-    batch = {
+    return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(batch_size, -1).contiguous(),
@@ -77,7 +72,6 @@ def make_batch(vocab_size: int, batch_size: int, device: str) -> dict[str, torch
         "sentence_order_label": torch.arange(batch_size) % 2,
         "labelled_positions": find_labelled_positions(labels),
     }
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def measure_kept(run_forward, model: torch.nn.Module) -> int:
@@ -104,17 +98,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch_size", type=int, default=4, help="sequences of 512 tokens")
     parser.add_argument("--turns", type=int, default=9, help="steps of each model")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--compile", action="store_true", help="torch.compile each model")
     args = parser.parse_args()
 
-    shape, is_cuda = SHAPES[args.shape], args.device.startswith("cuda")
-    batch = make_batch(shape["vocab_size"], args.batch_size, args.device)
+    shape = SHAPES[args.shape]
+    batch = make_batch(shape["vocab_size"], args.batch_size)
     models, steps, kept = {}, {}, {}
     for name in args.models:
         torch.manual_seed(0)
-        models[name] = model = MODELS[name](shape).to(args.device).train()
+        models[name] = model = MODELS[name](shape).train()
         own = {
             k: v
             for k, v in batch.items()
@@ -123,54 +116,32 @@ def main() -> None:
         call = torch.compile(model) if args.compile else model
 
         def run_forward(call=call, own=own):
-            with torch.autocast(args.device, torch.bfloat16) if args.bf16 else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16) if args.bf16 else contextlib.nullcontext():
                 return call(**own)["loss"]
 
         def step(model=model, run_forward=run_forward):
             run_forward().backward()
             for param in model.parameters():
                 param.grad = None
-            if is_cuda:
-                torch.cuda.synchronize()
 
         step()  # first use: allocation, compilation
         steps[name], kept[name] = step, measure_kept(run_forward, model)
 
     times = {name: [] for name in models}
-    peaks = dict.fromkeys(models, 0)
     for _ in range(args.turns):
         for name, step in steps.items():
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             step()
             times[name].append(time.perf_counter() - start)
-            peaks[name] = torch.cuda.max_memory_allocated() if is_cuda else 0
 
     first, tokens = args.models[0], args.batch_size * LENGTH
-    where = torch.cuda.get_device_name() if is_cuda else f"{torch.get_num_threads()} CPU threads"
-    print(f"{args.shape}, {args.batch_size} x {LENGTH} tokens, {'bf16' if args.bf16 else 'fp32'}, {where}")
-    print(
-        f"{'model':20} {'kept MiB':>8} {'ms/step':>8} {'ratio':>6} {'tokens/s':>9}"
-        + ("  peak GB    MFU" if is_cuda else "")
-    )
+    precision = "bf16" if args.bf16 else "fp32"
+    print(f"{args.shape}, {args.batch_size} x {LENGTH} tokens, {precision}, {torch.get_num_threads()} CPU threads")
+    print(f"{'model':20} {'kept MiB':>8} {'ms/step':>8} {'ratio':>6} {'tokens/s':>9}")
     for name in models:
         median = statistics.median(times[name])
         ratio = statistics.median(a / b for a, b in zip(times[name], times[first], strict=True))
-        line = f"{name:20} {kept[name] / 2**20:8.0f} {median * 1e3:8.0f} {ratio:6.2f} {tokens / median:9,.0f}"
-        if is_cuda:
-            line += f"  {peaks[name] / 1e9:7.2f}  {find_mfu(shape, name, tokens / median, where):5.1%}"
-        print(line)
-
-
-def find_mfu(shape: dict, name: str, tokens_per_second: float, gpu: str) -> float:
-    """Return the share of the GPU's bf16 peak that the model's arithmetic takes (for --bf16), without recomputation."""
-    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"] * (2 if "gated" in name else 1)
-    products = 4 * hidden**2 + hidden * intermediate + hidden * shape["intermediate_size"] + 2 * LENGTH * hidden
-    labelled = 1.0 if name in ("transformers_sdpa", "transformers_eager") else 0.15
-    per_token = shape["num_hidden_layers"] * products + labelled * 128 * (shape["vocab_size"] + hidden)
-    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in re.split(r"\W", gpu)), float("nan"))
-    return 6 * per_token * tokens_per_second / peak
+        print(f"{name:20} {kept[name] / 2**20:8.0f} {median * 1e3:8.0f} {ratio:6.2f} {tokens / median:9,.0f}")
 
 
 if __name__ == "__main__":

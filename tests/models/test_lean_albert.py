@@ -522,7 +522,7 @@ def test_resized_vocabulary_keeps_tie():
 def test_lean_albert_memory_is_below_yardstick():
     """benchmarks/bench_model.py has times too, and other models to compare with."""
     shape = dict(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=8000)
-    batch = make_batch(8000, 1, "cpu")
+    batch = make_batch(8000, 1)
     for options, limit in (({}, 225), (dict(checkpointing=True), 100)):
         model = make_lean(shape, **options).train()
         kept = measure_kept(lambda model=model: model(**batch)["loss"], model)
