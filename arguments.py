@@ -386,9 +386,6 @@ class TrainerArguments(PrecisionArguments):
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
         elif self.sharded:
             raise UserError("--per_device_train_batch_size auto does not work with --sharded: pass a number")
-        super().__post_init__()
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
-            raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
 
 
 @dataclass
