@@ -42,6 +42,9 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     """Compute the loss of a model with logits [batch, length, vocabulary], if possible only at labelled positions."""
     positions, objective = batch["labelled_positions"], model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
+    if model.keeps_documents_apart and "position_ids" in batch:
+        # transformers limits attention to documents, which it finds by these positions, if there is no mask
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if objective.is_causal:
         inputs["use_cache"] = False
     head = model.get_output_embeddings()  # None if the model does not name this layer

@@ -213,4 +213,6 @@ def make_contract(
         "total_steps": str(args.total_steps),
         **describe_averaging(make_config(AveragingConfig, averaging)),
     }
+    if model.objective.is_causal and model.keeps_documents_apart:  # versions that joined documents name none
+        terms["documents"] = "apart"
     return RunContract(joined=get_dht_time(), contract=terms, flags=flags)
