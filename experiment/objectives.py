@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.build import find_causal_class, find_masked_class
 from models.lean_albert import to_float32
-from text.instances import BLOCKS, PAIRS, TEXT, InstanceKind
+from text.instances import BLOCKS, CHAT, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
 
@@ -111,6 +111,15 @@ OBJECTIVES = {
         "the next word",
         pipeline="text-generation",
         example='"The captain was", max_new_tokens=20, add_special_tokens=False',
+        token_loss="lm_loss",
+    ),
+    "sft": Objective(
+        "sft",
+        CHAT,
+        find_causal_class,
+        "the assistant's next word",
+        pipeline="text-generation",
+        example='[{"role": "user", "content": "Who was the captain?"}], max_new_tokens=20',
         token_loss="lm_loss",
     ),
 }

@@ -6,9 +6,9 @@ import numpy as np
 
 from common.console import UserError
 from text.documents import count_within
+from text.instances import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
-IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
 Columns = dict[str, np.ndarray]
 
 
@@ -76,7 +76,7 @@ class DataCollator:
 class DataCollatorForCausalLM(DataCollator):
     """A collator whose labels are the tokens of a document without its first; transformers' models shift labels.
 
-    An end token ends a document. Padding is at position 0.
+    An end token ends a document. Padding is at position 0. Conversations have labels and position_ids already.
     """
 
     def __init__(self, tokenizer, pad_to_multiple_of: int = 1):
@@ -86,6 +86,8 @@ class DataCollatorForCausalLM(DataCollator):
 
     def add_labels(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator) -> Columns:
         """Add labels to rows joined end to end, and position_ids, which restart at each document."""
+        if "labels" in flat:
+            return flat
         begins = np.roll(flat["input_ids"] == self.end_id, 1)
         begins[np.cumsum(lengths) - lengths] = True
         positions = count_within(np.diff(np.flatnonzero(begins), append=len(begins)))
