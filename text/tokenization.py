@@ -140,6 +140,7 @@ def pack_split(name: str, parts: list, seq_length: int) -> tuple[dict[str, np.nd
 
 
 def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
+    """Yield lists of documents with their indices, each of about CHUNK_CHARACTERS characters."""
     chunk, size = [], 0
     for index, document in enumerate(documents):
         chunk.append((index, document))
@@ -152,6 +153,7 @@ def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str
 
 
 def count_characters(document: list[str]) -> int:
+    """Return the number of characters of all paragraphs."""
     return sum(map(len, document))
 
 
