@@ -21,7 +21,7 @@ from common.console import UserError
 from common.flags import FlagGroup, check_username, flag, parse_flags
 from common.hub import make_repo_id
 
-OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
+OBJECTIVES = Literal["mlm", "mlm_sop", "clm", "sft"]
 
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
@@ -126,8 +126,8 @@ class ModelArguments(FlagGroup):
     )
     objective: OBJECTIVES | None = flag(
         None,
-        "Pretraining objective: mlm (masked tokens), mlm_sop (also the order of sentences) or clm (the next token). "
-        "Default: that of the model's type: mlm_sop for ALBERT, mlm for BERT, clm for GPT-2.",
+        "Objective: mlm (masked tokens), mlm_sop (also the order of sentences), clm (the next token) or sft (the "
+        "assistant's tokens in conversations). Default: by the model's type, e.g. mlm_sop for ALBERT, clm for GPT-2.",
         shared=True,
     )
     tokenizer_path: str | None = flag(

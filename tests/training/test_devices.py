@@ -356,6 +356,8 @@ def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.T
     batch["attention_mask"][:, length - padding :] = 0
     if not model.objective.is_causal:
         batch["token_type_ids"] = torch.zeros_like(ids)
+    else:  # two documents in a row with padding
+        batch["position_ids"] = torch.arange(length).expand(rows, -1) % (length // 2 if padding else length)
     if model.objective.kind.has_pairs:
         batch["sentence_order_label"] = torch.arange(rows) % 2
     return batch
