@@ -376,7 +376,6 @@ class TrainerArguments(PrecisionArguments):
     )
 
     def __post_init__(self):
-        super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device):
             raise UserError(f"--device {self.device}: not supported, choose auto, cpu, cuda, cuda:N or mps")
         if self.per_device_train_batch_size != "auto":
@@ -386,6 +385,7 @@ class TrainerArguments(PrecisionArguments):
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
         elif self.sharded:
             raise UserError("--per_device_train_batch_size auto does not work with --sharded: pass a number")
+        super().__post_init__()
 
 
 @dataclass
