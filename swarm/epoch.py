@@ -98,6 +98,7 @@ class Epoch:
     def __init__(self, number: int):
         self.number, self.state = number, EpochState.ACCUMULATING
         self.is_compared = False  # whether the swarm's epoch was compared with this one, once it had been read
+        self.in_doubt = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
         self.retry_at = -math.inf  # the look at the swarm's progress from which on a round may be tried again
 
     def enter(self, state: EpochState) -> None:

@@ -1,7 +1,6 @@
 """The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does.
 
-A ping through a full uplink took longer than 3 s, and its peer was taken for dead (note 43). So everything that
-averagers send passes one pacer, and the queue stays here, where the next message can overtake it.
+All data of averagers passes one pacer: the queue stays here, where the next message can overtake it (note 43).
 """
 
 import asyncio

@@ -192,11 +192,15 @@ def test_peer_dying_between_answers_leaves_no_difference(start):
     assert broken - 1 <= max(epochs(dying)) <= broken and epochs(one)[broken]["averaged_with"] == 3
     assert re.search(f"(made the step to|loaded the state of) epoch {broken} ", two.text)
     assert epochs(two)[broken]["averaged_with"] == 1
+    # its gradients are in that step, and not once more in the next one
+    one_step, next_step = (epochs(two)[epoch] for epoch in (broken, broken + 1))
+    assert next_step["samples"] == 16 * (next_step["steps"] - one_step["steps"])
     for epoch in epochs(one).keys() & epochs(two).keys():
         assert epochs(one)[epoch]["parameter"] == pytest.approx(epochs(two)[epoch]["parameter"], rel=1e-6)
-    for peer in (one, two):
-        line = epochs(peer)[joint[-1]]
-        assert line["total_samples"] == 16 * line["steps"]
+    lines = [epochs(peer)[joint[-1]] for peer in (one, two)]
+    assert lines[0]["total_samples"] == 16 * lines[0]["steps"]
+    # the batches that it computed after the failed round are dropped with those that were averaged
+    assert 0 <= 16 * lines[1]["steps"] - lines[1]["total_samples"] <= 4 * 16
     stop(one, two)
 
 
