@@ -37,8 +37,9 @@ HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
 # A group of two is full, and averages at once. AdamW has a high rate; the real run's LAMB needs larger batches and
 # thousands of epochs.
+ADAMW, MUON = "--optim adamw --learning_rate 3e-3", "--optim muon --learning_rate 6e-3"
 SHARED = (
-    "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
+    f"{ADAMW} --warmup_steps 15 --target_batch_size 512 "
     "--matchmaking_time 2 --target_group_size 2 --average_state_every 16"
 )
 TRAINER = (
@@ -284,15 +285,16 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
         is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL
+        epochs = args.epochs or (96 if is_causal else 128)
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
-        shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {args.epochs}"
+        shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
         what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
         if args.clients:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
             trainer = f"{TRAINER} --client_mode {shape}"
         if is_causal:
-            command, trainer = (words.replace("--optim adamw", "--optim muon") for words in (command, trainer))
+            command, trainer = (words.replace(ADAMW, MUON) for words in (command, trainer))
         initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
@@ -302,22 +304,22 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
         parts = "the next word" if is_causal else "masked words plus of the order of sentences (0.69 when guessed)"
         print(f"\nThe loss while they train: of {parts}")
-        watch(scripts, output_dir / "monitor" / "metrics.jsonl", args.epochs, start_time)
+        watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {format_clock(time.monotonic() - start_time)}\n")
-        report(output_dir, args.epochs)
+        report(output_dir, epochs)
 
 
 def main() -> int:
     """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
-    parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm")
+    parser.add_argument("--epochs", type=int, help="optimizer steps of the swarm; default: 128, of a causal model 96")
     parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
-    if args.epochs < 1:
+    if args.epochs is not None and args.epochs < 1:
         parser.error("--epochs must be at least 1")
     os.chdir(ROOT)
     stop = threading.Event()

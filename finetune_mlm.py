@@ -168,6 +168,7 @@ class Row:
 
     @property
     def length(self) -> int:
+        """Return the number of tokens of all inputs."""
         return sum(len(inputs["input_ids"]) for inputs in self.inputs)
 
 

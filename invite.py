@@ -64,6 +64,7 @@ def parse_duration(text: str) -> float:
 
 
 def invite(args: InviteArguments) -> None:
+    """Write an invitation file for --username and print how to use it."""
     lifetime, path = parse_duration(args.expires), Path(args.out or f"{args.username}.invite")
     if path.exists():
         raise UserError(f"--out {path} exists: name a new file, because an invitation is for one peer")
@@ -77,6 +78,7 @@ def invite(args: InviteArguments) -> None:
 
 
 def revoke(args: InviteArguments) -> None:
+    """Revoke all invitations of a name, and publish that to --initial_peers if they are given."""
     prefix = find_run(args)
     count = Authority(args.authority_key).revoke(prefix, args.revoke)
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
@@ -88,6 +90,7 @@ def revoke(args: InviteArguments) -> None:
 
 
 def show_members(args: InviteArguments) -> None:
+    """Print the members of the run, or of all runs, and until when they may take part."""
     for prefix, run in read_members(args).items():
         for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))

@@ -72,7 +72,7 @@ def main(*groups) -> None:
         metrics = reader.take_news()
         if archive:
             # a copy, because the reader's thread changes the history, and empties it if the run starts over
-            archive.step(metrics, list(report.history))
+            archive.step(metrics, list(report.history), report.last_validation())
         if args.assist_in_averaging:
             optimizer.step()
             if metrics:

@@ -166,6 +166,7 @@ def main():
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
+    """Raise UserError if an output folder exists or one lies inside the other."""
     for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
             raise UserError(f"{path} already exists: remove it, or give another {name}")

@@ -1,9 +1,10 @@
-"""Compare a step of 8-bit LAMB with torch_optimizer's Lamb and other libraries, at ALBERT-large's size on the CPU.
+"""Compare steps at ALBERT-large's size: 8-bit LAMB, torch_optimizer's Lamb and other libraries on the CPU; Muon on the
+CPU and on the accelerator.
 
     pip install bitsandbytes torchao      # optional
     OMP_NUM_THREADS=1 python benchmarks/bench_optimizer.py
 
-It takes half a minute.
+It takes two minutes.
 """
 
 import statistics
@@ -27,14 +28,16 @@ TURNS = 15
 NUMBERS = 2**22
 
 
-def measure(*functions: Callable[[], object]) -> list[float]:
-    """Return the median CPU milliseconds of each function, called in turn."""
+def measure(
+    *functions: Callable[[], object], turns: int = TURNS, clock: Callable[[], float] = time.process_time
+) -> list[float]:
+    """Return the median milliseconds of each function by a clock, called in turn."""
     times = [[] for _ in functions]
-    for _ in range(TURNS + 1):
+    for _ in range(turns + 1):
         for function, own in zip(functions, times, strict=True):
-            start = time.process_time()
+            start = clock()
             function()
-            own.append(1000 * (time.process_time() - start))
+            own.append(1000 * (clock() - start))
     return [statistics.median(own[1:]) for own in times]
 
 
@@ -52,6 +55,23 @@ def measure_steps() -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / model.num_parameters()
         print(f"{type(optimizer).__name__:8}  step {duration:6.0f} ms  moments {size:.2f} bytes per parameter")
     print(f"ratio {milliseconds[1] / milliseconds[0]:.2f}")
+
+
+def measure_muon() -> dict[str, float]:
+    """Return the milliseconds of a step of host tensors: Muon on the CPU and on the accelerator, or without one, on
+    copies in host memory (cpu:0), which shows the cost of copies; AdamW on the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = accelerator or torch.device("cpu", 0)
+    functions = {}
+    for name, where in (("muon", torch.device("cpu")), ("muon", device), ("adamw", torch.device("cpu"))):
+        model = make_model(ModelArguments("configs/albert-large.json"), 30_000)
+        groups = make_param_groups(model, separate_hidden=name == "muon")
+        optimizer = make_local_optimizer(OptimizerArguments(optim=name), groups, find_device=lambda where=where: where)
+        for param in list_params(optimizer):
+            param.grad = torch.randn_like(param) * 1e-4
+        functions[f"{name} on {where}"] = optimizer.step
+    clock = time.monotonic if accelerator else time.process_time
+    return dict(zip(functions, measure(*functions.values(), turns=5, clock=clock), strict=True))
 
 
 def measure_quantizers() -> None:
@@ -116,5 +136,7 @@ def compare_lambs() -> None:
 
 if __name__ == "__main__":
     measure_steps()
+    for title, duration in measure_muon().items():
+        print(f"{title:14}  step {duration:5.0f} ms")
     measure_quantizers()
     compare_lambs()

@@ -92,15 +92,17 @@ def main() -> None:
             subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for number in range(args.starts):
             (folder := kept / str(number)).mkdir()
+            is_together = False
             try:
-                if watch_swarm(args, folder, scripts):
-                    together += 1
-                    shutil.rmtree(folder)
+                is_together = watch_swarm(args, folder, scripts)
             except AssertionError as e:  # from wait_until and Script; the other swarms follow
                 print(f"{e}, see {folder}", flush=True)
             while scripts:
                 scripts[-1].kill()
                 scripts.pop().process.wait(10)
+            together += is_together
+            if is_together:
+                shutil.rmtree(folder)
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         for script in scripts:

@@ -8,6 +8,7 @@ that must match on all peers. Peers publish it and compare it when they join.
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
 """
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from hivemind.utils import get_dht_time
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments
-from common.console import UserError
+from common.console import UserError, first_line
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.config import AveragingConfig, make_config
@@ -26,6 +27,8 @@ from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
+
+logger = logging.getLogger("trainer")
 
 ADAM_BETA1 = 0.9  # decay of the first moment
 ADAM_EPSILON = 1e-6  # added to the root of the second moment
@@ -63,32 +66,69 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Both optimizers share this one's groups and state, which peers exchange by position. Muon's steps are scaled to the
     size of AdamW's (arxiv.org/abs/2502.16982), so that one learning rate and one schedule suit both.
+
+    The swarm keeps parameters and state in host memory. Muon's step of a matrix takes 15 products of matrices. So each
+    matrix in turn is copied to the model's device and back. AdamW's step takes no longer than such copies.
     """
 
-    def __init__(self, param_groups: list[dict], **options):
-        """:param options: the options of AdamW"""
+    def __init__(self, param_groups: list[dict], find_device: Callable[[], torch.device] | None = None, **options):
+        """
+        :param find_device: a function that returns the model's device, for Muon's steps; default: the parameters' own
+        :param options: the options of AdamW
+        """
         super().__init__(param_groups, {})
+        self.find_device = find_device
         # each adds its own options to the groups
-        self.parts = (
-            torch.optim.Muon(self.param_groups[:1], lr=options["lr"], adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(self.param_groups[1:], fused=True, **options),
-        )
+        self.muon = torch.optim.Muon(self.param_groups[:1], lr=options["lr"], adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(self.param_groups[1:], fused=True, **options)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make a step of both optimizers."""
-        for part, groups in zip(self.parts, (self.param_groups[:1], self.param_groups[1:]), strict=True):
-            part.state, part.param_groups = self.state, groups  # load_state_dict replaces both
-            part.step()
+        """Make a step of both optimizers. If the device fails, as without free memory, the host makes the rest."""
+        params = self.param_groups[0]["params"]
+        device = self.find_device() if self.find_device else params[0].device
+        for param in [param for param in params if param.grad is not None]:
+            try:
+                self.step_matrix(param, device)
+            except RuntimeError as e:  # without memory, torch and CUDA's libraries raise different subclasses
+                if device == param.device:
+                    raise
+                logger.warning(f"a step of Muon failed on {device} ({first_line(e)}): continuing it on the host")
+                device = param.device
+                self.step_matrix(param, device)
+        # after Muon: the first step creates the states in the order in which peers exchange them
+        self.adamw.state, self.adamw.param_groups = self.state, self.param_groups[1:]  # load_state_dict replaces both
+        self.adamw.step()
+
+    def step_matrix(self, param: torch.Tensor, device: torch.device) -> None:
+        """Make Muon's step of a matrix on this device; if another device fails, matrix and state stay as before.
+
+        :raises RuntimeError: the device is out of memory, or cannot compute the step
+        """
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        matrix, momentum = param.detach().to(device), state["momentum_buffer"].to(device)
+        matrix.grad = param.grad.to(device)
+        self.muon.state = {matrix: {"momentum_buffer": momentum}}
+        self.muon.param_groups = [self.param_groups[0] | {"params": [matrix]}]
+        self.muon.step()
+        param.copy_(matrix)
+        state["momentum_buffer"].copy_(momentum)
 
 
-def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
-    """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
+def choose_optimizer(
+    args: OptimizerArguments, find_device: Callable[[], torch.device] | None = None
+) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
+    """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers.
+
+    :param find_device: a function that returns the model's device, see MuonWithAdamW
+    """
     options = dict(lr=args.learning_rate, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
     terms = f"{args.optim}, beta {ADAM_BETA1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
     if args.optim == "muon":
-        return partial(MuonWithAdamW, **options), terms
+        return partial(MuonWithAdamW, find_device=find_device, **options), terms
     if args.optim == "adamw":
         # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters
         return partial(torch.optim.AdamW, fused=True, **options), terms
@@ -103,16 +143,20 @@ def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], t
     return partial(Lamb8bit, min_8bit_size=args.min_8bit_size, **options), terms
 
 
-def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
+def make_local_optimizer(
+    args: OptimizerArguments, param_groups: list[dict], find_device: Callable[[], torch.device] | None = None
+) -> torch.optim.Optimizer:
     """Return the optimizer of these groups, which clips the (averaged) gradient before each step.
 
     Its attribute `grad_norm` is the norm of the last gradient before clipping.
+
+    :param find_device: a function that returns the model's device, see MuonWithAdamW
     """
 
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
         optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
 
-    make, _ = choose_optimizer(args)
+    make, _ = choose_optimizer(args, find_device)
     decays = [args.weight_decay if group["decayed"] else 0.0 for group in param_groups]
     groups = zip(param_groups, decays, strict=True)
     optimizer = make([{"params": group["params"], "weight_decay": decay} for group, decay in groups])
@@ -168,7 +212,8 @@ def make_optimizer(
         swarm.prefix,
         config,
         params=make_param_groups(model, separate_hidden=args.optim == "muon"),
-        optimizer=partial(make_local_optimizer, args),
+        # a function, because the model moves to its device later
+        optimizer=partial(make_local_optimizer, args, find_device=lambda: model.device),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[config.compression],
         local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,

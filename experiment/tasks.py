@@ -54,6 +54,7 @@ class Example:
 
     @property
     def label(self) -> int:
+        """Return the index of the right answer."""
         return self.right[0]
 
 

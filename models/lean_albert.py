@@ -321,6 +321,7 @@ class LeanAlbertEmbeddings(nn.Module):
         self.embedding_hidden_mapping = nn.Linear(size, config.hidden_size)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """Return the normalized sum of word, type and position embeddings, [batch, length, embedding size]."""
         types = self.token_type_embeddings
         types = types.weight[0] if token_type_ids is None else types(token_type_ids)
         embeddings = self.word_embeddings(input_ids) + types
@@ -427,6 +428,7 @@ class LeanAlbertMLMHead(nn.Module):
         self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits, [..., vocabulary], of hidden states, [..., hidden size]."""
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden))))
 
 

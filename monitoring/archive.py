@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
-from common.console import UserError, edge, setup_logging
+from common.console import UserError, edge, first_line, setup_logging
 from common.files import lock_folder
 from common.flags import list_shared
 
@@ -26,6 +26,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import torch
 
 from experiment.optimizer import choose_optimizer
+from experiment.samples import sample_texts
 from monitoring.history import pick
 from monitoring.hub import Publisher, explain_failure, read_stamp
 from swarm.optimizer import CollaborativeOptimizer
@@ -89,11 +90,12 @@ class CheckpointHandler:
         url, interval = self.args.repo_url, self.args.upload_interval
         self.publisher = Publisher(url, interval, self.folder) if url else None
 
-    def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
+    def step(self, metrics: SwarmMetrics | None, history: list[dict], validation: dict) -> None:
         """Continue downloads and uploads that are due, without waiting for network or disk.
 
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
         :param history: the run's history, see monitoring/report.py
+        :param validation: the newest evaluation, as describe_evaluation returns it, or an empty dictionary
         """
         if self.publisher:
             self.publisher.step()
@@ -116,13 +118,13 @@ class CheckpointHandler:
                     "at the next epoch"
                 )
             else:
-                self.save(*loaded, history)
+                self.save(*loaded, history, validation)
 
     def is_due(self, epoch: int) -> bool:
         """Return whether a checkpoint is due at this epoch, also of a swarm that has started over."""
         return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_steps
 
-    def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
+    def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict], validation: dict) -> None:
         """Load a state that has just been downloaded, and start to write it."""
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
         averager.apply_downloaded_state(metadata, tensors)
@@ -141,20 +143,23 @@ class CheckpointHandler:
             "experiment_prefix": self.prefix,
             "given_by": metadata["donors"][:1],
             "swarm": metrics,
+            "validation": validation,
             "settings": self.settings,
         }
+        self.saving = threading.Thread(target=self.write, args=(state, stamp, known), name="save", daemon=True)
+        self.saving.start()
+
+    def write(self, state: dict, stamp: dict, known: list[dict]) -> None:
+        """Write a checkpoint and its card; this runs in a thread, because it takes seconds."""
         curve, extra_files = self.output_dir / "learning_curve.png", {}
         with contextlib.suppress(FileNotFoundError):
             # only of this run; the report draws it every half minute
             if curve.stat().st_mtime >= self.start:
                 extra_files[curve.name] = curve.read_bytes()
-        place = self.args.repo_url or f"checkpoint-{epoch}"
-        extra_files["README.md"] = write_card(stamp, known, self.model, place, bool(extra_files)).encode()
-        self.saving = threading.Thread(target=self.write, args=(state, stamp, extra_files), name="save", daemon=True)
-        self.saving.start()
-
-    def write(self, state: dict, stamp: dict, extra_files: dict[str, bytes]) -> None:
-        """Write a checkpoint; this runs in a thread, because it takes seconds."""
+        place = self.args.repo_url or f"checkpoint-{stamp['epoch']}"
+        # the weights stay until the next download, which waits for this thread
+        card = write_card(stamp, known, self.model, self.tokenizer, place, bool(extra_files))
+        extra_files["README.md"] = card.encode()
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
         try:
             set_aside(self.folder, stamp["epoch"])
@@ -194,7 +199,28 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
     return [path for path in folders[:-newest] if path not in first.values()]
 
 
-def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, place: str, has_curve: bool) -> str:
+def describe_texts(model: torch.nn.Module, tokenizer) -> str:
+    """Return sample texts by the model's present weights in Markdown; none if the model cannot make them."""
+    try:
+        texts = sample_texts(model, tokenizer)
+    except Exception as e:  # many types, of any model; an upload matters more
+        logger.warning(f"The card has no sample texts ({first_line(e)})")
+        return ""
+    # indented, so that nothing in them is a link or HTML
+    return "## Sample texts\n\n" + "".join(f"    {' '.join(text.split())}\n" for text in texts) + "\n"
+
+
+def describe_validation(validation: dict) -> str:
+    """Return the card's row of the newest evaluation, or nothing if no trainer has evaluated."""
+    if not validation:
+        return ""
+    values = {name.removeprefix("validation_"): value for name, value in validation.items()}
+    bits = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
+    text = "| validation | loss {loss:.4f} nats per token, perplexity {perplexity:,.1f}{bits}, at epoch {epoch:,} |\n"
+    return text.format(**values | {"bits": bits})
+
+
+def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
     """Return the README.md of a checkpoint, from card.md.
 
     :param history: the run's known history up to the checkpoint's epoch
@@ -219,6 +245,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, place: 
         optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
         precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
         local_steps=local_steps if settings["local_steps"] > 1 else "",
+        validation=describe_validation(stamp["validation"]),
+        texts=describe_texts(model, tokenizer),
         code=write_code(model, place),
         heads=heads if objective.kind.has_pairs and is_known(model) else "",
         curve="![learning curve](learning_curve.png)\n\n" if has_curve else "",

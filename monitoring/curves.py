@@ -48,6 +48,7 @@ def plot_run(history: History, prefix: str, path: Path) -> bool:
 
 
 def make_panels(rows: int, columns: int, figsize: tuple[float, float], **options):
+    """Return a new figure and its axes, an array unless there is only one."""
     from matplotlib.figure import Figure  # not pyplot, which would open a display
 
     figure = Figure(figsize=figsize, layout="constrained")
@@ -71,6 +72,7 @@ def draw_loss(axes, history: History, values: Sequence[float]) -> None:
 
 
 def choose_marker(history: History) -> str | None:
+    """Return the marker of a curve: dots while it is short."""
     return "." if len(history) < 50 else None
 
 
@@ -85,6 +87,7 @@ def describe_last(history: History, prefix: str) -> str:
 
 
 def save_figure(figure, path: Path) -> bool:
+    """Write the figure as a PNG file; return whether that worked."""
     for axes in figure.axes:
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

@@ -159,9 +159,11 @@ class Contributions:
             self.peers = dict(self.ranking()[:MAX_PEERS])
 
     def ranking(self) -> list[tuple[str, Contribution]]:
+        """Return the contributors with their labels, largest first."""
         return sorted(self.peers.items(), key=lambda item: -item[1].total_samples)
 
     def total_samples(self) -> int:
+        """Return the samples of all contributors."""
         return sum(peer.total_samples for peer in self.peers.values())
 
     def make_rows(self) -> list[dict]:
@@ -197,6 +199,7 @@ class Contributions:
         return {"total_samples": total, "num_contributors": len(ranking), "contributors": contributors}
 
     def to_json(self) -> dict[str, dict]:
+        """Return the contributors by label, as summary.json stores them."""
         return {label: asdict(peer) for label, peer in self.ranking()}
 
 

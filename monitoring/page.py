@@ -138,6 +138,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request, client_address) -> None:
+        """Answer a visitor in a thread of its own, then free its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -151,11 +152,13 @@ class StatusServer(http.server.ThreadingHTTPServer):
                 self.end(visit)
 
     def end(self, visit: socket.socket) -> None:
+        """Disconnect a visitor that has held its slot for too long."""
         self.visits.pop(visit, None)
         with contextlib.suppress(OSError):  # its own thread has closed it
             visit.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address) -> None:
+        """Log an error of a visitor's connection for debugging only."""
         logger.debug("a visitor of the status page left early", exc_info=True)
 
 
@@ -171,6 +174,7 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
     server_version, sys_version = "status", ""
 
     def do_GET(self) -> None:
+        """Answer a request for the page, the status or the history of the loss."""
         path, _, query = self.path.partition("?")
         if path == "/" and "text/html" in self.headers.get("Accept", ""):
             self.send("text/html; charset=utf-8", self.server.html)
@@ -187,6 +191,7 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
 
     def send(self, kind: str, body: bytes) -> None:
+        """Send a response of this content type."""
         self.send_response(200)
         own = {"Content-Type": kind, "Content-Length": len(body), "Content-Security-Policy": self.server.policy}
         for name, value in (own | HEADERS).items():

@@ -208,6 +208,7 @@ def test_links_and_notes_resolve():
 
 def test_guide_flags_exist():
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
+    known |= {"include_path", "model_args", "tasks"}  # lm_eval's
     known |= {
         "index-url",
         "now",

@@ -127,6 +127,7 @@ class DataCollatorForWholeWordMask(DataCollator):
 
 
 def to_tensors(batch: dict[str, np.ndarray]) -> dict:
+    """Convert the arrays of a batch to tensors, which share their memory."""
     import torch
 
     return {name: torch.from_numpy(array) for name, array in batch.items()}

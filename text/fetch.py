@@ -136,6 +136,7 @@ def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float
 
 
 def find_fetched(folder: Path, source: str) -> Path | None:
+    """Return the path of an earlier download of this source, or None."""
     found = next((path for path in (folder, folder.with_suffix(".json")) if path.exists()), None)
     if found:
         logger.info(f"{source} is in {found}")
@@ -251,6 +252,7 @@ class BoundedInfo(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, *args) -> tarfile.TarInfo:
+        """Parse a header, and refuse one that would have tarfile allocate more than MAX_HEADER bytes."""
         member = super().frombuf(*args)
         if not (member.isreg() or member.isdir()) and member.size > MAX_HEADER:
             raise tarfile.ReadError(f"a header of {member.size:,} bytes")

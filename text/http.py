@@ -56,6 +56,7 @@ class HttpFile(io.RawIOBase):
         self.late = 0.0  # seconds behind LEAST_SPEED, over all connections
 
     def readable(self) -> bool:
+        """Return True: this file can be read, and so can any position of it."""
         return True
 
     seekable = readable
@@ -67,12 +68,14 @@ class HttpFile(io.RawIOBase):
         return self.facts.get("size")
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position of the next read; the request follows with that read."""
         if whence == io.SEEK_END and self.find_size() is None:
             raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
         self.position = offset + {io.SEEK_CUR: self.position, io.SEEK_END: self.facts.get("size")}.get(whence, 0)
         return self.position
 
     def readinto(self, buffer) -> int:
+        """Read at most `len(buffer)` bytes; return their number, 0 at the end."""
         if self.arrived != self.position:
             self.disconnect()
         piece = self.rest or self.receive()
@@ -84,6 +87,7 @@ class HttpFile(io.RawIOBase):
         return count
 
     def close(self) -> None:
+        """Close the connection too."""
         self.disconnect()
         if self.client:
             self.client.close()
@@ -139,6 +143,7 @@ class HttpFile(io.RawIOBase):
         self.pieces = self.response.iter_raw()
 
     def disconnect(self) -> None:
+        """Drop the current response and the bytes of it that nothing has read yet."""
         if self.response:
             self.response.close()
         self.response, self.pieces, self.rest = None, None, b""

@@ -82,6 +82,7 @@ class ShardFetch(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Download the shard, and try again until it is there or the iteration stops."""
         cache_dir = self.split.cache_dir
         while self.folder is None and not self.stop.is_set():
             try:

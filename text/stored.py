@@ -96,6 +96,7 @@ def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int =
 
 
 def write_dataset(tables: dict, corpus: dict, folder: Path):
+    """Write the splits and the corpus's facts to a new folder, as `load_tokenized_dataset` reads them."""
     import datasets
     from datasets.table import InMemoryTable
 

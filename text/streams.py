@@ -361,6 +361,7 @@ class Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Read documents into the queue; an error goes there too, in place of a document."""
         try:
             for document in self.source.read(self.seed, self.position, self.stop):
                 self.put(document)

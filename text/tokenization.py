@@ -118,6 +118,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict
 
 
 def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
+    """Yield lists of documents with their indices, each of about CHUNK_CHARACTERS characters."""
     chunk, size = [], 0
     for index, document in enumerate(documents):
         chunk.append((index, document))
@@ -130,6 +131,7 @@ def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str
 
 
 def count_characters(document: list[str]) -> int:
+    """Return the number of characters of all paragraphs."""
     return sum(map(len, document))
 
 

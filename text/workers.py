@@ -7,6 +7,7 @@ import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
 
 
 def keep_to_one_core(_: int) -> None:
+    """Initialize a worker process so that it uses one core."""
     # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

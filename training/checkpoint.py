@@ -172,6 +172,7 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def read_epoch(folder: Path) -> int:
+    """Return the epoch in the name of a checkpoint's folder."""
     return int(folder.name.split("-")[1])
 
 

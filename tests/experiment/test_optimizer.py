@@ -24,7 +24,7 @@ from experiment.optimizer import (
 )
 from models.state_codecs import COMPRESSIONS
 from swarm.contract import RunContract, find_differences
-from swarm.optimizer_state import initialize_optimizer_state_
+from swarm.optimizer_state import initialize_optimizer_state_, list_params
 
 
 @pytest.fixture
@@ -119,11 +119,12 @@ def test_custom_optimizer_state_starts_at_zero(make):
     assert torch.equal(*params)
 
 
-def make_muon() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the demo's model and its optimizer."""
+def make_muon(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the demo's model and its optimizer, which steps on a device: cpu:0 gets copies, meta fails."""
     model = make_model(ModelArguments(config_path="configs/demo.json"), 1000)
     args = OptimizerArguments(optim="muon", learning_rate=0.01, warmup_steps=0, weight_decay=0.1)
-    return model, make_local_optimizer(args, make_param_groups(model, separate_hidden=True))
+    groups = make_param_groups(model, separate_hidden=True)
+    return model, make_local_optimizer(args, groups, find_device=lambda: torch.device(device))
 
 
 def set_gradients(model: nn.Module, seed: int) -> None:
@@ -133,8 +134,9 @@ def set_gradients(model: nn.Module, seed: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator) * 1e-3
 
 
-def test_muon_matches_torch_muon_and_adamw():
-    model, optimizer = make_muon()
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])
+def test_muon_matches_torch_on_any_device(device):
+    model, optimizer = make_muon(device)
     reference = make_model(ModelArguments(config_path="configs/demo.json"), 1000)
     hidden, others, flat = make_param_groups(reference, separate_hidden=True)
     assert "albert.embeddings.word_embeddings.weight" in others["names"]
@@ -161,10 +163,15 @@ def test_muon_matches_torch_muon_and_adamw():
             part.step()
     for param, expected, start in zip(model.parameters(), reference.parameters(), before, strict=True):
         assert torch.equal(param, expected) and not torch.equal(param, start)
+    assert list(optimizer.state) == list_params(optimizer)  # peers exchange states in this order
+    for param, expected in zip(optimizer.param_groups[0]["params"], hidden["params"], strict=True):
+        momentum = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(momentum, parts[0].state[expected]["momentum_buffer"])
 
 
-def test_muon_resumes_from_state_dict():
-    (model, optimizer), (other, resumed) = make_muon(), make_muon()
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_muon_resumes_from_state_dict(device):
+    (model, optimizer), (other, resumed) = make_muon(), make_muon(device)
     set_gradients(model, 1)
     optimizer.step()
     other.load_state_dict(model.state_dict())

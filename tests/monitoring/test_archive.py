@@ -22,11 +22,15 @@ from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokeniz
 from arguments import SHARED_ARGS, ArchiveArguments, ModelArguments, MonitorArguments, SwarmArguments, parse_arguments
 from common.console import UserError
 from experiment.model import make_model
+from experiment.samples import sample_texts
 from monitoring import archive
 from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, select_outdated, write_card
 from monitoring.hub import Publisher, explain_failure, read_stamp, upload_checkpoint
+from text.instances import PAIRS, TEXT
 from text.tokenizers import load_tokenizer
 from training.checkpoint import find_checkpoints, load_state, save_model
+from training.figures import describe_evaluation
+from utils import Evaluation
 
 REPOSITORY = "org/my-albert"
 DONOR = "QmDonorWhoseAddressIsNobodysBusiness"
@@ -142,40 +146,56 @@ def hub(monkeypatch):
         yield server
 
 
+def make_stamp(epoch: int) -> tuple[dict, list[dict]]:
+    """The stamp of a checkpoint at this epoch, and the run's history."""
+    arguments = {name: value for group in SHARED_ARGS for name, value in vars(group()).items()}
+    settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
+    speed = make_metrics(epoch).samples_per_second
+    metrics = {"epoch": epoch, "time": 1e9 + 3600 * epoch, "loss": 5.5, "alive_peers": 3, "samples_per_second": speed}
+    stamp = {"epoch": epoch, "loss": 5.5, "time": float(epoch), "experiment_prefix": "my_albert"}
+    stamp |= {"given_by": [DONOR], "swarm": metrics, "validation": {}, "settings": settings}
+    return stamp, [metrics | {"epoch": 1, "time": 1e9, "alive_peers": 7}, metrics]
+
+
 @pytest.fixture
 def save(tmp_path, tiny_data):
     """save(epoch) -> the folder of a checkpoint as the archive writes it, of a small model."""
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
-    arguments = {name: value for group in SHARED_ARGS for name, value in vars(group()).items()}
-    settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
 
     def save_epoch(epoch: int) -> Path:
         folder = tmp_path / "archive" / f"checkpoint-{epoch}"
-        metrics = {
-            "epoch": epoch,
-            "time": 1e9 + 3600 * epoch,
-            "loss": 5.5,
-            "alive_peers": 3,
-            "samples_per_second": make_metrics(epoch).samples_per_second,
-        }
-        stamp = {"epoch": epoch, "loss": 5.5, "time": float(epoch), "experiment_prefix": "my_albert"}
-        stamp |= {"given_by": [DONOR], "swarm": metrics, "settings": settings}
+        stamp, history = make_stamp(epoch)
         state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": epoch}
-        start = metrics | {"epoch": 1, "time": 1e9, "alive_peers": 7}
-        beside = {"README.md": write_card(stamp, [start, metrics], model, REPOSITORY, True).encode()}
+        beside = {"README.md": write_card(stamp, history, model, tokenizer, REPOSITORY, True).encode()}
         beside["learning_curve.png"] = b"\x89PNG\0"
-        assert save_model(model, tokenizer, folder, stamp, state | {"arguments": settings}, beside)
+        assert save_model(model, tokenizer, folder, stamp, state | {"arguments": stamp["settings"]}, beside)
         return folder
 
     return save_epoch
+
+
+@pytest.mark.parametrize("config, kind", [("demo", PAIRS), ("gpt-demo", TEXT)])
+def test_card_holds_texts_and_evaluation(tiny_data, text_data, caplog, config, kind):
+    tokenizer = load_tokenizer((text_data if kind is TEXT else tiny_data)["--tokenizer_path"], kind)
+    model = make_model(ModelArguments(str(ROOT / f"configs/{config}.json")), tokenizer)
+    stamp, history = make_stamp(45)
+    evaluation = Evaluation(epoch=40, loss=4.0, accuracy=0.5, samples=8, bits_per_byte=1.8 if kind is TEXT else None)
+    stamp["validation"] = describe_evaluation(evaluation)
+    card = write_card(stamp, history, model, tokenizer, REPOSITORY, False)
+    texts = "".join(f"    {text}\n" for text in sample_texts(model, tokenizer))
+    assert f"## Sample texts\n\n{texts}\n## Use\n" in card and texts.count("\n") == 3
+    bits = ", 1.8000 bits per byte" if kind is TEXT else ""
+    assert f"| validation | loss 4.0000 nats per token, perplexity 54.6{bits}, at epoch 40 |\n" in card
+    assert "Sample texts" not in write_card(stamp, history, model, None, REPOSITORY, False)
+    assert "The card has no sample texts" in caplog.text
 
 
 def test_archive_ignores_state_of_earlier_run(tmp_path):
     handler = make_handler(tmp_path)
     handler.download = Future()
     handler.download.set_result(({"epoch": 5}, []))
-    handler.step(None, [])
+    handler.step(None, [], {})
     assert handler.download is not None
 
 
@@ -425,7 +445,7 @@ def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):
     seen_epochs = [entry["epoch"] for entry in read_epochs(tmp_path / "monitor")]
     for path in find_checkpoints(folder):
         stamp = read_stamp(path)
-        assert stamp["given_by"] == [donor]
+        assert stamp["given_by"] == [donor] and "## Sample texts" in (path / "README.md").read_text()
         # of the last epoch that the monitor saw, up to the state's own: under load it misses some
         assert stamp["swarm"]["epoch"] == max(epoch for epoch in seen_epochs if epoch <= stamp["epoch"])
         assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
