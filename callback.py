@@ -17,7 +17,7 @@ from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
 from training.figures import describe_evaluation, perplexity
-from training.metrics import MetricsReporter
+from training.metrics import MetricsReporter, format_speed
 from training.page_client import format_join
 from training.progress import ProgressDisplay
 from training.state import EpochStats, TrainerState
@@ -61,6 +61,7 @@ class CollaborativeCallback:
         optimizer, tracker, final_epoch = self.optimizer, self.optimizer.tracker, self.state.final_epoch
         if saved_state:
             self.state.load(saved_state)
+        self.metrics.measure_flop()
         lines = self.metrics.resume()
         self.publish_attestation()
         self.dashboard = start_trainer_dashboard(self.args, self.swarm.prefix, self.state.arguments, bool(saved_state))
@@ -98,13 +99,15 @@ class CollaborativeCallback:
                 logger.info(f"for example: {command}{data}")
         swarm.warn_of_local_addresses()
 
-    def on_step_end(self, loss: float, waited: float) -> None:
+    def on_step_end(self, loss: float, waited: float, tokens: int) -> None:
         """Record one step of this peer, and do the tasks that are due.
 
         :param loss: the mean loss over the step's batches; if it is not finite, the step contributed nothing
         :param waited: the seconds that the device waited for data
+        :param tokens: rank 0's tokens without padding; other ranks count as many
         """
-        self.stats.record_step(loss, self.state.batches_per_step, self.state.samples_per_step, waited)
+        state = self.state
+        self.stats.record_step(loss, state.batches_per_step, state.samples_per_step, waited, tokens * state.num_devices)
         self.run_periodic_tasks()
 
     def run_periodic_tasks(self) -> None:
@@ -207,6 +210,7 @@ class CollaborativeCallback:
         """Write the model and summary.json, after leaving the swarm; return whether the model could be written."""
         optimizer, stats, model, output_dir = self.optimizer, self.stats, self.state.model, Path(self.args.output_dir)
         folder, extra = output_dir / "model", {"epoch": optimizer.local_epoch}
+        speed = self.metrics.measure_run()
         card = {"README.md": write_readme(model, folder)}
         is_saved = save_model(model, self.state.tokenizer, folder, extra, extra_files=card)
         summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
@@ -220,6 +224,7 @@ class CollaborativeCallback:
             "failed_rounds": optimizer.stats.failed,
             "skipped_steps": stats.skipped_steps,
             "computed_samples": stats.computed_samples,
+            **speed,
         }
         if self.state.data_args.streaming:
             summary["sources"] = self.state.dataset["train"].count_records()
@@ -232,6 +237,6 @@ class CollaborativeCallback:
         where = f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above"
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples{more}, averaged with others in "
-            f"{stats.averaged_epochs} of {stats.epochs} epochs; the model is {where}"
+            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(speed)}; the model is {where}"
         )
         return is_saved

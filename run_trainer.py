@@ -138,7 +138,7 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
                     optimizer.step(batch_size=state.samples_per_step)
                 scaler.update()
                 optimizer.zero_grad()
-                callback.on_step_end(loss, feed.take_seconds_waited())
+                callback.on_step_end(loss, **feed.take_counts())
             else:
                 model.zero_grad()
             epoch = ranks.broadcast_state(model, optimizer.local_epoch if optimizer else 0, scaler)

@@ -174,7 +174,7 @@ def run_plain(args: argparse.Namespace) -> None:
         more["flop"] = counter.get_total_flops() / (8 * args.batch_size)
     optimizer.zero_grad()
     accumulation = more["target_batch_size"] // args.batch_size
-    feed.take_seconds_waited()
+    feed.take_counts()["waited"]
     for number, batch in enumerate(feed, start=1):
         meter.add(batch)
         compute(batch, accumulation)
@@ -183,7 +183,7 @@ def run_plain(args: argparse.Namespace) -> None:
             optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if meter.end_epoch(feed.take_seconds_waited()):
+            if meter.end_epoch(feed.take_counts()["waited"]):
                 break
     meter.report(**more, parameters=model.num_parameters())
 
@@ -235,7 +235,7 @@ def run_transformers(args: argparse.Namespace) -> None:
         def on_step_end(self, _, state, control, **more):
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            control.should_training_stop = meter.end_epoch(feed.take_seconds_waited())
+            control.should_training_stop = meter.end_epoch(feed.take_counts()["waited"])
 
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(

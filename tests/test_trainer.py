@@ -43,10 +43,11 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
     where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     more = ["--dataloader_num_workers", 2, "--max_steps", 8, *(w for n, v in growing.items() for w in (f"--{n}", v))]
     result = run("measured_trainer", *TINY, *LOOPBACK, *where, *more)
-    widths = {}
+    widths, tokens = {}, 0
     for line in result.stdout.splitlines():
-        epoch, width = json.loads(line)
+        epoch, width, count = json.loads(line)
         widths.setdefault(epoch, []).append(width)
+        tokens += count
     # 16 + 4 an epoch, in multiples of 8, from the first batch of an epoch on; four batches make an epoch
     expected = [sequence_length_at(epoch, DataArguments(**growing)) for epoch in range(8)]
     assert expected == [16, 16, 24, 24, 32, 32, 32, 32]
@@ -57,6 +58,11 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
     summary = json.loads((tmp_path / "summary.json").read_text())
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in history] == list(range(1, 9))
+    assert summary["tokens"] == tokens and summary["mfu"] is None  # on a CPU
+    assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"])
+    assert summary["seconds"] == pytest.approx(sum(line["epoch_seconds"] for line in history), rel=0.01)
+    assert sum(line["tokens_per_second"] * line["epoch_seconds"] for line in history) == pytest.approx(tokens)
+    assert f"{summary['tokens_per_second']:,.0f} tokens/s, MFU -; the model is in" in result.stderr
     assert history[-1]["loss"] < history[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ import hivemind
 import psutil
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
@@ -30,6 +33,19 @@ Batch = dict[str, torch.Tensor]
 
 MAX_PASS_SECONDS = 5.0  # a step of up to 10 s is advised
 MAX_MEMORY_SHARE = 0.8  # of the memory that is free without a batch; rounds and other batches need the rest
+
+# Dense TFLOP/s by NVIDIA's data sheets: in bf16 or fp16 with sums in float32, and in float32, which is TF32 on all but
+# T4 and V100.
+# fmt: off
+PEAK_TFLOPS = {
+    "H100 PCIe": (756, 378), "H100 NVL": (835, 418), "H100": (989, 495), "H200": (989, 495), "A100": (312, 156),
+    "L4": (121, 60), "T4": (65, 8.1), "V100": (125, 15.7),
+    "RTX 3060": (25.5, 12.7), "RTX 3060 Ti": (32.4, 16.2), "RTX 3070": (40.6, 20.3), "RTX 3070 Ti": (43.5, 21.7),
+    "RTX 3080": (59.5, 29.8), "RTX 3080 Ti": (68.2, 34.1), "RTX 3090": (71, 35.6), "RTX 3090 Ti": (80, 40),
+    "RTX 4060": (30.2, 15.1), "RTX 4060 Ti": (44.1, 22.1), "RTX 4070": (58.3, 29.1), "RTX 4070 Ti": (80.2, 40.1),
+    "RTX 4080": (97.5, 48.7), "RTX 4090": (165.2, 82.6), "RTX 5090": (209.5, 104.8),
+}
+# fmt: on
 
 
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
@@ -144,6 +160,26 @@ def make_trial_batch(
     filled = batch["attention_mask"].sum(1) if "attention_mask" in batch else (batch["input_ids"] >= 0).sum(1)
     row, columns = filled.argmax(), torch.arange(length) % filled.max()
     return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
+
+
+def find_peak(name: str, is_half: bool) -> float | None:
+    """Return the peak FLOP/s of a device by its name in torch, in half precision or float32, or None if unknown."""
+    for key, (half, full) in PEAK_TFLOPS.items():
+        # not a part of one (MIG), and no laptop's
+        if re.fullmatch(rf"(NVIDIA |GeForce |Tesla )*{key}([- ](SXM\d?|PCIe|HBM\d|\d+GB))*", name, re.IGNORECASE):
+            return 1e12 * (half if is_half else full)
+    return None
+
+
+def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> int:
+    """Return the FLOP of the matrix products in a forward and a backward pass, with those that are recomputed.
+
+    :param batch: of one sequence, from make_trial_batch
+    """
+    counter, kernel = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)  # it knows few fused kernels
+    with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, counter:
+        time_pass(model, move_batch(batch, device), contextlib.nullcontext())
+    return counter.get_total_flops()
 
 
 def stretch_batch(batch: Batch, rows: int) -> Batch:

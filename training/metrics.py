@@ -11,6 +11,7 @@ from pydantic.v1 import ValidationError
 
 from common.files import append_line, read_json_lines, write_file
 from training.checks import check_epoch_time, check_step_time, warn_of
+from training.devices import count_flop, find_peak, make_trial_batch
 from training.figures import describe_evaluation, parse_schedule
 from training.progress import measure_progress
 from training.state import EpochStats, TrainerState
@@ -29,6 +30,8 @@ class MetricsReporter:
         self.history = Path(state.args.output_dir) / "history.jsonl"
         #: the metrics of the last epoch
         self.metrics: dict | None = None
+        #: the share of this peer's peak FLOP/s that one token per second takes, if the peak is known
+        self.flop_share: float | None = None
         self.round_totals = self.read_round_totals()
 
     def resume(self) -> list[dict]:
@@ -36,6 +39,28 @@ class MetricsReporter:
         lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
         write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
         return lines
+
+    def measure_flop(self) -> None:
+        """Count the FLOP of a token, if the peak of the device is known."""
+        state, device = self.state, self.state.model.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        if peak := find_peak(name, is_half=state.args.bf16 or state.args.fp16):
+            train, data_args = state.dataset["train"], state.data_args
+            batch = make_trial_batch(state.model, train, state.tokenizer, state.corpus, data_args, seed=0)
+            flop = count_flop(state.model, batch, device) / batch["input_ids"].numel()
+            self.flop_share = flop / peak / state.num_devices
+            logger.info(f"{flop / 1e9:,.3g} GFLOP a token, at most {peak / 1e12:,.0f} TFLOP/s of {name}")
+
+    def measure_speed(self, tokens: int, seconds: float) -> dict[str, float | None]:
+        """Return this peer's tokens per second, and its MFU: the share of its peak FLOP/s, None if that is unknown."""
+        # not published, because older peers reject records with fields that they do not know
+        rate = tokens / max(seconds, 1e-9)
+        return {"tokens_per_second": rate, "mfu": rate * self.flop_share if self.flop_share else None}
+
+    def measure_run(self) -> dict[str, float | None]:
+        """Return the tokens, seconds and speed since this start."""
+        tokens, seconds = self.stats.tokens, self.stats.epoch.last_step_end - self.stats.train_start
+        return {"tokens": tokens, "seconds": seconds, **self.measure_speed(tokens, seconds)}
 
     def read_round_totals(self) -> dict[str, float]:
         """Return the seconds and bytes that this peer has spent in rounds so far."""
@@ -129,7 +154,10 @@ class MetricsReporter:
         return line
 
     def measure_progress(self) -> dict[str, float]:
-        """Return the run's progress and the time until this trainer stops, which its data may do before the run."""
+        """Return the run's progress, this trainer's speed in the last epoch, and the time until it stops.
+
+        The end of its data may stop it before the end of the run.
+        """
         stats, limit = self.stats, self.state.sample_limit
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
         schedule, recent = parse_schedule(self.swarm.contract), list(stats.recent_seconds)
@@ -139,4 +167,12 @@ class MetricsReporter:
             left = max(0.0, limit - computed) * (time.monotonic() - stats.train_start) / here
             if left <= progress.get("seconds_left", left):
                 progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(limit)}
+        if self.metrics:
+            progress |= self.measure_speed(stats.last_epoch.tokens, self.metrics["epoch_seconds"])
         return progress
+
+
+def format_speed(speed: dict[str, float | None]) -> str:
+    """Return e.g. `52,100 tokens/s, MFU 41.2%`, or `-` for an unknown MFU."""
+    mfu = "-" if speed["mfu"] is None else f"{speed['mfu']:.1%}"
+    return f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu}"

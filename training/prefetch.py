@@ -33,8 +33,8 @@ class PrefetchLoader:
         self.source, self.batches, self.is_pinned = batches, iter(batches), device.type == "cuda"
         self.args, self.position = args, position
         self.epoch: int | None = None
-        #: seconds since the last `take_seconds_waited`
-        self.waited = 0.0
+        #: seconds, and tokens without padding, since the last `take_counts`
+        self.waited, self.tokens = 0.0, 0
 
     def __iter__(self) -> "PrefetchLoader":
         return self
@@ -47,12 +47,14 @@ class PrefetchLoader:
             batch = next(self.batches)
         finally:
             self.waited += time.monotonic() - start
+        self.tokens += int(batch["attention_mask"].sum())
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
 
-    def take_seconds_waited(self) -> float:
-        """Return the seconds of waiting since the last call."""
-        waited, self.waited = self.waited, 0.0
-        return waited
+    def take_counts(self) -> dict[str, float]:
+        """Return the seconds of waiting, and the number of tokens without padding, since the last call."""
+        counts = {"waited": self.waited, "tokens": self.tokens}
+        self.waited, self.tokens = 0.0, 0
+        return counts
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the sequence length of this epoch, and save the position for a restart with any checkpoint."""

@@ -31,6 +31,7 @@ class EpochStats:
     start: float = field(default_factory=time.monotonic)
     loss_sum: float = 0.0
     mini_steps: int = 0  # batches in loss_sum
+    tokens: int = 0
     data_wait: float = 0.0  # seconds that the device waited for data
     longest_step: float = 0.0  # seconds between the ends of two steps
     last_step_end: float = field(default_factory=time.monotonic)
@@ -45,6 +46,7 @@ class TrainerStats:
     skipped_steps: int = 0
     computed_samples: int = 0
     samples_before: int = 0  # of computed_samples, those of earlier starts
+    tokens: int = 0  # since this start, without padding
     train_start: float = field(default_factory=time.monotonic)
     epoch: EpochStats = field(default_factory=EpochStats)
     last_epoch: EpochStats | None = None
@@ -56,8 +58,8 @@ class TrainerStats:
         """The mean loss of this epoch's steps so far, or else of the last epoch."""
         return self.epoch.loss_sum / self.epoch.mini_steps if self.epoch.mini_steps else self.last_loss
 
-    def record_step(self, loss: float, batches: int, samples: int, waited: float) -> None:
-        """Count one step of so many batches and samples, see CollaborativeCallback.on_step_end."""
+    def record_step(self, loss: float, batches: int, samples: int, waited: float, tokens: int) -> None:
+        """Count one step of so many batches, samples and tokens, see CollaborativeCallback.on_step_end."""
         epoch, now = self.epoch, time.monotonic()
         epoch.data_wait += waited
         epoch.longest_step = max(epoch.longest_step, now - epoch.last_step_end)
@@ -66,6 +68,8 @@ class TrainerStats:
             epoch.loss_sum += loss * batches
             epoch.mini_steps += batches
             self.computed_samples += samples
+            epoch.tokens += tokens
+            self.tokens += tokens
         else:
             self.skipped_steps += 1
             logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")

@@ -1,4 +1,4 @@
-"""run_trainer.py that prints the width of each batch that it trains on, with the epoch."""
+"""run_trainer.py that prints the width and the tokens of each batch that it trains on, with the epoch."""
 
 import json
 
@@ -14,7 +14,8 @@ def keep_optimizer(*args, **options):
 
 
 def measure_batch(batch, device):
-    print(json.dumps([optimizer.local_epoch, batch["input_ids"].shape[1]]), flush=True)
+    values = [optimizer.local_epoch, batch["input_ids"].shape[1], int(batch["attention_mask"].sum())]
+    print(json.dumps(values), flush=True)
     return move_batch(batch, device)
 
 

@@ -75,7 +75,7 @@ with clean_end():
     facts["progress"] = []
     for passes in (1.0, 100.0):
         callback = make_callback(num_train_epochs=passes)
-        callback.on_step_end(1.0, waited=0.0)
+        callback.on_step_end(1.0, waited=0.0, tokens=0)
         callback.stats.train_start -= 50
         callback.stats.recent_seconds.append(30.0)
         facts["progress"].append(callback.metrics.measure_progress())
@@ -83,7 +83,7 @@ with clean_end():
     facts["lines"] = [callback.format_progress()]
     callback.stats.recent_seconds.append(30.0)
     for loss in (1.0, 2.0, math.nan):
-        callback.on_step_end(loss, waited=0.0)
+        callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())
     facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)

@@ -231,6 +231,39 @@ def trial(tiny_data):
     return model, batch
 
 
+def test_flop_of_gpt2_match_formula(tmp_path):
+    """A token's: 6 for each weight in a product, 4 if it is frozen; 12 x length x width for a layer's attention."""
+    layers, width, length = 3, 128, 256
+    sizes = dict(model_type="gpt2", n_layer=layers, n_embd=width, n_head=4, n_positions=length)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    model = make_model(ModelArguments(str(tmp_path / "config.json")), 1000)
+    weights = model.num_parameters() - length * width  # the head shares the word embeddings, and positions are added
+    batch = make_batch(model, 1, length, 0)
+    model.compile(backend="aot_eager")  # counts as before
+    flop = devices.count_flop(model, batch, CPU)
+    assert flop == pytest.approx(length * (6 * weights + 12 * layers * length * width), rel=0.1)
+    model.transformer.h.requires_grad_(False)
+    frozen = sum(param.numel() for param in model.transformer.h.parameters() if param.dim() == 2)
+    assert flop - devices.count_flop(model, batch, CPU) == 2 * length * frozen
+    assert not any(param.grad.any() for param in model.parameters() if param.grad is not None)
+
+
+def test_peak_is_found_by_name():
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A100 80GB PCIe": 312e12,
+        "Tesla T4": 65e12,
+        "Tesla V100-PCIE-16GB": 125e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA GeForce RTX 3060 Ti": 32.4e12,
+        **dict.fromkeys(["", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]),
+    }
+    assert {name: devices.find_peak(name, is_half=True) for name in peaks} == peaks
+    assert devices.find_peak("Tesla T4", is_half=False) == 8.1e12
+
+
 def test_batch_size_search_leaves_nothing(trial, caplog):
     model, batch = trial
     weights = [param.clone() for param in model.parameters()]
