@@ -228,7 +228,7 @@ class CollaborativeOptimizer:
         if not self.epoch.is_over(inputs):
             return
         if self.epoch.has_missed_step(inputs):
-            if self.epoch.may_sync(inputs, self.sync.backoff, time.monotonic()):
+            if self.sync.backoff.allows(self.epoch.number, inputs, time.monotonic()):
                 self.load_state_from_peers()
         elif self.epoch.can_average(inputs):
             is_alone = not self.tracker.peers_at_epoch

@@ -165,9 +165,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
         parameters, moments = state["parameters"], state["optimizer"]["state"]
         if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
-            raise ValueError(
-                "the optimizer differs (`optim`, `min_8bit_size`, `local_steps`), or the shapes of its tensors"
-            )
+            raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
         self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
         # a copy, because torch keeps the tensors it loads and changes them in place
         self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

@@ -253,10 +253,8 @@ class Uplink:
                 calm_sent, calm_at, most = sent, looked, 0.0
             if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
-                logger.warning(
-                    f"the uplink carries about {format_number(self.mbits)} Mbit/s, less than `bandwidth`: "
-                    "sending no faster than that"
-                )
+                mbits = format_number(self.mbits)
+                logger.warning(f"sending at most {mbits} Mbit/s: the uplink carries less than `bandwidth`")
 
     def adjust(self, wait: float, last_wait: float, share: float) -> None:
         """Raise or lower the rate after a look, by the share of the rate that was used, and by the queueing delays at
