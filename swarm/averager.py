@@ -105,7 +105,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._max_weight.value = value  # shared with the averager's process
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
-        """Start a round without hivemind's retries (note 55)."""
+        """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 

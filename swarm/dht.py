@@ -34,7 +34,7 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Ping lost peers until they answer (note 64). Runs in the DHT's process, forever."""
+    """Ping lost peers, which hivemind drops, until they answer (note 64). Runs in the DHT's process, forever."""
     initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
     known, lost = set(), dict.fromkeys(initial_peers, 0)
     while True:

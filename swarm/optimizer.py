@@ -342,14 +342,13 @@ class CollaborativeOptimizer:
         is_averaged = group and self.state_averager.lineage == lineage_with_sent
         if is_averaged:
             self.stats.total_samples += sent
+        # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
         is_in_doubt = group and (epochs > 1 or not is_synchronous)
         if samples and (is_averaged or is_in_doubt or epochs > MAX_STALENESS):
             logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
-        logger.info(
-            f"{how} epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of {self.grad_averager.samples} "
-            "samples"
-        )
+        samples = self.grad_averager.samples
+        logger.info(f"{how} epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of {samples} samples")
         self.stats.samples, self.stats.group_size = 0, 1
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         self.tracker.announce()

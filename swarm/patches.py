@@ -40,7 +40,8 @@ class CancellableStep(StepControl):
         """Cancel the step, and only then notify the averager's process, which may check it in between (note 84)."""
         is_cancelled = MPFuture.cancel(self)
         self._trigger.cancel()
-        self._cancel.set_result(None)
+        if not self._cancel.done():  # `leave` and `finish_background` may both cancel it
+            self._cancel.set_result(None)
         return is_cancelled
 
 

@@ -82,7 +82,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             return await super().call_store(peer, keys, values, *args, **kwargs)
 
     async def call_find(self, peer, keys):
-        """Ask a peer for records, and rebuild the dictionaries that it returns (note 74)."""
+        """Ask a peer for records, and rebuild its dictionaries, whose lifetime and size may be false (note 74)."""
         results = await super().call_find(peer, keys)
         revoked = self.membership.revoked if self.membership else frozenset()
         for key, (item, nearest) in (results or {}).items():
