@@ -21,7 +21,7 @@ from common.console import UserError
 from common.flags import FlagGroup, check_username, flag, parse_flags
 from common.hub import make_repo_id
 
-OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
+OBJECTIVES = Literal["mlm", "mlm_sop", "clm", "sft"]
 
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
@@ -126,8 +126,8 @@ class ModelArguments(FlagGroup):
     )
     objective: OBJECTIVES | None = flag(
         None,
-        "Pretraining objective: mlm (masked tokens), mlm_sop (also the order of sentences) or clm (the next token). "
-        "Default: that of the model's type: mlm_sop for ALBERT, mlm for BERT, clm for GPT-2.",
+        "Objective: mlm (masked tokens), mlm_sop (also the order of sentences), clm (the next token) or sft (the "
+        "assistant's tokens in conversations). Default: by the model's type, e.g. mlm_sop for ALBERT, clm for GPT-2.",
         shared=True,
     )
     tokenizer_path: str | None = flag(
@@ -316,8 +316,8 @@ class TrainerArguments(PrecisionArguments):
     preflight: bool = flag(False, "Check the machine, data and connection, and print a table, without training.")
     per_device_train_batch_size: str = flag(
         "4",
-        "Samples per forward pass of each device, as many as fit into memory; auto: measure that at the start, and "
-        "choose gradient_accumulation_steps too.",
+        "Samples per forward pass of each device, also in evaluation, as many as fit into memory; auto: measure that "
+        "at the start, and choose gradient_accumulation_steps too.",
         ge=1,
     )
     gradient_accumulation_steps: int = flag(
@@ -330,6 +330,9 @@ class TrainerArguments(PrecisionArguments):
     )
     num_devices: int | None = flag(
         None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU.", ge=1
+    )
+    sharded: bool = flag(
+        False, "Divide the model among the devices, if one cannot hold it. The host's memory holds it whole."
     )
     torch_compile: bool = flag(
         False, "Compile the model: faster steps, minutes to start. Needs a C++ compiler, on GPUs also triton."
@@ -367,14 +370,12 @@ class TrainerArguments(PrecisionArguments):
         requires="do_eval",
         ge=1,
     )
-    per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.", ge=1)
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples. Default: the whole split.", ge=1)
     statistics_expiration: float = flag(
         600, "Seconds that this peer's published metrics stay on the DHT.", gt=0, le=MAX_LIFETIME
     )
 
     def __post_init__(self):
-        super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device):
             raise UserError(f"--device {self.device}: not supported, choose auto, cpu, cuda, cuda:N or mps")
         if self.per_device_train_batch_size != "auto":
@@ -382,9 +383,9 @@ class TrainerArguments(PrecisionArguments):
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
+        elif self.sharded:
+            raise UserError("--per_device_train_batch_size auto does not work with --sharded: pass a number")
         super().__post_init__()
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
-            raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
 
 
 @dataclass

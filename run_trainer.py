@@ -100,14 +100,14 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
     reader = ranks.broadcast(str(swarm.dht.peer_id) if ranks.is_main else None) + ranks.suffix
 
     # device
-    seed = data_seed(reader, model_args.seed)
-    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, seed)
+    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
     with stop_when_out_of_memory(args, device, model):
-        autocast, scaler = place_model(model, device, args)
+        worker = ranks.distribute(model)  # the model that computes
+        autocast, scaler = place_model(worker, device, args)
         if optimizer:
-            optimizer.accumulate_on(device)
+            optimizer.accumulate_on(model.device)
         target = averaging_args.target_batch_size if ranks.is_main else None
-        args = tune_to_device(model, trial, args, device, autocast, target, ranks.count)
+        args = tune_to_device(worker, trial, args, device, autocast, target, ranks.count)
     args = ranks.broadcast(args)  # all ranks use the batch size that suits rank 0
 
     # the loop
@@ -126,10 +126,10 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
     with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < final_epoch:
             feed.begin_epoch(epoch)
-            loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
+            loss = accumulate_gradients(worker, ranks.align(feed), args, device, autocast, scaler)
             if not ranks.all_continue(loss is not None):
                 break
-            ranks.average([*list_gradients(model), loss])
+            loss = ranks.average_gradients(model, loss)
             if ranks.is_main:
                 scaler.unscale_(optimizer)
                 # The host waits for the device only here, because non-finite gradients must not be contributed.

@@ -62,7 +62,7 @@ class TokenizeArguments(FlagGroup):
         "mlm_sop",
         "Kind of sequences. mlm_sop: segment pairs, for ALBERT and LeanALBERT, also usable by BERT; mlm: full "
         "blocks of text, for BERT, RoBERTa and similar models; clm: full blocks with no special token except an end "
-        "token after each document, for GPT-2, Llama and similar models.",
+        "token after each document, for GPT-2, Llama and similar models; sft: conversations.",
     )
     corpus: Literal["wikitext103", "sample"] = flag(
         "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample included in this repository."
@@ -177,9 +177,12 @@ def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: b
 
 def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]]]:
     """Return the name of the text's source, and the documents of each split, which are lists of paragraphs."""
+    kind = KINDS[args.objective]
+    if kind.has_turns and not args.text_files:
+        raise UserError(f"--objective {args.objective} needs conversations: give --text_files chats.jsonl")
     if args.text_files:
         source = ", ".join(Path(path).name for path in args.text_files)
-        documents = [document for path in args.text_files for document in read_documents(path, args.text_column)]
+        documents = [document for path in args.text_files for document in read_documents(path, args.text_column, kind)]
     elif args.corpus == "sample":
         source, documents = SAMPLE_CORPUS.name, split_chapters(read_text(SAMPLE_CORPUS))
     else:

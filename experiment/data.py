@@ -32,7 +32,7 @@ SHUFFLE_BUFFER = 8192  # sequences of --streaming that are shuffled together, tw
 # ---------------------------------------------------------------- text
 
 
-def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]]:
+def load_documents(args: DataArguments, kind: InstanceKind) -> tuple[str, dict[str, list[list[str]]]]:
     """Return the name of the text of --train_file or --dataset_name, and its documents (lists of paragraphs) by split.
 
     Without a validation split, some documents are held out later.
@@ -40,11 +40,11 @@ def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]
     if args.dataset_name:
         name = args.dataset_name.split(":")  # with the configuration, if it has several
         cache_dir = Path(args.dataset_cache_dir) / "hub"
-        source, splits = load_hub_splits(name, args.text_column, cache_dir, "--train_file")
+        source, splits = load_hub_splits(name, args.text_column, cache_dir, "--train_file", kind)
     else:
-        source, splits = Path(args.train_file).name, {"train": read_documents(args.train_file, args.text_column)}
+        source, splits = Path(args.train_file).name, {"train": read_documents(args.train_file, args.text_column, kind)}
     if args.validation_file:
-        splits["validation"] = read_documents(args.validation_file, args.text_column)
+        splits["validation"] = read_documents(args.validation_file, args.text_column, kind)
     return source, splits
 
 
@@ -69,7 +69,7 @@ def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKin
     if not (args.train_file or args.dataset_name):
         return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
-    return FetchedDataset(tokenize_for_trainer(*load_documents(args), tokenizer, kind, model_args.seed, args))
+    return FetchedDataset(tokenize_for_trainer(*load_documents(args, kind), tokenizer, kind, model_args.seed, args))
 
 
 def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
@@ -81,6 +81,8 @@ def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
 def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
     """Return the tokenizer, the splits by name (with --streaming, "train" is a stream), and facts of the corpus."""
     kind = find_objective(model_args).kind
+    if args.streaming and kind.has_turns:
+        raise UserError(f"--streaming reads no conversations (--objective {kind.name}): give --train_file instead")
     if args.streaming and not needs_validation:
         tokenizer, splits = load_tokenizer(model_args.tokenizer_path, kind), {}
         corpus = {"unigram_entropy": None, "objective": kind.name}

@@ -8,6 +8,7 @@ and add it to OWN_MODELS (docs/new_experiment.md).
 """
 
 import inspect
+import logging
 
 import torch
 import transformers
@@ -17,8 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from arguments import ModelArguments
 from common.console import UserError
 from experiment.objectives import OBJECTIVES, Objective, select_labelled_positions
-from models.build import build_model, is_text_alone, load_config, take_over_tokens
+from models.build import build_model, digest, is_text_alone, keeps_documents_apart, load_config, take_over_tokens
 from models.lean_albert import LeanAlbertForPreTraining, masked_lm_loss, to_float32
+
+logger = logging.getLogger("model")
 
 
 class AlbertForPreTraining(transformers.AlbertForPreTraining):
@@ -80,8 +83,8 @@ def find_objective(args: ModelArguments) -> Objective:
 def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -> PreTrainedModel:
     """Return the model at epoch 0 with the same weights on all peers: pretrained, or random from the seed.
 
-    Its attributes: `objective`; `input_names`, the columns of a batch that it takes, which the tokenizer gets too; and
-    `initial_weights`, a description for the contract.
+    Its attributes: `objective`; `input_names`, the columns of a batch that it takes, which the tokenizer gets too;
+    `initial_weights`, a description for the contract; `keeps_documents_apart`; `chat_template`, a hash.
 
     :param tokenizer: the tokenizer, which defines the vocabulary size and the special tokens, or that size alone
     """
@@ -94,6 +97,11 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     has_types = not objective.is_causal and (getattr(config, "type_vocab_size", None) or 0) > 1
     names = ("input_ids", "token_type_ids", "attention_mask") if has_types else ("input_ids", "attention_mask")
     model.input_names = [name for name in names if name in accepted]
+    model.keeps_documents_apart = objective.is_causal and keeps_documents_apart(model)
+    if objective.is_causal and not model.keeps_documents_apart:
+        logger.warning(f"a {config.model_type} reads the documents that share a sequence as one text")
+    if objective.kind.has_turns:
+        model.chat_template = digest(tokenizer.chat_template)
     if (head := model.get_output_embeddings()) is not None:
         head.label_distance = int(objective.is_causal)
         head.register_forward_pre_hook(select_labelled_positions)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.build import find_causal_class, find_masked_class
 from models.lean_albert import to_float32
-from text.instances import BLOCKS, PAIRS, TEXT, InstanceKind
+from text.instances import BLOCKS, CHAT, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
 
@@ -42,6 +42,9 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     """Compute the loss of a model with logits [batch, length, vocabulary], if possible only at labelled positions."""
     positions, objective = batch["labelled_positions"], model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
+    if model.keeps_documents_apart and "position_ids" in batch:
+        # transformers limits attention to documents, which it finds by these positions, if there is no mask
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if objective.is_causal:
         inputs["use_cache"] = False
     head = model.get_output_embeddings()  # None if the model does not name this layer
@@ -108,6 +111,15 @@ OBJECTIVES = {
         "the next word",
         pipeline="text-generation",
         example='"The captain was", max_new_tokens=20, add_special_tokens=False',
+        token_loss="lm_loss",
+    ),
+    "sft": Objective(
+        "sft",
+        CHAT,
+        find_causal_class,
+        "the assistant's next word",
+        pipeline="text-generation",
+        example='[{"role": "user", "content": "Who was the captain?"}], max_new_tokens=20',
         token_loss="lm_loss",
     ),
 }

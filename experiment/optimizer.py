@@ -258,4 +258,8 @@ def make_contract(
         "total_steps": str(args.total_steps),
         **describe_averaging(make_config(AveragingConfig, averaging)),
     }
+    if model.objective.is_causal and model.keeps_documents_apart:  # versions that joined documents name none
+        terms["documents"] = "apart"
+    if model.objective.kind.has_turns:
+        terms["chat template"] = model.chat_template
     return RunContract(joined=get_dht_time(), contract=terms, flags=flags)

@@ -1,6 +1,6 @@
 """Edit me: sample texts, which each evaluation logs and shows on the status page.
 
-Causal models continue PROMPTS. Masked models fill the blank in SENTENCES.
+Causal models continue PROMPTS, and chat models answer them. Masked models fill the blank in SENTENCES.
 """
 
 import torch
@@ -28,6 +28,9 @@ def sample_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """Return the prompt with a continuation, drawn at temperature 0.8 from the 40 most likely tokens."""
+    if model.objective.kind.has_turns:
+        question = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
     count = min(MAX_NEW_TOKENS, find_longest_sequence(model) - ids.shape[1])
     if count < 1:

@@ -114,7 +114,7 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     stored = "" if args.streaming else f"{len(dataset['train']):,} sequences for training, "
     source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
     print(f"{source}: {stored}{len(tokenizer):,} tokens, objective {objective.name}")
-    what = "it predicts the next token at each position" if objective.is_causal else "labels follow in brackets"
+    what = f"it predicts {objective.description}" if objective.is_causal else "labels follow in brackets"
     print(f"Batches as the model sees them; {what}:")
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
         statistics.add(batch)

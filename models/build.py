@@ -213,3 +213,23 @@ def find_longest_sequence(model: PreTrainedModel) -> float:
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offsets = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return longest - max(offsets, default=0)
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether the model computes the same for a document alone and after another one in the same sequence.
+
+    Most of transformers' models do if `position_ids` restart at each document, and if there is no mask.
+    """
+    ids = torch.arange(16).reshape(2, 8) % model.config.vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            packed = model(input_ids=ids, position_ids=torch.arange(8).expand(2, 8) % 4, use_cache=False).logits[:, 4:]
+            alone = model(input_ids=ids[:, 4:], use_cache=False).logits
+        return torch.allclose(packed, alone, rtol=1e-3, atol=1e-3)
+    except Exception:  # many types; `try_out` reports a model that fails without position_ids too
+        return False
+    finally:
+        model.train(was_training)

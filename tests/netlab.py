@@ -89,7 +89,9 @@ class Net:
         self.links[name] = {**defaults, **properties, "descriptor": descriptor, "ip": ip}
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
         run("ip link set", device, "netns", namespace, "name wan")
-        for command in (f"addr add {ip}/8 dev wan", "link set wan up mtu 1500", "route add default dev wan"):
+        # the fabric drops packets, by queue_ms: with tun's own queue of 500, it never saw the bursts of a fast TCP
+        link = "link set wan up mtu 1500 txqueuelen 20000"
+        for command in (f"addr add {ip}/8 dev wan", link, "route add default dev wan"):
             run("ip -n", namespace, command)
         return ip
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 
 from common.console import UserError
+from text.documents import count_within
+from text.instances import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
-IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
 Columns = dict[str, np.ndarray]
 
 
@@ -73,13 +74,24 @@ class DataCollator:
 
 
 class DataCollatorForCausalLM(DataCollator):
-    """A collator whose labels are the tokens themselves, but the first of a row; transformers' models shift labels."""
+    """A collator whose labels are the tokens of a document without its first; transformers' models shift labels.
+
+    An end token ends a document. Padding is at position 0. Conversations have labels and position_ids already.
+    """
+
+    def __init__(self, tokenizer, pad_to_multiple_of: int = 1):
+        super().__init__(tokenizer, pad_to_multiple_of)
+        self.padding["position_ids"] = 0
+        self.end_id = tokenizer.eos_token_id
 
     def add_labels(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator) -> Columns:
-        """Add the labels to rows joined end to end; IGNORED_LABEL marks tokens without a label."""
-        labels = flat["input_ids"].copy()
-        labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL
-        return {**flat, "labels": labels}
+        """Add labels to rows joined end to end, and position_ids, which restart at each document."""
+        if "labels" in flat:
+            return flat
+        begins = np.roll(flat["input_ids"] == self.end_id, 1)
+        begins[np.cumsum(lengths) - lengths] = True
+        positions = count_within(np.diff(np.flatnonzero(begins), append=len(begins)))
+        return {**flat, "position_ids": positions, "labels": np.where(begins, IGNORED_LABEL, flat["input_ids"])}
 
 
 class DataCollatorForWholeWordMask(DataCollator):

@@ -21,10 +21,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import jinja2
 import numpy as np
 
-from common.console import UserError
-from text.instances import InstanceKind
+from common.console import UserError, first_line
+from text.instances import IGNORED_LABEL, TEXT, InstanceKind
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -98,22 +99,28 @@ def split_chapters(text: str) -> list[list[str]]:
     return chapters
 
 
-def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
+def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKind = TEXT) -> list[list[str]]:
     """Read the documents of a user's file, which may be compressed (.gz, .xz); raise a UserError if it is invalid.
 
     Each line of .jsonl (.json) is a document, and each row of .csv and .tsv, whose first row names the columns. A file
-    in WikiText format is split into its articles. Any other file is a single document.
+    in WikiText format is split into its articles. Any other file is a single document. A conversation is a document
+    whose paragraphs are its messages, as JSON.
     """
     kinds = find_kinds(path)
+    if kind.has_turns and not kinds & {".jsonl", ".json"}:
+        raise UserError(f"{path} has no conversations: --objective {kind.name} needs JSON lines, e.g. chats.jsonl")
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
         raise UserError(f"{path}: {other.pop()} is not supported: put it into a folder and give that as --dataset_name")
     if kinds & {".jsonl", ".json", ".csv", ".tsv"}:
         documents = []
         for number, record in read_records(path):
             try:
-                documents.append(split_paragraphs(take_text(record, text_column)))
+                documents.append(
+                    take_conversation(record) if kind.has_turns else split_paragraphs(take_text(record, text_column))
+                )
             except ValueError as e:
-                raise UserError(f"{path}, line {number} {e}: give another --text_column") from None
+                cure = "see docs/data.md" if kind.has_turns else "give another --text_column"
+                raise UserError(f"{path}, line {number} {e}: {cure}") from None
         return [paragraphs for paragraphs in documents if paragraphs]
     text = read_text(path)
     if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
@@ -165,6 +172,18 @@ def take_text(record: object, column: str) -> str:
         raise ValueError(f"has a {column} that is not text")
     # JSON can contain half of a surrogate pair, which no tokenizer accepts
     return record[column].encode("utf-8", "replace").decode()
+
+
+def take_conversation(record: object) -> list[str]:
+    """Return the `messages` of a record, each as JSON, or raise a ValueError whose message begins with a verb."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("has no list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError("has a message whose role or content is not text")
+    # see take_text
+    return [json.dumps(message, ensure_ascii=False).encode("utf-8", "replace").decode() for message in messages]
 
 
 @functools.cache
@@ -341,3 +360,49 @@ def cut_blocks(
     input_ids = np.insert(ids, places, around)
     special = np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8)
     return {"input_ids": input_ids, "special_tokens_mask": special}, sizes + 2
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def encode_conversations(documents: list[list[str]], tokenizer) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return input_ids and labels of conversations, joined end to end, and their lengths.
+
+    The tokenizer's chat template marks the assistant's tokens, which alone have labels.
+    """
+    conversations = [[json.loads(message) for message in document] for document in documents]
+    options = dict(return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
+    try:
+        rows = tokenizer.apply_chat_template(conversations, **options)
+    except jinja2.TemplateError as e:
+        raise UserError(f"the chat template rejects a conversation ({first_line(e)}): remove such conversations") from e
+    lengths = np.array([len(ids) for ids in rows["input_ids"]])
+    ids, is_answer = (
+        np.fromiter(itertools.chain(*rows[name]), dtype=np.int32) for name in ("input_ids", "assistant_masks")
+    )
+    is_labelled = (is_answer == 1) & (count_within(lengths) > 0)  # a first token is not predicted
+    return {"input_ids": ids, "labels": np.where(is_labelled, ids, IGNORED_LABEL)}, lengths
+
+
+def pack_conversations(
+    columns: dict[str, np.ndarray], lengths: np.ndarray, seq_length: int
+) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Fill sequences with whole conversations, of which each keeps its first seq_length tokens.
+
+    :returns: the columns of the sequences, joined end to end, their lengths, and the number of conversations without a
+        label in these tokens, which are dropped
+    """
+    positions, numbers = count_within(lengths), np.arange(len(lengths)).repeat(lengths)
+    is_labelled = (columns["labels"] != IGNORED_LABEL) & (positions < seq_length)
+    is_kept = np.bincount(numbers[is_labelled], minlength=len(lengths)) > 0
+    sizes, room = [], 0
+    for length in np.minimum(lengths, seq_length)[is_kept]:
+        if length > room:
+            sizes.append(0)
+            room = seq_length
+        sizes[-1] += length
+        room -= length
+    in_row = is_kept[numbers] & (positions < seq_length)
+    columns = {**columns, "position_ids": positions.astype(np.int32)}
+    columns = {name: values[in_row] for name, values in columns.items()}
+    return columns, np.array(sizes, dtype=np.int64), int((~is_kept).sum())

@@ -1,6 +1,8 @@
-"""The kinds of training instances: pairs of segments, blocks between special tokens, and blocks of plain text."""
+"""The kinds of training instances: pairs of segments, blocks of text, for masking or not, and packed conversations."""
 
 from dataclasses import dataclass
+
+IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,14 @@ class InstanceKind:
         """Return whether instances have [CLS] and [SEP], for masking; otherwise an end token follows each document."""
         return "special_tokens_mask" in self.columns
 
+    @property
+    def has_turns(self) -> bool:
+        """Return whether instances are whole conversations, in which only the assistant's tokens have labels."""
+        return "labels" in self.columns
+
 
 PAIRS = InstanceKind("mlm_sop", ("input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"))
 BLOCKS = InstanceKind("mlm", ("input_ids", "special_tokens_mask"))
 TEXT = InstanceKind("clm", ("input_ids",))
-KINDS = {kind.name: kind for kind in (PAIRS, BLOCKS, TEXT)}
+CHAT = InstanceKind("sft", ("input_ids", "labels", "position_ids"))
+KINDS = {kind.name: kind for kind in (PAIRS, BLOCKS, TEXT, CHAT)}

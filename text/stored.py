@@ -8,7 +8,7 @@ import numpy as np
 
 from common.console import UserError, first_line
 from text.fetch import FetchedDataset
-from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
+from text.instances import BLOCKS, IGNORED_LABEL, KINDS, PAIRS, InstanceKind
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 
@@ -55,10 +55,11 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
     """Return the contents of corpus.json.
 
     unigram_entropy, in nats, is the entropy of the validation split's tokens without special ones: a lower bound on the
-    loss of a model without context.
+    loss of a model without context. In conversations, only the assistant's tokens count.
     """
-    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"]["input_ids"].chunks])
-    counts = np.bincount(ids[~np.isin(ids, tokenizer.all_special_ids)])
+    column = "labels" if KINDS[args.objective].has_turns else "input_ids"
+    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"][column].chunks])
+    counts = np.bincount(ids[~np.isin(ids, [*tokenizer.all_special_ids, IGNORED_LABEL])])
     shares = counts[counts > 0] / counts.sum()
     lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in tables["train"]["input_ids"].chunks])
     return {

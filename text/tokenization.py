@@ -21,16 +21,19 @@ from common.hub import hub
 from text.documents import (
     WIKITEXT_TITLE,
     cut_blocks,
+    encode_conversations,
     encode_documents,
     load_sentence_splitter,
     make_document_random,
     make_instances,
     make_text_encoder,
+    pack_conversations,
     split_articles,
     split_paragraphs,
     split_sentences,
+    take_conversation,
 )
-from text.instances import KINDS, InstanceKind
+from text.instances import KINDS, TEXT, InstanceKind
 from text.stored import describe_corpus, make_table, make_tables, write_dataset
 from text.tokenizers import tokenizer_fingerprint
 from text.workers import prepare_in_workers
@@ -55,6 +58,8 @@ def make_dataset(source: str, splits: dict[str, list[list[str]]], tokenizer, fol
 
 def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str]]]:
     """Split off random documents for validation, if possible within its share; cut a single one near its end."""
+    if len(documents) == 1 and KINDS[args.objective].has_turns:
+        raise UserError("there is a single conversation, and none for a validation split: give more")
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
         if len(units) == 1:
@@ -75,7 +80,7 @@ def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str
 
 
 class ChunkEncoder:
-    """A map for workers from (split, [(index, paragraphs)]) to columns and lengths of pairs, or to ids for blocks."""
+    """A map for workers from (split, [(index, paragraphs)]) to columns and their lengths, or to ids for blocks."""
 
     def __init__(self, tokenizer, args):
         self.tokenizer, self.args, self.kind = tokenizer, args, KINDS[args.objective]
@@ -83,6 +88,8 @@ class ChunkEncoder:
 
     def __getitem__(self, key: tuple[str, list[tuple[int, list[str]]]]):
         (split, chunk), args = key, self.args
+        if self.kind.has_turns:
+            return encode_conversations([messages for _, messages in chunk], self.tokenizer)
         if not self.kind.has_pairs:
             return encode_documents([paragraphs for _, paragraphs in chunk], self.kind, self.tokenizer, self.encoder)
         documents = [split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
@@ -113,8 +120,23 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict
         raise UserError("a tokenizing process was killed, probably out of memory: lower --num_proc") from None
     if kind.has_pairs:
         return {name: pyarrow.concat_tables(make_table(*part) for part in parts[name]) for name in splits}
-    blocks = {name: cut_blocks(np.concatenate(parts[name]), args.seq_length, kind, tokenizer) for name in splits}
+    if kind.has_turns:
+        blocks = {name: pack_split(name, parts[name], args.seq_length) for name in splits}
+    else:
+        blocks = {name: cut_blocks(np.concatenate(parts[name]), args.seq_length, kind, tokenizer) for name in splits}
     return {name: pyarrow.concat_tables(make_tables(*blocks[name])) for name in splits}
+
+
+def pack_split(name: str, parts: list, seq_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the columns of a split of conversations, joined end to end, and the lengths of its sequences."""
+    columns = {column: np.concatenate([part[column] for part, _ in parts]) for column in ("input_ids", "labels")}
+    columns, lengths, dropped = pack_conversations(columns, np.concatenate([part for _, part in parts]), seq_length)
+    what = f"without an assistant's turn in their first {seq_length} tokens"
+    if not len(lengths):
+        raise UserError(f"all conversations of the {name} split are {what}: give others, or longer sequences")
+    if dropped:
+        print(f"{name}: dropped {dropped:,} conversations {what}", flush=True)
+    return columns, lengths
 
 
 def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
@@ -156,6 +178,7 @@ def tokenize_for_trainer(
         num_proc=min(8, os.cpu_count() or 1),
     )
     facts = [kind.name, options.seq_length, seed, args.language]
+    facts += [tokenizer.chat_template] if kind.has_turns else []
     digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
     for name, documents in splits.items():
         digest.update(f"{name} {len(documents)}".encode())
@@ -175,11 +198,11 @@ def tokenize_for_trainer(
 
 
 def load_hub_splits(
-    name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str
+    name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str, kind: InstanceKind = TEXT
 ) -> tuple[str, dict[str, list[list[str]]]]:
     """Return a dataset's name, and the documents of its train split and validation split if there is one.
 
-    A record is a document, but text in WikiText format is split into its articles.
+    A record is a document, but text in WikiText format is split into its articles. Conversations are in `messages`.
 
     :param name: the name of a dataset on the Hub or of a folder, and optionally that of its configuration
     :param alternative: the flags that need no connection, for the error text
@@ -198,6 +221,12 @@ def load_hub_splits(
         raise UserError(f"{what} has no split train, but {', '.join(found)}: use another dataset")
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
+        if kind.has_turns:
+            try:
+                splits[split] = [take_conversation(record) for record in found[split]]
+            except ValueError as e:
+                raise UserError(f"{what} {e} in its {split} split: see docs/data.md") from None
+            continue
         if text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
             raise UserError(f"{what} has only the columns {columns}: give one of them as --text_column")

@@ -81,6 +81,10 @@ def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
     if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # in training, the end token follows whole documents only
         logger.warning(f"the tokenizer {name} also ends prompts: generate text with add_special_tokens=False")
+    if kind.has_turns and not re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.chat_template)):
+        problem = "a chat template without {% generation %} marks" if tokenizer.chat_template else "no chat template"
+        cure = "write chat_template.jinja in its folder, see docs/new_experiment.md#chat-tuning"
+        raise UserError(f"the tokenizer {name} has {problem}: {cure} (--objective {kind.name})")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
         raise UserError(f"the tokenizer {name} has {len(tokenizer)} tokens, but ids up to {last}: use one without gaps")
     if kind.has_pairs:

@@ -259,6 +259,9 @@ def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractC
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
     if "attention_mask" in padded:  # batches without padding have no mask, see move_batch
         padded["attention_mask"][0, -1] = 0
+    full.pop("position_ids", None)  # as for batches without packed documents
+    if "position_ids" in padded:
+        padded["position_ids"][0, -1] = 0
     try:
         with leave_no_trace(model, device):
             for trial in (full, padded):

@@ -84,7 +84,7 @@ class Evaluator:
     def compute(self) -> dict[str, float]:
         """Return the result of `evaluate` on the validation split, with the swarm's parameters."""
         state, args = self.state, self.state.args
-        options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+        options = dict(batch_size=args.per_device_train_batch_size, max_samples=args.max_eval_samples)
         batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
         with self.autocast, at_anchor(state.optimizer.local):
             result = evaluate(state.model, batches, state.model.device, state.tokenizer)
@@ -106,8 +106,8 @@ class Evaluator:
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise
-            size = self.state.args.per_device_eval_batch_size
-            logger.warning(f"out of memory in evaluation, skipped: lower --per_device_eval_batch_size (now {size})")
+            size = self.state.args.per_device_train_batch_size
+            logger.warning(f"out of memory in evaluation, skipped: lower --per_device_train_batch_size (now {size})")
         else:
             text = f"{format_evaluation(evaluation)}, unigram entropy {entropy:.4f} nats"
             logger.info(f"validation {text}, measured in {time.monotonic() - start:.1f} s")

@@ -81,7 +81,7 @@ def try_out(model: PreTrainedModel, where: str) -> None:
 
 
 def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the model's inputs on the device, with the positions of the labels, and no mask if there is no padding.
+    """Return the model's inputs on the device, with the positions of the labels, and without a mask that masks nothing.
 
     Both are found on the host, because the GPU would have to wait for them. Attention is fastest without a mask.
     """
@@ -91,4 +91,6 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():
         del batch["attention_mask"]
+    if "position_ids" in batch and (batch["position_ids"].diff() == 1).all():  # each row is of one document
+        del batch["position_ids"]
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

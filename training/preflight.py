@@ -173,7 +173,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
             is_known = swarm.compare_contract(contract)
             table.add(Check("settings", "the same as the run's" if is_known else "no trainer yet"))
         table.add(check_bandwidth(model, make_config(AveragingConfig, averaging), swarm.dht.uplink))
-    if contract and devices:
+    if contract and devices and not args.sharded:  # the first device alone may be too small
         reports = list(fetch_progress(swarm.dht, swarm.prefix).values()) if swarm else []
         with table.attempt("step time"):
             step_seconds, step_samples = measure_step(model, (tokenizer, dataset, corpus), devices, groups)

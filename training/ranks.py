@@ -10,6 +10,7 @@ and are closed when a process ends. GPUs exchange gradients and weights by NCCL 
 """
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -50,10 +51,10 @@ def start_ranks(args: TrainerArguments) -> "RankGroup":
 
     This starts no thread and makes no CUDA context.
     """
-    devices = choose_devices(args)
+    devices, kind = choose_devices(args), ShardedRankGroup if args.sharded else RankGroup
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" not in os.environ:  # torchrun sets it; a cloud may set WORLD_SIZE alone
-        return start_others(devices) if len(devices) > 1 else RankGroup(0, devices)
+        return kind(0, devices, *(start_others(devices) if len(devices) > 1 else ()))
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: a peer has the ranks of one machine only: start torchrun --standalone on each machine"
@@ -66,17 +67,17 @@ def start_ranks(args: TrainerArguments) -> "RankGroup":
             "--nproc_per_node to the number of devices"
         )
     if count == 1:
-        return RankGroup(0, devices[:1])
+        return kind(0, devices[:1])
     path = os.environ.get(STORE_VARIABLE)
     store = dist.FileStore(path, count) if path else next(dist.rendezvous("env://", timeout=NO_TIMEOUT))[0]
     if number > 0:  # only rank 0 logs more than warnings
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    return RankGroup(number, devices[:count], store)
+    return kind(number, devices[:count], store)
 
 
-def start_others(devices: list[torch.device]) -> "RankGroup":
-    """Start this process's command again for each device but the first."""
+def start_others(devices: list[torch.device]) -> tuple[dist.Store, list[subprocess.Popen]]:
+    """Start this process's command again for each device but the first; return the ranks' store and the processes."""
     folder = tempfile.mkdtemp(prefix="ranks_")
     CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
     path, count = os.path.join(folder, "store"), len(devices)
@@ -91,7 +92,7 @@ def start_others(devices: list[torch.device]) -> "RankGroup":
             env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
             command = [sys.executable, *sys.orig_argv[1:]]
             children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-    return RankGroup(0, devices, dist.FileStore(path, count), children)
+    return dist.FileStore(path, count), children
 
 
 class RankGroup(contextlib.AbstractContextManager):
@@ -212,14 +213,22 @@ class RankGroup(contextlib.AbstractContextManager):
                 if child.poll() is not None:
                     text = f"rank {number} of this machine has ended (exit code {child.returncode})"
                     raise RankFailedError(text) from e
-            if "CUDA error" in str(e):  # an error of this rank's own queued work
-                raise
-            reason = first_line(e)
+            reason, is_of_exchange = first_line(e), isinstance(e, dist.DistError) or "gloo" in str(e)
             if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
-                reason = "its connection is closed"
+                reason, is_of_exchange = "its connection is closed", True
+            if not is_of_exchange or "CUDA error" in str(e):  # an error of this rank's own work
+                raise
             raise RankFailedError(f"another rank of this machine has ended ({reason})") from e
 
     # -- after the connection: all ranks call each of these, in the same order
+
+    def distribute(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model for this rank's passes: the model itself. Call this before it moves to a device."""
+        return model
+
+    def align(self, batches: Iterator) -> Iterator:
+        """Return the batches that this rank may begin to compute."""
+        return batches
 
     def broadcast(self, value: object = None) -> object:
         """Return the value of rank 0 on all ranks."""
@@ -259,9 +268,22 @@ class RankGroup(contextlib.AbstractContextManager):
                     dist.all_reduce(flat, group=self.group)
                     torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat.div_(self.count), bucket))
 
+    def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+        """Replace the model's gradients by their means over the ranks, and return the mean of the loss."""
+        self.average([*list_gradients(model), loss])
+        return loss
+
+    def send_weights(self, model: torch.nn.Module) -> None:
+        """Send weights and buffers of rank 0 to all ranks."""
+        for bucket in _take_tensors([*model.parameters(), *model.buffers()], BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket)
+            dist.broadcast(flat, src=0, group=self.group)
+            if self.number:
+                torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+
     @torch.no_grad()
     def broadcast_state(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
-        """Send epoch, loss scale and, if changed, weights and buffers of rank 0 to all ranks; return that epoch.
+        """Send epoch, loss scale and, if changed, the weights of rank 0 to all ranks; return that epoch.
 
         Weights may change between epochs too, by parameter averaging.
         """
@@ -273,11 +295,7 @@ class RankGroup(contextlib.AbstractContextManager):
             dist.broadcast(message, src=0)
             epoch, is_changed, scale = message.tolist()
             if is_changed:
-                for bucket in _take_tensors([*model.parameters(), *model.buffers()], BUCKET_BYTES):
-                    flat = _flatten_dense_tensors(bucket)
-                    dist.broadcast(flat, src=0, group=self.group)
-                    if self.number:
-                        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+                self.send_weights(model)
         self.sent_versions = versions
         if self.number and scaler.is_enabled():
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
@@ -305,9 +323,90 @@ class RankGroup(contextlib.AbstractContextManager):
                 child.wait(max(0.1, deadline - time.monotonic()))
 
 
+class ShardedRankGroup(RankGroup):
+    """Ranks that hold a part of each weight and gradient, for a model that one GPU cannot hold (--sharded).
+
+    In a pass, the ranks collect the weights of a layer at a time, and each computes with data of its own. This is
+    ZeRO-3 (arxiv.org/abs/1910.02054) by torch's FSDP2. Rank 0 also has the whole model in host memory, for the
+    optimizer, evaluations and checkpoints. It collects gradients and sends weights, one tensor at a time.
+    """
+
+    def __init__(self, number: int, devices: list[torch.device], *processes):
+        if len(devices) < 2:
+            raise UserError("--sharded needs several devices, this peer has one: omit it, or see --num_devices")
+        super().__init__(number, devices, *processes)
+        self.shards: list[torch.nn.Parameter] = []  # the sharded model's trained parameters, which are DTensors
+
+    def distribute(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the sharded model: on rank 0 a copy, on the others the model itself.
+
+        A block of layers moves to the device as a whole, and leaves this rank's part of it there.
+        """
+        from torch.distributed.fsdp import fully_shard  # this import and the one below take a second
+        from torch.distributed.tensor import DeviceMesh
+
+        worker = copy.deepcopy(model) if self.is_main else model
+        with self.explain():
+            mesh = DeviceMesh.from_group(self.group or dist.group.WORLD, self.device.type)
+            for module in [*dict.fromkeys(find_blocks(worker)), worker]:
+                fully_shard(module, mesh=mesh)
+        self.shards = list_trained(worker)
+        return worker
+
+    def align(self, batches: Iterator) -> Iterator:
+        """Return batches as long as all ranks have one, because each pass needs all ranks."""
+        while True:
+            batch = next(batches, None)
+            if not self.all_continue(batch is not None):
+                return
+            yield batch
+
+    @torch.no_grad()
+    def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+        """Move the sharded gradients, which FSDP has averaged, to the model of rank 0; return the mean of the loss."""
+        with self.explain():
+            for param, shard in zip(list_trained(model), self.shards, strict=True):
+                gradient, shard.grad = shard.grad, None
+                if gradient is not None:
+                    whole = gradient.full_tensor()
+                    if self.is_main:
+                        param.grad = whole.to(param.device)
+        self.average([loss])
+        return loss.to(model.device)
+
+    def send_weights(self, model: torch.nn.Module) -> None:
+        """Send the trained weights of rank 0's model to the shards."""
+        from torch.distributed.tensor import distribute_tensor
+
+        for param, shard in zip(list_trained(model), self.shards, strict=True):
+            whole = param.detach().to(self.device) if self.is_main else torch.empty(shard.shape, device=self.device)
+            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
+
+    @contextlib.contextmanager
+    def catch_failure(self) -> Iterator[None]:
+        """Do as for other ranks, also if a pass fails because another rank has ended."""
+        with super().catch_failure(), self.explain():
+            yield
+
+
+def find_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Return the outermost modules in lists of modules that compute, such as the layers of a transformer."""
+    for child in module.children():
+        computes = type(child).forward is not torch.nn.Module.forward
+        if isinstance(module, torch.nn.ModuleList) and computes:
+            yield child
+        else:
+            yield from find_blocks(child)
+
+
+def list_trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that are trained."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def list_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the gradients of all trained parameters, with zeros for missing ones, so that all ranks have as many."""
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trained = list_trained(model)
     for param in trained:
         if param.grad is None:
             param.grad = torch.zeros_like(param)

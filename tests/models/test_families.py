@@ -24,6 +24,7 @@ from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
 from models.build import describe_architecture, find_longest_sequence
 from swarm.contract import find_differences
+from text.collators import DataCollatorForCausalLM
 from text.documents import read_text
 from text.instances import BLOCKS
 from text.stored import load_tokenized_dataset
@@ -121,6 +122,38 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     assert result["accuracy"] == pytest.approx((count - 1) / count) and result["samples"] == 8
     # the forward pass of other users is unchanged
     assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_documents_match_documents_alone(write, name):
+    tokenizer = make_word_tokenizer()
+    model = make_model(ModelArguments(write(name)), tokenizer).eval()
+    collator, end = DataCollatorForCausalLM(tokenizer), tokenizer.eos_token_id
+    first, second, third = [*range(10, 21), end], [*range(30, 37), end], [*range(40, 43), end]
+    packed = collator([{"input_ids": [*first, *second]}, {"input_ids": third}])
+    assert packed["position_ids"].tolist() == [[*range(12), *range(8)], [*range(4), *[0] * 16]]
+    alone = [collator([{"input_ids": document}]) for document in (first, second, third)]
+    results = [evaluate(model, batches, CPU) for batches in ([packed], alone)]
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
+    gradients = []
+    for batches in ([packed], alone):
+        model.zero_grad()
+        for batch in batches:
+            labels = (batch["labels"] != -100).sum()
+            (compute_losses(model.eval(), move_batch(batch, CPU))["loss"] * labels).backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, is_apart", [("gpt2", True), ("bert", False)])
+def test_model_that_joins_documents_is_known(write, name, is_apart):
+    """The contract names it, because it changes the loss."""
+    model = make_model(ModelArguments(write(name), objective="clm"), VOCABULARY)
+    contract = make_contract(model, "a", OptimizerArguments(), AveragingArguments()).contract
+    assert model.keeps_documents_apart is is_apart and ("documents" in contract) is is_apart
+    tokenizer = make_word_tokenizer()
+    batch = DataCollatorForCausalLM(tokenizer)([{"input_ids": [5, 7, 2, 8, 9]}, {"input_ids": [5, 7]}])
+    assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
 
 
 def test_evaluation_of_pairs_is_of_their_masked_words(write):

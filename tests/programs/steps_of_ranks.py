@@ -1,5 +1,7 @@
 """Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
-takes a nap, as in a long round, and the other one waits for it."""
+takes a nap, as in a long round, and the other one waits for it.
+
+    python -m tests.programs.steps_of_ranks TOKENIZER DATASET FOLDER CONFIG [sharded]"""
 
 import contextlib
 import copy
@@ -8,22 +10,23 @@ import sys
 import time
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from arguments import DataArguments, ModelArguments, TrainerArguments
 from common.signals import terminate_process_tree
 from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
 from run_trainer import accumulate_gradients
-from training.ranks import RankFailedError, list_gradients, start_ranks
+from training.ranks import RankFailedError, start_ranks
 
 torch.set_num_threads(1)
-tokenizer_path, dataset_path, observed = sys.argv[1:]
-model_args = ModelArguments("configs/demo.json", tokenizer_path=tokenizer_path)
+tokenizer_path, dataset_path, observed, config, *sharded = sys.argv[1:]
+model_args = ModelArguments(config, tokenizer_path=tokenizer_path)
 data_args = DataArguments(dataset_path=dataset_path)
 tokenizer, dataset, _ = load_data(model_args, data_args, False)
 torch.manual_seed(int(os.environ.get("RANK", 0)))
 model = make_model(model_args, len(tokenizer)).eval()  # no dropout
-ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2))
+ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2, sharded=bool(sharded)))
 reference = copy.deepcopy(model)
 if ranks.number:  # until rank 0 gives its own
     for param in model.parameters():
@@ -32,6 +35,7 @@ batches = iter(make_train_batches(dataset["train"], tokenizer, data_args, batch_
 batches = [next(batches) for _ in range(12)]
 feed = iter(batches[ranks.number :: ranks.count])
 ranks.connect()
+worker = ranks.distribute(model)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 device, autocast = torch.device("cpu"), contextlib.nullcontext()
@@ -39,9 +43,9 @@ args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
 told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
 epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
 while epoch < 3:
-    loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
+    loss = accumulate_gradients(worker, ranks.align(feed), args, device, autocast, scaler)
     assert ranks.all_continue(True)
-    ranks.average([*list_gradients(model), loss])
+    loss = ranks.average_gradients(model, loss)
     losses.append(loss.item())
     if ranks.number == 0:
         optimizer.step()
@@ -54,7 +58,16 @@ try:  # one rank that stops is enough; rank 0 learns that it has stopped alone
     assert not ranks.all_continue(ranks.number != 1) and ranks.number == 1
 except RankFailedError:
     assert ranks.number == 0
-seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
+own = [param.to_local() if isinstance(param, DTensor) else param for param in worker.parameters()]
+weights = {name: param.full_tensor() if sharded else param for name, param in worker.named_parameters()}
+seen = {
+    "weights": weights,
+    "elements": sum(map(torch.numel, own)),
+    "losses": losses,
+    "told": told,
+    "waited": waited,
+    "used": used,
+}
 torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
 if ranks.number == 0:
     feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)

@@ -162,7 +162,7 @@ def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], 
     """Blocks of 24 ids, with [CLS] and [SEP] if they are to be masked; and the last one shorter."""
     rows = []
     for row in make_rows(count, 200, length=24):
-        ids = (row["input_ids"] * 2)[: 24 if len(rows) < count - 1 else 13]
+        ids = (row["input_ids"] * 2)[: 24 if len(rows) < count - 1 else 13]  # 3 in the middle ends a document
         if "special_tokens_mask" in columns:
             ids[0], ids[-1] = 2, 3
         values = {"input_ids": ids, "special_tokens_mask": [int(token < 5) for token in ids]}
@@ -176,11 +176,16 @@ def test_causal_batches_label_all_but_first(tokenizer):
     args = DataArguments()
     batches = make_batches(blocks, tokenizer, 12, args)
     for batch in [*batches, *data.make_eval_batches(blocks, tokenizer, args, batch_size=7)]:
-        assert set(batch) == {"input_ids", "attention_mask", "labels"}
-        for ids, mask, labels in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")), strict=True):
+        names = ("input_ids", "attention_mask", "labels", "position_ids")
+        assert set(batch) == set(names)
+        for ids, mask, labels, positions in zip(*(batch[name] for name in names), strict=True):
             length = int(mask.sum())
             assert tuple(ids[:length].tolist()) in texts and (ids[length:] == 0).all()
-            assert labels[1:length].equal(ids[1:length]) and labels[0] == -100 and (labels[length:] == -100).all()
+            begins = [not place or bool(ids[place - 1] == 3) for place in range(length)]  # 3 ends a document
+            assert [position == 0 for position in positions[:length].tolist()] == begins
+            assert positions[:length].diff()[positions[1:length] > 0].eq(1).all() and not positions[length:].any()
+            assert labels[:length].eq(-100).tolist() == begins and (labels[length:] == -100).all()
+            assert (labels == ids)[labels != -100].all()
     assert are_equal(batches, make_batches(blocks, tokenizer, 12, args, num_workers=2))
     batches = make_batches(blocks, tokenizer, 6, DataArguments(max_sequence_length=10))
     starts = {text[:10] for text in texts}

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from processes import LOOPBACK, make_prefix, run_python, wait_until
+from transformers import AlbertForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from common.console import UserError
@@ -54,16 +55,18 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_match_one_rank(tmp_path, tiny_data):
+@pytest.mark.parametrize(
+    "config, sharded",
+    [
+        ("demo", []),
+        ("demo", ["sharded"]),  # tied embeddings, and a layer that is called several times
+        pytest.param("lean-demo", ["sharded"], marks=pytest.mark.slow),  # layers that share matrices
+    ],
+)
+def test_two_ranks_match_one_rank(tmp_path, tiny_data, config, sharded):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
-    run_python(
-        "-m",
-        "tests.programs.steps_of_ranks",
-        tiny_data["--tokenizer_path"],
-        tiny_data["--dataset_path"],
-        tmp_path,
-        expect=0,
-    )
+    paths = tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path, f"configs/{config}.json"
+    run_python("-m", "tests.programs.steps_of_ranks", *paths, *sharded, expect=0)
     alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
     assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert first["losses"] == second["losses"]
@@ -71,6 +74,9 @@ def test_two_ranks_match_one_rank(tmp_path, tiny_data):
         torch.testing.assert_close(first["weights"][name], weight, atol=1e-6, rtol=0)
         assert second["weights"][name].equal(first["weights"][name]), name
     assert second["told"] == {"told": 5}
+    # sharded, each rank holds a half of the model
+    total = sum(weight.numel() for weight in alone["weights"].values()) / (2 if sharded else 1)
+    assert [first["elements"], second["elements"]] == pytest.approx([total, total], rel=0.01)
     assert second["waited"] > 2.5 and second["used"] < 0.5
 
 
@@ -117,12 +123,12 @@ def test_two_ranks_train_with_half_precision_peer(tmp_path, start, data):
     assert "trainer rank" not in two.text
 
 
-def start_two_ranks(tmp_path, start, data, *launcher):
+def start_two_ranks(tmp_path, start, data, *launcher, options=("--per_device_train_batch_size", "auto")):
     """A peer of two ranks that chooses its batch size and trains; its processes but those that started it."""
     script = start(
         "ranks",
         *(*launcher, "run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
-        *("--output_dir", tmp_path / "out", "--per_device_train_batch_size", "auto", "--num_devices", 2),
+        *("--output_dir", tmp_path / "out", "--num_devices", 2, *options),
     )
     script.wait_for("epoch 2/", 120)
     processes = psutil.Process(script.session).children(recursive=True)
@@ -157,17 +163,39 @@ def test_torchrun_starts_and_stops_ranks(tmp_path, start, data, number):
     assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
 
 
+@pytest.mark.slow
+def test_sharded_peer_resumes_and_saves(tmp_path, start, data):
+    """Rank 0 alone evaluates, saves and loads, with its copy of the model in host memory."""
+    folder, common = tmp_path / "out", [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir"]
+    sharded = [*common, folder, "--device", "cpu", "--num_devices", 2, "--sharded", "--do_eval"]
+    for steps in (3, 6):
+        start(f"until {steps}", "run_trainer.py", *sharded, "--max_steps", steps).assert_clean_end(150)
+        assert read(folder / "summary.json")["epoch"] == steps
+    saved = [AlbertForPreTraining.from_pretrained(path) for path in (folder / "checkpoint-6", folder / "model")]
+    for one, other in zip(*(model.parameters() for model in saved), strict=True):
+        assert one.equal(other)
+    summary = read(folder / "summary.json")
+    assert summary["computed_samples"] >= 6 * 64 and summary["final_loss"] < summary["start_loss"]
+
+
 @pytest.mark.parametrize(
-    "number, words",
+    "number, words, options",
     [
-        (signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)"),
+        (signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)", []),
         pytest.param(
-            signal.SIGTERM, "another rank of this machine was stopped; saving the state", marks=pytest.mark.slow
+            *(signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)", ["--sharded"]), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(signal.SIGTERM, "another rank of this machine was stopped; saving the state", []), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(signal.SIGTERM, "another rank of this machine was stopped; saving the state", ["--sharded"]),
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_failed_rank_ends_others_in_order(tmp_path, start, data, number, words):
-    script, processes, rank = start_two_ranks(tmp_path, start, data)
+def test_failed_rank_ends_others_in_order(tmp_path, start, data, number, words, options):
+    script, processes, rank = start_two_ranks(tmp_path, start, data, options=options)
     rank.send_signal(number)
     assert script.wait(60) == 1
     wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
@@ -328,6 +356,8 @@ def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.T
     batch["attention_mask"][:, length - padding :] = 0
     if not model.objective.is_causal:
         batch["token_type_ids"] = torch.zeros_like(ids)
+    else:  # two documents in a row with padding
+        batch["position_ids"] = torch.arange(length).expand(rows, -1) % (length // 2 if padding else length)
     if model.objective.kind.has_pairs:
         batch["sentence_order_label"] = torch.arange(rows) % 2
     return batch
@@ -429,6 +459,12 @@ def test_torchrun_and_num_devices_must_match(monkeypatch, variables, expected):
         assert (ranks.number, ranks.count) == expected
 
 
+def test_sharded_peer_with_one_device_is_refused(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match="--sharded needs several devices"):
+        start_ranks(TrainerArguments(device="cpu", sharded=True))
+
+
 def test_num_devices_sets_cpu_ranks():
     assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
     assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
@@ -443,6 +479,7 @@ def test_num_devices_sets_cpu_ranks():
         (dict(max_steps=-1), "--max_steps"),
         (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
         (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
+        (dict(per_device_train_batch_size="auto", sharded=True), "--sharded"),
     ],
 )
 def test_wrong_device_value_is_refused(options, words):
