@@ -74,6 +74,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     def __init__(self, *args, **kwargs):
         self._max_weight = multiprocessing.Value(ctypes.c_double)
+        #: the id of the last round's group, in hex, once they exchange data
+        self.exchanged_with = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only
         super().__init__(*args, **kwargs)
 
@@ -103,8 +105,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._max_weight.value = value  # shared with the averager's process
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
-        """Start a round without hivemind's retries: these would start from tensors that the failed round has partly
-        averaged in place (note 55), and would wait for peers that have already stepped."""
+        """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
@@ -182,6 +183,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.has_uplink_slowed = has_uplink_slowed
+        self.exchanged_with.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):

@@ -34,8 +34,7 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Ping lost peers until they answer. Runs in the DHT's process, forever. hivemind drops a peer after one missing
-    answer: a restarted monitor would stay alone, and two halves of a network might never reconnect."""
+    """Ping lost peers, which hivemind drops, until they answer (note 64). Runs in the DHT's process, forever."""
     initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
     known, lost = set(), dict.fromkeys(initial_peers, 0)
     while True:

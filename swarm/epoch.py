@@ -68,9 +68,10 @@ class SyncBackoff:
     min_epoch: int = 0  # of the swarm
     stale_downloads: int = 0  # in a row: states that were behind the swarm when they arrived
 
-    def allows(self, swarm_epoch: int, is_one_step_behind: bool, now: float) -> bool:
-        """Return whether a download may start now."""
-        return now >= self.not_before and (is_one_step_behind or swarm_epoch >= self.min_epoch)
+    def allows(self, epoch: int, inputs: EpochInputs, now: float) -> bool:
+        """Return whether a download may start now; that of one missed step of peers that step together is short."""
+        is_one_step_behind = inputs.is_synchronous and epoch + 1 == inputs.swarm_epoch
+        return now >= self.not_before and (is_one_step_behind or inputs.swarm_epoch >= self.min_epoch)
 
     def record_failure(self, now: float, pause: float = SYNC_RETRY_PERIOD) -> None:
         """Record a failed download; the next one may start after the pause, in seconds."""
@@ -98,6 +99,7 @@ class Epoch:
     def __init__(self, number: int):
         self.number, self.state = number, EpochState.ACCUMULATING
         self.is_compared = False  # whether the swarm's epoch was compared with this one, once it had been read
+        self.in_doubt = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
         self.retry_at = -math.inf  # the look at the swarm's progress from which on a round may be tried again
 
     def enter(self, state: EpochState) -> None:
@@ -105,11 +107,6 @@ class Epoch:
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"no transition from {self.state.value} to {state.value}")
         self.state = state
-
-    def may_sync(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
-        """Return whether a download may start now; that of one missed step of peers that step together is short."""
-        is_one_step_behind = inputs.is_synchronous and self.number + 1 == inputs.swarm_epoch
-        return backoff.allows(inputs.swarm_epoch, is_one_step_behind, now)
 
     def has_missed_step(self, inputs: EpochInputs) -> bool:
         """Whether the others have stepped without this peer. A step with its own gradients alone would part it from
@@ -120,7 +117,7 @@ class Epoch:
         """Compare this epoch with the swarm's, and return whether this peer has to load the swarm's state before it
         continues. Once in an epoch any difference counts; after that, one epoch does not, because the other peers may
         just be the first."""
-        if not self.may_sync(inputs, backoff, now):
+        if not backoff.allows(self.number, inputs, now):
             return False
         if not self.is_compared and inputs.is_fresh:
             self.is_compared = True

@@ -69,6 +69,7 @@ class GradientAverager(VerifyingAverager):
     def begin(self, control: StepControl | None) -> StepControl:
         """Average the pending gradients, in the group of a scheduled step or, without one, in a new group."""
         control = self.schedule_step() if control is None else control
+        self.exchanged_with.value = b""
         control.weight = self.take_pending()
         control.allow_allreduce()
         return control

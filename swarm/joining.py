@@ -204,8 +204,7 @@ def start_dht(
             use_relay=config.use_relay,
             record_validators=[*validators, *of_members],
             membership=membership,
-            # hivemind's 15 s are too short on a loaded machine (note 13).
-            startup_timeout=60,
+            startup_timeout=60,  # note 13
             **options,
         )
     except ValidationError as e:

@@ -110,8 +110,7 @@ class NonBlockingKeyManager(GroupKeyManager):
 class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined.
 
-    hivemind waits for a full group or until matchmaking_time has passed (notes 11 and 22). There, a group may form
-    before an epoch ends, and then waits for a member. Only trainers count towards the group size (note 66).
+    Only trainers count towards the group size (notes 11, 22 and 66).
     """
 
     #: ids (bytes) of the other peers that should join, and of unresponsive peers; see `set_expected_peers`
@@ -130,15 +129,13 @@ class EarlyStartMatchmaking(Matchmaking):
         self.steps: set[asyncio.Task] = set()  # unfinished ones
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
-        """Look for a group with timeouts that follow the network; with hivemind's fixed ones, slow answers are late."""
-        # the step waits for its epoch to end after this search, and could be garbage collected (note 81)
-        self.steps.add(task := asyncio.current_task())
+        """Look for a group with timeouts that follow the network."""
+        self.steps.add(task := asyncio.current_task())  # against garbage collection (note 81)
         task.add_done_callback(self.steps.discard)
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
-        # Of two records, the DHT keeps the one with the later expiration time. After matchmaking_time has become
-        # shorter, the other peers would not see this new search, while this peer waits for their requests (note 82).
+        # otherwise, the DHT would keep the record of the search before (note 82)
         until = max(step.scheduled_time, self.group_key_manager.declared_until + 1e-3)
         if self.min_peers > 1:
             until = max(until, get_dht_time() + timeouts.group_search)

@@ -228,7 +228,7 @@ class CollaborativeOptimizer:
         if not self.epoch.is_over(inputs):
             return
         if self.epoch.has_missed_step(inputs):
-            if self.epoch.may_sync(inputs, self.sync.backoff, time.monotonic()):
+            if self.sync.backoff.allows(self.epoch.number, inputs, time.monotonic()):
                 self.load_state_from_peers()
         elif self.epoch.can_average(inputs):
             is_alone = not self.tracker.peers_at_epoch
@@ -253,6 +253,8 @@ class CollaborativeOptimizer:
             with self.tracker.pause_updates():
                 self._make_step(self.rounds.average())
         except AveragingError as e:
+            if group := self.grad_averager.exchanged_with.value:
+                self.epoch.in_doubt = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
         if not self.rounds.overlap:  # in the background, the optimizer may still be using the gradients
@@ -311,7 +313,7 @@ class CollaborativeOptimizer:
         self.epoch.enter(EpochState.ACCUMULATING)
 
     def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
-        """SYNCING: load the newest state of the swarm. Pending gradients are kept.
+        """SYNCING: load the newest state of the swarm. Pending gradients are kept, unless they may be a part of it.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: the ids of peers of which more than half have to describe the same state; default: those that are
@@ -324,7 +326,8 @@ class CollaborativeOptimizer:
         self.rounds.gradient_round = None
         self.rounds.finish_background(timeout)
         self.grad_averager.last_step = None
-        old_epoch, is_compared = self.local_epoch, self.epoch.is_compared
+        old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.in_doubt
+        lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous(wanted)
         with self.tracker.performance_ema.pause():
@@ -335,14 +338,17 @@ class CollaborativeOptimizer:
         self._begin_epoch()
         # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         self.epoch.is_compared = is_compared
-        samples = self.grad_averager.samples
-        if self.local_epoch - old_epoch > MAX_STALENESS and samples:
-            logger.warning(f"dropped {samples} samples: their epoch {old_epoch} is too old")
+        samples, epochs = self.grad_averager.samples, self.local_epoch - old_epoch
+        is_averaged = group and self.state_averager.lineage == lineage_with_sent
+        if is_averaged:
+            self.stats.total_samples += sent
+        # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
+        is_in_doubt = group and (epochs > 1 or not is_synchronous)
+        if samples and (is_averaged or is_in_doubt or epochs > MAX_STALENESS):
+            logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
-        logger.info(
-            f"{how} epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of {self.grad_averager.samples} "
-            "samples"
-        )
+        samples = self.grad_averager.samples
+        logger.info(f"{how} epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of {samples} samples")
         self.stats.samples, self.stats.group_size = 0, 1
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         self.tracker.announce()

@@ -24,8 +24,7 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
-    """Create the tensors of the optimizer's state as they are before its first step. hivemind creates them by a step
-    with zero gradients, which counts in bias correction (note 8), and decays the parameters or SGD's momentum."""
+    """Create the tensors of the optimizer's state as they are before its first step (note 8)."""
     settings = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
@@ -56,12 +55,15 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def record_step(self, *_) -> None:
         """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
-        history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
-        self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+        self.lineage = self.extend_lineage(self.local_epoch, self.group_id.hex())
         self.state_sharing_priority = self.local_epoch
 
+    def extend_lineage(self, epoch: int, group_id: str) -> str:
+        """Return the lineage after the step to this epoch with the gradients of this group (hex)."""
+        return hashlib.sha256(f"{self.lineage} {epoch} {group_id}".encode()).hexdigest()[:16]
+
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch and its learning rate, also to an earlier epoch; hivemind can only advance them (note 63)."""
+        """Set the epoch and its learning rate, also to an earlier epoch (note 63)."""
         self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
         self.scheduler.step()
         self.local_epoch = self.state_sharing_priority = epoch
@@ -142,11 +144,7 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def dump_state(self) -> dict:
         """Return a copy of the training state without gradients, which torch.load can read with weights_only=True; call
-        it between two steps.
-
-        It does not wait for parameter averaging in the background. Some parameters may have the values from before the
-        averaging, others those after it, as on a peer that loses its connection during the averaging.
-        """
+        it between two steps. Parameters may be half averaged by a round in the background."""
         with self.lock_optimizer:
             # the scheduler's epoch: a step in the background counts once it has finished and moved the schedule
             return {
@@ -167,9 +165,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
         parameters, moments = state["parameters"], state["optimizer"]["state"]
         if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
-            raise ValueError(
-                "the optimizer differs (`optim`, `min_8bit_size`, `local_steps`), or the shapes of its tensors"
-            )
+            raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
         self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
         # a copy, because torch keeps the tensors it loads and changes them in place
         self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

@@ -40,7 +40,8 @@ class CancellableStep(StepControl):
         """Cancel the step, and only then notify the averager's process, which may check it in between (note 84)."""
         is_cancelled = MPFuture.cancel(self)
         self._trigger.cancel()
-        self._cancel.set_result(None)
+        if not self._cancel.done():  # `leave` and `finish_background` may both cancel it
+            self._cancel.set_result(None)
         return is_cancelled
 
 
@@ -50,8 +51,7 @@ def install() -> None:
         os.environ.setdefault(name, value)
     # With relay discovery, p2pd waits three minutes for a fourth relay (note 30); it contacts fixed relays at once.
     P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
-    # Seconds; hivemind's 15 are short for a loaded machine (note 13), also when it checks if an identity is in use.
-    P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
+    P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60  # seconds, see note 13
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient

@@ -1,7 +1,6 @@
 """The progress of the swarm: which peers are there, how far they are, and when their epoch will be over.
 
-Peers publish hivemind's records, so that plain hivemind peers read them as well. hivemind's own tracker counts a dead
-peer until its last record expires (note 22), reports each step (note 12), and locks while it asks the DHT (note 71).
+Peers publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71).
 """
 
 import concurrent.futures

@@ -257,8 +257,7 @@ class Rounds:
 
 
 class RoundWait:
-    """The wait for the round of one epoch. While no group has formed, it looks at the swarm, and gives up as soon as no
-    group can form; hivemind waits until its timeout for dead peers (note 22). All of its timers end with it."""
+    """The wait for the round of one epoch, which gives up as soon as no group can form (note 22)."""
 
     def __init__(self, rounds: Rounds, control: StepControl, epoch: int):
         self.rounds, self.control, self.epoch = rounds, control, epoch

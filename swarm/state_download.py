@@ -9,10 +9,13 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import math
 import random
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
@@ -21,6 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
+from swarm.dht import ping_peers
 from swarm.state_server import BLOCK, MAX_BLOCKS, MAX_LINEAGE, RELAY, StateServer, allocate_flat, digest, list_blocks
 from swarm.trust import MAX_LEAD
 
@@ -55,13 +59,11 @@ class DownloadProgress(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
 
 
-def digests_differ(
-    digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0, tolerance: float = TOLERANCE
-) -> bool:
+def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Return whether digests of shape (..., 2) describe other numbers; `floors` are differences that do not matter."""
     sizes = digests.abs().sum(-1, keepdim=True)
     # the first digests are finite; the other ones differ if they are not
-    return not ((digests - others).abs() <= tolerance * sizes + floors).all()
+    return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,28 +84,24 @@ class Donor:
         """The epoch and the lineage of the state."""
         return self.metadata["epoch"], self.metadata["lineage"]
 
-    @property
-    def descriptors(self) -> list[TensorDescriptor]:
-        """The shapes and types of the tensors."""
-        return [info.descriptor for info in self.infos]
-
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
-        if self.key != other.key or self.descriptors != other.descriptors:
+        if self.key != other.key or self.metadata["tensors"] != other.metadata["tensors"]:
             return False
         return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
 
-    def is_near(self, other: "Donor") -> bool:
-        """Return whether both donors can be of one swarm whose peers do not step together: at about the same epoch,
-        with similar parameters, and moments of similar size."""
-        if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.descriptors != other.descriptors:
-            return False
+    def measure_distance(self, other: "Donor") -> float:
+        """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
+        do not step together; infinity if they are not at about the same epoch, with moments of similar size."""
+        if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.metadata["tensors"] != other.metadata["tensors"]:
+            return math.inf
         own, theirs = self.compute_rms(), other.compute_rms()
         if any(max(own[kind], theirs[kind]) > MAX_NEAR_RATIO * min(own[kind], theirs[kind]) for kind in own):
-            return False
+            return math.inf
         params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
-        floors = self.compute_digest_tolerances()[:params]
-        return not digests_differ(self.digests[:params], other.digests[:params], floors, NEAR_TOLERANCE)
+        digests, floors = self.digests[:params].double(), self.compute_digest_tolerances()[:params]
+        limits = NEAR_TOLERANCE * digests.abs().sum(-1, keepdim=True) + floors
+        return ((digests - other.digests[:params]).abs() / limits.clamp(min=1e-300)).max().item()
 
     def list_kinds(self) -> list[tuple[Hashable, int, int]]:
         """Return the kind, the number of dimensions and the size of each block. Kinds are the parameters, each of the
@@ -152,19 +150,23 @@ def select_agreed(
     """Return the groups with a state that more than half of the voters confirm; without voters, all groups.
 
     A voter confirms the state that it describes. If the peers do not all step together, it also confirms those of other
-    voters that are near: each peer may have a state of its own then.
+    voters that are near: each peer may have a state of its own then. The most central one comes first, because a
+    malicious one can be as far from the others as the limit allows.
     """
     if not voters:
         return list(groups)
     ballots = [donor for group in groups for donor in group if donor.peer in voters]
 
-    def count_votes(group: list[Donor]) -> int:
+    def measure_majority(group: list[Donor]) -> float:
+        """Return the distance from this state within which those of more than half of the voters are."""
         own = [donor for donor in ballots if donor in group]
-        if is_synchronous or not own:
-            return len(own)
-        return sum(donor in own or own[0].is_near(donor) for donor in ballots)
+        distances = [0.0] * len(own)
+        if own and not is_synchronous:
+            distances += [donor.measure_distance(own[0]) for donor in ballots if donor not in own]
+        return statistics.median_high(distances + [math.inf] * (len(voters) - len(distances)))
 
-    return [group for group in groups if 2 * count_votes(group) > len(voters)]
+    measured = sorted(((measure_majority(group), group) for group in groups), key=lambda pair: pair[0])
+    return [group for distance, group in measured if distance <= 1.0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -268,6 +270,12 @@ class StateDownload:
                     donors.append(donor)
             except Exception as e:  # untrusted bytes and a broken network can raise any exception
                 self.note_failure(peer, e)
+                if peer in self.voters:
+                    ping = partial(ping_peers, peer_ids=[peer.to_bytes()])
+                    is_alive = await self.averager.dht.run_coroutine(ping, return_future=True)
+                    # a dead voter would count against each state; without any voter, untrusted peers would decide
+                    if not is_alive and len(self.voters) > 1:
+                        self.voters.remove(peer)
 
         loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers]
         start = loop.time()

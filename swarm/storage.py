@@ -82,8 +82,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             return await super().call_store(peer, keys, values, *args, **kwargs)
 
     async def call_find(self, peer, keys):
-        """Ask a peer for records, and rebuild the dictionaries that it returns, because their lifetime and size may be
-        false (note 74). Peers store only dictionaries here."""
+        """Ask a peer for records, and rebuild its dictionaries, whose lifetime and size may be false (note 74)."""
         results = await super().call_find(peer, keys)
         revoked = self.membership.revoked if self.membership else frozenset()
         for key, (item, nearest) in (results or {}).items():
@@ -109,8 +108,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
         return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
-        """Return the records that arrive within the response timeout, from as many nodes as store a record; hivemind
-        waits for every node, and forever if one of its workers has failed (note 77)."""
+        """Return the records that arrive within the response timeout (note 77)."""
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
         _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)

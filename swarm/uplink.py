@@ -1,7 +1,6 @@
 """The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does.
 
-A ping through a full uplink took longer than 3 s, and its peer was taken for dead (note 43). So everything that
-averagers send passes one pacer, and the queue stays here, where the next message can overtake it.
+All data of averagers passes one pacer: the queue stays here, where the next message can overtake it (note 43).
 """
 
 import asyncio
@@ -254,10 +253,8 @@ class Uplink:
                 calm_sent, calm_at, most = sent, looked, 0.0
             if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
-                logger.warning(
-                    f"the uplink carries about {format_number(self.mbits)} Mbit/s, less than `bandwidth`: "
-                    "sending no faster than that"
-                )
+                mbits = format_number(self.mbits)
+                logger.warning(f"sending at most {mbits} Mbit/s: the uplink carries less than `bandwidth`")
 
     def adjust(self, wait: float, last_wait: float, share: float) -> None:
         """Raise or lower the rate after a look, by the share of the rate that was used, and by the queueing delays at

@@ -82,8 +82,8 @@ def test_first_look_is_exact():
 def test_missed_step_counts_only_if_all_step_together(is_synchronous):
     ahead = make_inputs(swarm_epoch=6, is_synchronous=is_synchronous)
     busy = SyncBackoff(min_epoch=7)  # only the download of a single step may start
-    assert Epoch(5).has_missed_step(ahead) == Epoch(5).may_sync(ahead, busy, 0.0) == is_synchronous
-    assert not Epoch(4).may_sync(ahead, busy, 0.0) and not Epoch(6).has_missed_step(ahead)
+    assert Epoch(5).has_missed_step(ahead) == busy.allows(5, ahead, 0.0) == is_synchronous
+    assert not busy.allows(4, ahead, 0.0) and not Epoch(6).has_missed_step(ahead)
 
 
 def test_failed_download_pauses_the_next():
@@ -96,10 +96,11 @@ def test_failed_download_pauses_the_next():
 def test_stale_download_backs_off():
     backoff = SyncBackoff()
     assert backoff.record_stale_download(8, seconds=20.0, is_too_slow=False, now=100.0) == 0.0
-    assert not backoff.allows(8, False, 100.0) and backoff.allows(9, False, 100.0)
-    assert backoff.allows(8, True, 100.0), "a single step is fewer bytes than a state"
+    at_8, at_9, at_99 = (make_inputs(swarm_epoch=epoch) for epoch in (8, 9, 99))
+    assert not backoff.allows(6, at_8, 100.0) and backoff.allows(6, at_9, 100.0)
+    assert backoff.allows(7, at_8, 100.0), "a single step is fewer bytes than a state"
     pauses = [backoff.record_stale_download(9, 20.0, False, 100.0) for _ in range(10)]
     first = MAX_STALE_DOWNLOADS - 2
     assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
-    assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(99, True, 100.0 + MAX_SYNC_PAUSE - 1)
+    assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(98, at_99, 100.0 + MAX_SYNC_PAUSE - 1)
     assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0

@@ -27,7 +27,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
 from hivemind.proto import p2pd_pb2
-from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
+from hivemind.utils import MPFuture, MSGPackSerializer, TimedStorage, get_dht_time
 from processes import LOOPBACK, run_python
 
 from common.console import UserError
@@ -213,6 +213,10 @@ def test_step_stops_before_cancellation():
     before, after = inspect.getsource(StepControl.cancel).split("self._cancel.set_result(None)")
     assert "super().cancel()" in after and "super()" not in before
     assert CancellableStep.cancel is not StepControl.cancel
+    trigger, request = MPFuture(), MPFuture()
+    control = CancellableStep(0.0, 1.0, allow_retries=False, weight=1.0, data_for_gather=b"")
+    control.attach(trigger, request)
+    assert control.cancel() and control.cancel() and trigger.cancelled() and request.done()
     step = inspect.getsource(hivemind.DecentralizedAverager._step)
     assert "if step.cancelled():\n                        matchmaking_task.cancel()" in step
 

@@ -20,7 +20,7 @@ from records import run_dhts
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
-from swarm.state_download import Donor, digests_differ, select_agreed
+from swarm.state_download import Donor, digests_differ, group_donors, select_agreed
 from swarm.state_server import (
     BLOCK,
     MAX_BLOCKS,
@@ -150,24 +150,44 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
     assert len(select_agreed(list(groups.values()), [])) == len(groups)
 
 
+def describe(
+    scale: float = 1.0, moment: float = 1e-3, epoch: int = 3, steps: float = 1e5, peer: bytes = b"a", lineage: str = ""
+) -> Donor:
+    """Return the description of a state with one parameter, as a donor would send it."""
+    generator = torch.Generator().manual_seed(0)
+    param, noise = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    tensors = [0.02 * scale * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
+    roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
+    infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
+    metadata = StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, infos).description
+    digests = torch.frombuffer(bytearray(metadata["digests"]), dtype=torch.float32).view(-1, 2)
+    return Donor(PeerID(peer), metadata, infos, digests)
+
+
+def test_state_within_limit_loses_to_central_one():
+    """One of four voters names a later epoch, and scales its parameters by about as much as the limit allows."""
+    honest = [describe(scale, peer=bytes([int(100 * scale)]), lineage=f"{scale}") for scale in (1, 0.99, 1.02)]
+
+    def select(hostile: Donor) -> list[Donor]:
+        donors = [*honest, hostile]
+        agreed = select_agreed(group_donors(donors), [donor.peer for donor in donors], is_synchronous=False)
+        return [donor for [donor] in agreed]
+
+    for scale in (0.55, 1.8):
+        hostile = describe(scale, epoch=5, peer=b"h", lineage="hostile")
+        assert len(select(hostile)) == 4 and select(hostile)[0] is honest[0]
+        assert all(0.5 < donor.measure_distance(hostile) < 1 for donor in honest)
+    assert len(select(describe(2.0, epoch=5, peer=b"h", lineage="hostile"))) == 3
+
+
 def test_large_count_of_steps_hides_no_difference():
     """It is a number of the state as well, and once made the tolerance of all parameters larger than these."""
-
-    def describe(sign: float = 1.0, moment: float = 1e-3, epoch: int = 3, steps: float = 1e5) -> Donor:
-        generator = torch.Generator().manual_seed(0)
-        param, noise = (torch.randn(512, 512, generator=generator) for _ in range(2))
-        tensors = [0.02 * sign * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
-        roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
-        infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
-        snapshot = StateSnapshot(dict(epoch=epoch, lineage="same"), tensors, infos)
-        digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 2)
-        return Donor(PeerID(b"a"), dict(epoch=epoch, lineage="same"), infos, digests)
-
     state = describe()
-    assert state.has_state_of(describe()) and state.is_near(describe(moment=2e-3, epoch=5, steps=1e5 + 2))
-    assert not state.has_state_of(describe(sign=-1.0)) and not state.is_near(describe(sign=-1.0))
-    assert not state.has_state_of(describe(moment=2e-3)) and not state.is_near(describe(moment=1e-2))
-    assert not state.is_near(describe(epoch=6)) and not state.is_near(describe(steps=0.0))
+    near, far = describe(moment=2e-3, epoch=5, steps=1e5 + 2), [describe(moment=1e-2), describe(epoch=6)]
+    assert state.has_state_of(describe()) and state.measure_distance(near) == 0
+    assert not state.has_state_of(describe(-1.0)) and state.measure_distance(describe(-1.0)) > 1
+    assert not state.has_state_of(describe(moment=2e-3))
+    assert {state.measure_distance(other) for other in [*far, describe(steps=0.0)]} == {float("inf")}
 
 
 @pytest.mark.parametrize(
