@@ -19,13 +19,12 @@ torch.set_num_threads(1)
 # The longest files are taken first, so that the parts end together.
 # fmt: off
 SECONDS = {
-    "archive": 95, "families": 80, "averaging": 70, "aux_peer": 65, "devices": 60, "checkpoint": 60, "page": 60,
-    "swarm": 55, "monitor": 50, "finetune": 50, "line": 50, "lean_albert": 45, "streaming": 45, "states": 45,
-    "dashboard": 40, "membership": 40, "tokenize": 40, "networks": 35, "hosting": 30, "attestation": 30,
-    "example": 30, "evaluation": 30, "preflight": 30, "storage": 25, "local_steps": 25, "guard": 25, "batches": 20,
-    "new_experiment": 20, "trainer": 20, "arguments": 15, "metrics": 15, "sparse": 10, "fuzz": 10, "processes": 10,
-    "setup": 10, "finetune_tasks": 10, "joining": 10, "show": 10, "hivemind_gaps": 5, "fetch": 5, "status": 5,
-    "faults": 5,
+    "averaging": 145, "archive": 115, "devices": 100, "checkpoint": 95, "states": 70, "families": 60, "aux_peer": 55,
+    "finetune": 50, "tokenize": 50, "swarm": 50, "monitor": 45, "lean_albert": 40, "streaming": 30, "hosting": 30,
+    "membership": 25, "evaluation": 25, "new_experiment": 25, "dashboard": 25, "attestation": 25, "trainer": 20,
+    "storage": 20, "local_steps": 15, "metrics": 15, "uplink": 15, "page": 10, "trust": 10, "page_client": 10,
+    "batches": 10, "arguments": 10, "fetch": 10, "forerunners": 10, "preflight": 10, "conventions": 10, "guard": 10,
+    "chats": 10, "setup": 5, "processes": 5, "joining": 5, "optimizer": 5, "finetune_tasks": 5, "sparse": 5,
 }
 # fmt: on
 

@@ -73,7 +73,7 @@ with clean_end():
         archive.download = archive.download or helper.state_averager.start_download(min_epoch=2)
         with contextlib.suppress(TimeoutError):
             archive.download.result(timeout=1)
-        archive.step(None, history)
+        archive.step(None, history, {})
     archive.saving.join()
     facts["taken"] = [a.equal(b) for a, b in zip(trained, copy_trained(helper_model), strict=True)]
 
