@@ -43,7 +43,7 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     positions, objective = batch["labelled_positions"], model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
     if model.keeps_documents_apart and "position_ids" in batch:
-        # transformers limits attention to documents, which it finds by these positions, if there is no mask
+        # without a mask, transformers finds the documents by these positions, and limits attention to each of them
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if objective.is_causal:
         inputs["use_cache"] = False

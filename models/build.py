@@ -219,7 +219,7 @@ def find_longest_sequence(model: PreTrainedModel) -> float:
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Return whether the model computes the same for a document alone and after another one in the same sequence.
 
-    Most of transformers' models do if `position_ids` restart at each document, and if there is no mask.
+    Most models of transformers do, if `position_ids` restart at each document and there is no mask.
     """
     ids = torch.arange(16).reshape(2, 8) % model.config.vocab_size
     was_training = model.training

@@ -130,7 +130,7 @@ class Swarm:
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
     def renew_contract(self, lifetime: float) -> MPFuture:
-        """Store this peer's contract for so many seconds, without waiting."""
+        """Store this peer's contract for this number of seconds, without waiting."""
         return self._store("run", self.contract.dict(), lifetime)
 
     def withdraw_contract(self, lifetime: float) -> MPFuture:
@@ -138,7 +138,7 @@ class Swarm:
         return self._store("run", None, lifetime)
 
     def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> MPFuture:
-        """Store this peer's metrics of an epoch for so many seconds, without waiting."""
+        """Store this peer's metrics of an epoch for this number of seconds, without waiting."""
         return self._store("metrics", metrics.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
@@ -204,7 +204,6 @@ def start_dht(
             use_relay=config.use_relay,
             record_validators=[*validators, *of_members],
             membership=membership,
-            startup_timeout=60,  # note 13
             **options,
         )
     except ValidationError as e:

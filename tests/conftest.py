@@ -12,10 +12,10 @@ import pytest
 import torch
 from processes import ROOT, Script, run_python
 
-# beside other processes, two threads of a small product wait for each other longer than they work
+# next to other processes, two threads of a small product wait for each other longer than they work
 torch.set_num_threads(1)
 
-# Seconds that the quick tests of test_*.py take on two cores, beside three other parts; of files that are not named, 3.
+# Seconds that the quick tests of test_*.py take on two cores, next to four other parts; of files that are not named, 3.
 # The longest files are taken first, so that the parts end together.
 # fmt: off
 SECONDS = {

@@ -79,7 +79,7 @@ def run_script(log: Path, *command: object, seconds: float = 120, **options) -> 
 
 @pytest.fixture(scope="module")
 def terra_run(toy_model, tmp_path_factory) -> Path:
-    """Folder of a run of two seeds on a toy task in TERRa's schema; beside it, data/ with that task."""
+    """Folder of a run of two seeds on a toy task in TERRa's schema, next to data/ with that task."""
     folder = tmp_path_factory.mktemp("terra")
     write_toy_task(folder / "data", "TERRa", make_toy_pairs())
     run_main(finetune_mlm, *terra_command(toy_model, folder / "run")[1:])

@@ -48,6 +48,7 @@ from training.devices import (
 )
 from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
+from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
 MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # whichever is over first
@@ -90,7 +91,7 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: b
 
 def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: Uplink) -> Check:
     """Show the time of a round in a large group (see CollaborativeOptimizer), and the timeouts that follow from it."""
-    tensors = [param for param in model.parameters() if param.requires_grad]
+    tensors = list_trained(model)
     codecs = COMPRESSIONS[averaging.compression], COMPRESSIONS[averaging.state_compression]
     bits = 2 * max(count_bits(tensors, codec) for codec in codecs)
     seconds = bits / (uplink.mbits * 1e6)

@@ -59,7 +59,7 @@ class TrainerStats:
         return self.epoch.loss_sum / self.epoch.mini_steps if self.epoch.mini_steps else self.last_loss
 
     def record_step(self, loss: float, batches: int, samples: int, waited: float, tokens: int) -> None:
-        """Count one step of so many batches, samples and tokens, see CollaborativeCallback.on_step_end."""
+        """Count one step with its batches, samples and tokens, see CollaborativeCallback.on_step_end."""
         epoch, now = self.epoch, time.monotonic()
         epoch.data_wait += waited
         epoch.longest_step = max(epoch.longest_step, now - epoch.last_step_end)

@@ -114,7 +114,7 @@ def test_lamb_8bit_is_independent_of_chunks(monkeypatch):
 
 
 def test_lamb_8bit_moves_small_gradients():
-    """In 8 bits the square of a gradient of 1e-3 is next to nothing beside that of 1: divided by its root, the first
+    """In 8 bits the square of a gradient of 1e-3 vanishes next to that of 1: divided by its root, the first
     moment leaps, and the trust ratio takes from all others. With squares, frequent words here move a third as far."""
     field, ours = (nn.Parameter(torch.ones(2, 128)) for _ in range(2))
     optimizers = [Lamb([field], debias=True, **OPTIONS), Lamb8bit([ours], min_8bit_size=1, **OPTIONS)]

@@ -167,9 +167,9 @@ def save(tmp_path, tiny_data):
         folder = tmp_path / "archive" / f"checkpoint-{epoch}"
         stamp, history = make_stamp(epoch)
         state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": epoch}
-        beside = {"README.md": write_card(stamp, history, model, tokenizer, REPOSITORY, True).encode()}
-        beside["learning_curve.png"] = b"\x89PNG\0"
-        assert save_model(model, tokenizer, folder, stamp, state | {"arguments": stamp["settings"]}, beside)
+        extra_files = {"README.md": write_card(stamp, history, model, tokenizer, REPOSITORY, True).encode()}
+        extra_files["learning_curve.png"] = b"\x89PNG\0"
+        assert save_model(model, tokenizer, folder, stamp, state | {"arguments": stamp["settings"]}, extra_files)
         return folder
 
     return save_epoch

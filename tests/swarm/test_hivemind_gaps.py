@@ -83,7 +83,7 @@ def test_reachability_ping_passes_firewall():
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
 
-@pytest.mark.slow  # beside other tests, which slow threads of the daemon down, the small one wins every other time
+@pytest.mark.slow  # next to other tests, which slow threads of the daemon down, the small one wins every other time
 def test_relay_limit_is_128_kb():
     """GOMAXPROCS in swarm/patches.py and force_reachability in swarm/joining.py."""
     run = run_python("-m", "tests.programs.relay_limits")

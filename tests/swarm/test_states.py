@@ -400,7 +400,7 @@ def test_state_codec_float16_parameters(scale):
 @pytest.mark.parametrize("decades", [0, 2, 4])
 def test_state_codec_8bit_moments(decades):
     """The gradients of neighbours differ by as many decades: both moments lose 1 % or so, and the step made of them is
-    nearly the same. In hivemind's codecs, second moments become 0 beside first ones that do not, and the step leaps."""
+    nearly the same. In hivemind's codecs, second moments become 0 where first ones do not, and the step leaps."""
     torch.manual_seed(0)
     mean, square = torch.zeros(100, 1000), torch.zeros(100, 1000)
     scale = 1e-4 * 10.0 ** torch.empty(100, 1000).uniform_(-decades, 0)
