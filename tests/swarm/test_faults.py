@@ -51,7 +51,8 @@ def test_killed_trainer_costs_at_most_one_round(start, tmp_path, tiny_data, whol
 
 @pytest.mark.slow
 def test_orderly_leave_logs_no_warning(start, tmp_path, tiny_data):
-    swarm = Swarm(start, tmp_path, tiny_data)
+    # with the usual 384 samples, an epoch of the two that remain takes as long as matchmaking, of which trainers warn
+    swarm = Swarm(start, tmp_path, {**tiny_data, "--target_batch_size": 640})
     swarm.start_monitor()
     *others, leaver = swarm.start_trainers("a", "b", "c")
     swarm.wait_for_joint_epochs(["a", "b", "c"], 2, 90)
