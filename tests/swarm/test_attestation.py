@@ -10,7 +10,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
-from records import make_tracker, run_dhts
+from records import make_tracker, run_dhts, run_trackers
 
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
@@ -18,7 +18,6 @@ from common.console import UserError
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
-    publish_attestation,
     register_attestation_handler,
     request_in_dht,
     set_attestation,
@@ -55,7 +54,7 @@ def make_contract(**terms: str) -> RunContract:
 
 
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
-    publish_attestation(dht, statement)
+    dht.run_coroutine(partial(set_attestation, attestation=statement))
     ask = partial(request_in_dht, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
@@ -187,30 +186,19 @@ def test_untrusted_contract_blocks_no_peer():
 
 def test_untrusted_samples_are_capped():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
-    prefix = make_prefix()
-    with run_dhts([], [], [], []) as dhts:
-        one, partner, *strangers = trackers = [make_tracker(dht, prefix, 10**6, **periods) for dht in dhts]
-        try:
-            for tracker, samples in zip(trackers, (30, 10, 10, 10), strict=True):
-                tracker.report_local_progress(5, samples)
-
-            def counts(samples: range) -> bool:
-                return one.view.samples in samples
-
-            wait_until(lambda: counts(range(60, 61)), 20, "all count, as nobody is known to have worked")
-            one.trust.partners.add(dhts[1].peer_id.to_bytes())
-            strangers[0].report_local_progress(5, 10_000)
-            liar = dhts[2].peer_id.to_bytes()
-            wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
-            wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
-            with one.pause_updates():
-                one.refresh_now()
-                # a new peer knows the length of an epoch by the contributors' records
-                grace = dhts[0].uplink.timeouts.partition_grace
-                assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
-        finally:
-            for tracker in trackers:
-                tracker.shutdown()
+    with run_dhts([], [], []) as dhts, run_trackers(dhts, 10**6, **periods) as trackers:
+        one, _, stranger = trackers
+        for tracker, samples in zip(trackers, (30, 10, 10), strict=True):
+            tracker.report_local_progress(5, samples)
+        wait_until(lambda: one.view.samples == 50, 20, "all count, because no peer is known to have worked")
+        one.trust.partners.add(dhts[1].peer_id.to_bytes())
+        stranger.report_local_progress(5, 10_000)
+        wait_until(lambda: one.view.samples == 80, 20, "40 of those that have worked, and as many of the stranger")
+        with one.pause_updates():
+            one.refresh_now()
+            # a new peer knows the length of an epoch by the contributors' records
+            grace = dhts[0].uplink.timeouts.partition_grace
+            assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
 
 
 def test_early_peer_learns_contributors_later():
