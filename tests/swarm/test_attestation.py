@@ -1,52 +1,26 @@
 """A joining peer believes the peers in --initial_peers, and not the records of untrusted peers."""
 
-import contextlib
 import re
 import sys
 from functools import partial
 
 import pytest
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
-from processes import LOOPBACK, make_prefix, wait_until
+from members import addresses, run_peer
+from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts, run_trackers
 
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
 from common.console import UserError
-from swarm.attestation import (
-    RunAttestation,
-    ask_initial_peers,
-    register_attestation_handler,
-    request_in_dht,
-    set_attestation,
-)
+from swarm.attestation import RunAttestation, ask_initial_peers, request_in_dht, set_attestation
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, RunContract, RunSchema
+from swarm.contract import ContractMismatch, RunContract
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
-from utils import make_validators
-
-
-@contextlib.contextmanager
-def run_peer(prefix: str, *others: DHT):
-    """A node of ours, as Swarm.join starts it, and its key."""
-    RSAPrivateKey._process_wide_key = None
-    validators, public_key = make_validators(prefix, schema=RunSchema)
-    dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
-    try:
-        dht.run_coroutine(partial(register_attestation_handler, prefix=prefix))
-        yield dht, public_key
-    finally:
-        RSAPrivateKey._process_wide_key = None
-        dht.shutdown()
-
-
-def addresses(*dhts: DHT) -> list[str]:
-    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
 
 
 def make_contract(**terms: str) -> RunContract:
@@ -65,7 +39,7 @@ async def set_nonsense(dht, node, values: dict) -> None:
 
 def test_new_peer_receives_attestation():
     prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
-    with run_peer(prefix) as (one, _), run_peer(prefix, one) as (two, _), run_peer(prefix, one, two) as (newcomer, _):
+    with run_peer(prefix) as one, run_peer(prefix, one) as two, run_peer(prefix, one, two) as newcomer:
         ask = partial(ask_initial_peers, newcomer, is_new_run=False)
         assert ask(prefix, addresses(one)) == RunAttestation(prefix=prefix)
         assert ask(prefix, []) is None
@@ -92,7 +66,7 @@ def test_new_peer_receives_attestation():
 
 def test_attested_settings_are_inherited_and_binding(monkeypatch):
     prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
-    with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
+    with run_peer(prefix) as one, run_peer("other", one) as two, run_peer(prefix, one) as three:
         tell(one, three, RunAttestation(prefix=prefix, flags=shared))
         command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
         # the first trainer chooses the settings that no peer has
@@ -157,11 +131,11 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch):
 def test_untrusted_contract_blocks_no_peer():
     prefix, terms, flags = make_prefix(), {"learning_rate": "0.1"}, "--learning_rate 0.1"
     with (
-        run_peer(prefix) as (monitor, _),
-        run_peer(prefix, monitor) as (stranger, key),
-        run_peer(prefix, monitor) as (newcomer, own_key),
+        run_peer(prefix) as monitor,
+        run_peer(prefix, monitor) as stranger,
+        run_peer(prefix, monitor) as newcomer,
     ):
-        other, own = Swarm(SwarmConfig(prefix), stranger, key), Swarm(SwarmConfig(prefix), newcomer, own_key)
+        other, own = (Swarm(SwarmConfig(prefix), dht, dht.public_key) for dht in (stranger, newcomer))
         other.contract = make_contract(learning_rate="9")
         other.renew_contract(300).result(timeout=30)
         mine = make_contract(**terms).copy(update={"flags": flags})
@@ -204,7 +178,7 @@ def test_untrusted_samples_are_capped():
 def test_early_peer_learns_contributors_later():
     """It joined before any peer had contributed, so it would never trust the others."""
     prefix = make_prefix()
-    with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
+    with run_peer(prefix) as monitor, run_peer(prefix, monitor) as early:
         tracker = make_tracker(early, prefix, 10**6)
         try:
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
