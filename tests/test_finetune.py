@@ -642,7 +642,7 @@ def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path, cap
     (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
     assert "state.pth cannot be loaded" in refuse(finetune_mlm, capsys, *flags)
     (old_checkpoint / "state.pth").write_bytes(b"no state")
-    assert "holds no state" in refuse(finetune_mlm, capsys, *flags)
+    assert "is not a state of RuLeanALBERT" in refuse(finetune_mlm, capsys, *flags)
     (old_checkpoint / "config.json").unlink()
     assert "config.json: get it" in refuse(finetune_mlm, capsys, *flags)
     assert not (tmp_path / "run").exists()
