@@ -11,7 +11,6 @@ import pytest
 import torch
 from finetune_data import BOW, QUERY, RECORDS, write_lines
 from hub_server import Commit, HubServer
-from processes import run_python
 from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -477,11 +476,6 @@ def test_tasks_load_from_hub(tmp_path, monkeypatch):
                 assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
     # without a server and without a cache
-    code = (
-        "from experiment.tasks import TASKS, load_examples\n"
-        "from common.console import edge\n"
-        f"with edge(): load_examples(TASKS['terra'], {str(tmp_path)!r})"
-    )
-    env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "empty")}
-    [line] = run_python("-c", code, expect=2, env=env).stderr.splitlines()
-    assert "cannot load the dataset RussianNLP" in line and "TERRa/train.jsonl" in line
+    set_hub(ENDPOINT="http://127.0.0.1:1", HF_HUB_CACHE=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="cannot load the dataset RussianNLP.*no connection.*TERRa/train.jsonl"):
+        load_examples(TASKS["terra"], tmp_path)
