@@ -51,6 +51,16 @@ def simulate(homes: int, aux_mbits: float, seconds: float) -> str:
     return f"| {homes} | {aux_mbits:g} | {seconds:g} | {mean:.3f} | {max(per_number):.3f} | {busiest:.1f} |"
 
 
+def write_and_wait(folder: Path, name: str, number: int, content: list[str]) -> list[Path]:
+    """Write this peer's file, wait for those of all three peers, and return them."""
+    unfinished = folder / f"unfinished{number}"
+    unfinished.write_text(json.dumps(content))
+    unfinished.rename(folder / f"{name}{number}")
+    while len(paths := list(folder.glob(f"{name}*"))) < 3:
+        time.sleep(0.005)
+    return paths
+
+
 def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) -> None:
     """Exchange a blob with the other peers each time that all have written theirs."""
     from swarm.dht import DHT
@@ -62,11 +72,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     for turn in range(ROUNDS):
         blob = store.add([os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)])
-        offer = Path(folder, f"offer{turn}_{number}")
-        offer.with_suffix(".unfinished").write_text(json.dumps([str(dht.peer_id), blob.hex()]))
-        offer.with_suffix(".unfinished").rename(offer)
-        while len(paths := list(Path(folder).glob(f"offer{turn}_[0-9]"))) < 3:
-            time.sleep(0.005)
+        paths = write_and_wait(Path(folder), f"offer{turn}_", number, [str(dht.peer_id), blob.hex()])
         time.sleep(3.0)  # the connections are idle, as after the steps of an epoch
         offers = [json.loads(path.read_text()) for path in sorted(paths)]
         holders = {PeerID.from_base58(peer): 20.0 for peer, _ in offers}
@@ -79,6 +85,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
         for future in futures:
             future.result(120)
         print(json.dumps({"turn": turn, "seconds": time.monotonic() - start}), flush=True)
+        write_and_wait(Path(folder), f"done{turn}_", number, [])  # an owner that leaves takes its blob with it
     exchange.shutdown()
     dht.shutdown()
 

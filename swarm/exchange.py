@@ -310,7 +310,8 @@ class Exchange:
     async def _serve(self, info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send the hashes and the requested blocks of a blob, each as soon as it is here; then close the stream."""
         peer, names, unknown_at = info.peer_id, [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
-        with contextlib.closing(writer), contextlib.suppress(*PEER_ERRORS, LookupError):
+        # asyncio logs a traceback for a handler that is cancelled at the shutdown
+        with contextlib.closing(writer), contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError):
             async with asyncio.timeout(FETCH_TIMEOUT):
                 self._count("request", peer, MAX_REQUESTS)
                 blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))

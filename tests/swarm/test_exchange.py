@@ -20,6 +20,13 @@ def check_block(data: bytes, number: int) -> None:
         raise ValueError(f"block {number}")
 
 
+class UncheckedStore(BlobStore):
+    """A store that serves wrong bytes."""
+
+    def get(self, name: bytes) -> bytes:
+        return (self.folder / name.hex()).read_bytes()
+
+
 def make_blocks() -> list[bytes]:
     return [os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
 
@@ -95,7 +102,7 @@ def test_fetch_from_lying_holder_uses_another(exchanges):
     for path in two.store.folder.iterdir():
         if path.stat().st_size == BLOCK_BYTES:
             path.write_bytes(b"x" * BLOCK_BYTES)
-    two.store.get = lambda name: (two.store.folder / name.hex()).read_bytes()
+    two.store = UncheckedStore(two.store.folder, 10**7)
     fetch(client, blob, two.peer_id, one.peer_id, two.peer_id)
     assert client.store.read(blob) == blocks
 
