@@ -5,6 +5,8 @@ import functools
 import json
 import struct
 import tempfile
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import hivemind
@@ -23,6 +25,16 @@ from swarm.progress import PeerTracker
 from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
 from utils import LocalMetrics, make_validators
+
+
+def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple:
+    """Return the answer of a status page: its code, headers and body."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as e:
+        return e.code, e.headers, e.read()
 
 
 def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:

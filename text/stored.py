@@ -23,8 +23,9 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
 
     found = found if isinstance(found, FetchedDataset) else FetchedDataset(Path(found))
     path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
+    command = f"python tokenize_wikitext103.py --objective {(kind or PAIRS).name} --dataset_path {path}"
     if not path.is_dir():
-        raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
+        raise UserError(f"no dataset in {path}: make it with {command}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
         dataset, stored = load_from_disk(str(path)), KINDS[corpus.get("objective", PAIRS.name)]
@@ -34,7 +35,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise UserError(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
-            f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
+            f"remove it, then run {command}"
         ) from e
     if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
         raise UserError(

@@ -25,7 +25,6 @@ from experiment.model import make_model
 from experiment.samples import PROMPTS, SENTENCES, sample_texts
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
-from monitoring.progress import find_final_epoch
 from text.documents import read_text
 from text.instances import PAIRS, TEXT
 from text.stored import load_tokenized_dataset
@@ -156,11 +155,6 @@ def test_progress_shows_samples_and_expected_end():
     }
     assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
-    # peers may have their own last epoch; that of most peers counts
-    records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
-    assert find_final_epoch(records[:1], 800) == 500
-    assert find_final_epoch([*records, ("d", make_metrics())], 800) == 800
-    assert find_final_epoch([("b", make_metrics())], None) is None
 
 
 def test_history_and_curve_include_evaluations(tmp_path):
