@@ -301,7 +301,7 @@ def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
         ({"train_file": "none.txt"}, ["no file none.txt"]),
         ({"train_file": "empty.txt"}, ["no text", "empty.txt"]),
         ({"dataset_name": "."}, ["the dataset . cannot be read"]),
-        ({"dataset_name": "texts", "text_column": "body"}, ["columns text", "--text_column"]),
+        ({"dataset_name": "texts", "text_column": "body"}, ["there is text", "--text_column"]),
         ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
         ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),
     ],
