@@ -467,5 +467,12 @@ class TrainingDataset(IterableDataset):
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
         tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.kind)
+        generator = np.random.default_rng([self.seed, number])
+        pool: list[dict] = []
         for _, chunk in itertools.islice(stream_documents(self.sources, self.seed), number, None, count):
-            yield from list_instances(*tokenize[self.max_sequence_length, chunk][1:])
+            for instance in list_instances(*tokenize[self.max_sequence_length, chunk][1:]):
+                pool.append(instance)
+                if len(pool) > self.shuffle_buffer:
+                    chosen = int(generator.integers(len(pool)))
+                    pool[chosen], pool[-1] = pool[-1], pool[chosen]
+                    yield pool.pop()
