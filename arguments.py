@@ -358,7 +358,7 @@ class TrainerArguments(PrecisionArguments):
     )
     overwrite_output_dir: bool = flag(False, "Ignored, for old commands: a run in output_dir is always resumed.")
     resume_from_checkpoint: str | None = flag(
-        None, "Checkpoint or state file to resume from, or none to start over. Default: the newest in output_dir."
+        None, "Checkpoint to resume from, or none to start over. Default: the newest in output_dir."
     )
     save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).", ge=1)
     save_total_limit: int = flag(2, TOTAL_LIMIT_HELP, ge=1)
@@ -390,7 +390,7 @@ class TrainerArguments(PrecisionArguments):
 
 @dataclass
 class ReportArguments(FlagGroup):
-    """Reports on the whole swarm. Read by monitoring/report.py."""
+    """Reports on the whole swarm. Read by monitoring/report.py, for monitor and auxiliary peers."""
 
     refresh_period: float = flag(30, "Seconds between two checks of the swarm's metrics.", gt=0)
     report_to: Literal["trackio", "wandb", "none"] = flag(
@@ -408,18 +408,6 @@ class ReportArguments(FlagGroup):
             raise UserError("--report_to wandb needs --wandb_project NAME")
         if self.wandb_project:
             self.report_to = "wandb"
-
-
-@dataclass
-class MonitorArguments(ReportArguments):
-    """The monitor. Read by run_training_monitor.py."""
-
-    plot: str | None = flag(None, "Draw the loss in a monitor's --output_dir to this PNG file, instead of monitoring.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.plot == "":
-            raise UserError("--plot needs the name of a file, e.g. --plot loss.png")
 
 
 @dataclass
@@ -447,7 +435,6 @@ class ArchiveArguments(FlagGroup):
         ge=1,
     )
     save_total_limit: int = flag(2, TOTAL_LIMIT_HELP, ge=1)
-    keep_one_in: int = flag(0, "Also keep one in N of these checkpoints forever, e.g. 100; 0: none.", ge=0)
     local_path: str | None = flag(
         None, "Folder of checkpoints. Default: output_dir.", aliases=["--repo_path"], requires="store_checkpoints"
     )
@@ -471,7 +458,7 @@ class ArchiveArguments(FlagGroup):
 #: dataclasses of each script, in the order in which its functions take them
 SHARED_ARGS = (ModelArguments, OptimizerArguments, AveragingArguments)
 TRAINER_ARGS = (SwarmArguments, *SHARED_ARGS, DataArguments, TrainerArguments)
-MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS)
+MONITOR_ARGS = (SwarmArguments, ReportArguments, ArchiveArguments, *SHARED_ARGS)
 AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 

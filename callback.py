@@ -11,8 +11,7 @@ from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
 from common.files import write_file
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
-from monitoring.page import StatusServer
-from monitoring.trainer import TrainerPage
+from monitoring.page import StatusServer, TrainerPage
 from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
@@ -208,35 +207,21 @@ class CollaborativeCallback:
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether the model could be written."""
-        optimizer, stats, model, output_dir = self.optimizer, self.stats, self.state.model, Path(self.args.output_dir)
-        folder, extra = output_dir / "model", {"epoch": optimizer.local_epoch}
-        speed = self.metrics.measure_run()
+        stats, model, output_dir = self.stats, self.state.model, Path(self.args.output_dir)
+        summary, folder = self.metrics.summarize(), output_dir / "model"
         card = {"README.md": write_readme(model, folder)}
-        is_saved = save_model(model, self.state.tokenizer, folder, extra, extra_files=card)
-        summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
-        summary |= {
-            "unigram_entropy": self.state.corpus["unigram_entropy"],
-            "peer_id": str(self.swarm.dht.peer_id),
-            "epoch": optimizer.local_epoch,
-            "samples": optimizer.stats.total_samples,
-            "epochs_here": stats.epochs,
-            "epochs_averaged": stats.averaged_epochs,
-            "failed_rounds": optimizer.stats.failed,
-            "skipped_steps": stats.skipped_steps,
-            "computed_samples": stats.computed_samples,
-            **speed,
-        }
-        if self.state.data_args.streaming:
-            summary["sources"] = self.state.dataset["train"].count_records()
+        is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
+        if self.start_loss is not None:
+            summary["start_loss"] = self.start_loss
         if with_evaluation and (evaluation := self.evaluate()):
             loss = evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        lost = stats.computed_samples - optimizer.stats.total_samples
+        lost = stats.computed_samples - summary["samples"]
         more = f" ({lost:,} more were not part of any step)" if lost > 0 else ""
         where = f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above"
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples{more}, averaged with others in "
-            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(speed)}; the model is {where}"
+            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(summary)}; the model is {where}"
         )
         return is_saved

@@ -63,19 +63,16 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     if task != "TERRa":
         raise UserError(f"--model {folder} was tuned for {task}: {cure}")
     pretrained = load_folder(folder / "model", str(folder / "model"), cure)
-    tokenizer = pretrained.tokenizer
     if args.arch != "lean_albert":
+        own = pretrained.tokenizer
         try:
             pretrained.tokenizer = load_tokenizer(args.arch)
+            if pretrained.tokenizer.get_vocab() != own.get_vocab():
+                raise ValueError(f"its {len(pretrained.tokenizer):,} pieces differ from the run's {len(own):,}")
         except (OSError, ValueError, KeyError) as e:
             raise UserError(
-                f"--arch {args.arch} holds no tokenizer ({first_line(e)}): give lean_albert, an id or a folder"
+                f"--arch {args.arch} is not the tokenizer of this run ({first_line(e)}): give lean_albert"
             ) from e
-        if pretrained.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise UserError(
-                f"--arch {args.arch} has {len(pretrained.tokenizer):,} pieces that are not the {len(tokenizer):,} of "
-                "the run's tokenizer: give lean_albert, which takes that one"
-            )
     check_tokenizer(pretrained)
     return pretrained, load_weights(AutoModelForSequenceClassification, pretrained, is_tuned=True)
 

@@ -55,7 +55,7 @@ def main(*groups) -> None:
     # the model
     optimizer = archive = None
     if args.assist_in_averaging or archive_args.store_checkpoints:
-        from monitoring.auxiliary import make_auxiliary  # slow imports that a plain relay does not need
+        from monitoring.archive import make_auxiliary  # slow imports that a plain relay does not need
 
         optimizer, archive, reader.contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
 
@@ -71,7 +71,7 @@ def main(*groups) -> None:
     while not stop.is_set():
         metrics = reader.take_news()
         if archive:
-            # a copy, because the reader's thread changes the history, and empties it if the run starts over
+            # a copy, because the reader's thread changes the history
             archive.step(metrics, list(report.history), report.last_validation())
         if args.assist_in_averaging:
             optimizer.step()

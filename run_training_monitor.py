@@ -16,25 +16,18 @@ per epoch, another for a later evaluation), learning_curve.png, and at the end (
 it shows the run in any browser. With --store_checkpoints it also downloads and saves the swarm's state every few
 epochs. It then needs the trainers' model, optimizer and averaging flags, and sends those that it has to new peers,
 which need not set them.
-
-To plot the metrics of a monitor:
-
-    python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
 import logging
-from pathlib import Path
 
 from arguments import MONITOR_ARGS as GROUPS
 from arguments import parse_arguments
-from common.console import UserError, edge, setup_logging
+from common.console import edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from monitoring.curves import plot_run
-from monitoring.history import load_history
 from monitoring.page import open_page
 from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
@@ -47,12 +40,8 @@ logger = logging.getLogger("monitor")
 
 
 def main(*groups) -> None:
-    """Run the monitor with instances of GROUPS, or draw the metrics of an earlier one."""
-    swarm_args, args, *_ = groups
-    setup_logging("monitor", args.logging_dir)
-    if args.plot:
-        plot(args.plot, args.output_dir, swarm_args.experiment_prefix)
-        return
+    """Run the monitor with instances of GROUPS."""
+    setup_logging("monitor", groups[1].logging_dir)
     membership, groups = begin(groups)
     swarm_args, args, archive_args, *_ = groups
     check_flags("a monitor", swarm_args, archive_args)
@@ -70,7 +59,7 @@ def main(*groups) -> None:
     # the model, whose states to archive
     optimizer = archive = None
     if archive_args.store_checkpoints:
-        from monitoring.auxiliary import make_auxiliary  # slow imports that a monitor alone does not need
+        from monitoring.archive import make_auxiliary  # slow imports that a monitor alone does not need
 
         optimizer, archive, reader.contract = make_auxiliary(swarm, groups)
 
@@ -86,7 +75,7 @@ def main(*groups) -> None:
     while not stop.wait(min(1.0, args.refresh_period)):
         metrics = reader.take_news()
         if archive:
-            # a copy, because the reader's thread changes the history, and empties it if the run starts over
+            # a copy, because the reader's thread changes the history
             archive.step(metrics, list(report.history), report.last_validation())
         if reader.flags != flags:  # the first trainers have joined
             flags = reader.flags
@@ -110,22 +99,6 @@ def print_how_to_join(swarm: Swarm, flags: str) -> None:
     print(
         f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
     )
-
-
-def plot(file: str, output_dir: str, prefix: str) -> None:
-    """Plot the metrics in --output_dir."""
-    path = Path(output_dir) / "metrics.jsonl"
-    try:
-        history = load_history(path, prefix)
-    except OSError as e:
-        raise UserError(f"--output_dir {output_dir}: {path} cannot be read ({e.strerror})") from e
-    if not history:
-        raise UserError(
-            f"--plot: {path} has no epoch of run {prefix!r}: give the --output_dir and --experiment_prefix of a monitor"
-        )
-    if not Path(file).absolute().parent.is_dir() or Path(file).is_dir() or not plot_run(history, prefix, Path(file)):
-        raise UserError(f"--plot {file} cannot be written: name a file in a folder that exists")
-    print(f"{len(history):,} points up to epoch {history[-1]['epoch']:,} in {file}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -139,15 +138,10 @@ def main():
             tokenizer = load_tokenizer(unfinished_tokenizer, kind)
 
         corpus = make_dataset(source, splits, tokenizer, unfinished_dataset, args)
-        with LAST_ACT:  # write both or none
-            try:
-                if not is_tokenizer_kept:
-                    unfinished_tokenizer.rename(tokenizer_path)
-                unfinished_dataset.rename(dataset_path)
-            except OSError:
-                if not is_tokenizer_kept and not unfinished_tokenizer.exists():
-                    shutil.rmtree(tokenizer_path)
-                raise
+        with LAST_ACT:  # a signal waits until both are there
+            if not is_tokenizer_kept:
+                unfinished_tokenizer.rename(tokenizer_path)
+            unfinished_dataset.rename(dataset_path)
 
     instances, tokens = corpus["instances"], corpus["tokens"]
     print(

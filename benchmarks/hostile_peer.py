@@ -34,6 +34,7 @@ from swarm.guard import RoundSettings
 from swarm.matchmaking import EarlyStartMatchmaking, parse_round_state
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
+from swarm.state_server import StateSnapshot
 
 # --- false parts and false averages in rounds -------------------------------------------------------------------------
 
@@ -268,13 +269,13 @@ def donate() -> None:
 def give_endlessly() -> None:
     """Send an endless state instead of the requested blocks."""
 
-    async def give_blocks(self, *_):
+    def give_blocks(self, *_):
         note("begins an endless state")
         part = runtime_pb2.Tensor(buffer=bytes(2**16))
         while True:
             yield averaging_pb2.DownloadData(tensor_part=part)
 
-    StateAverager._stream_blocks = give_blocks
+    StateSnapshot.give = give_blocks
     donate()
 
 

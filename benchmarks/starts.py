@@ -61,7 +61,13 @@ def watch_swarm(args: argparse.Namespace, folder: Path, scripts: list[Script]) -
         own = flags(settings, {"--output_dir": folder / name})
         start(name, "benchmarks/paced_trainer.py", args.pace, *LOOPBACK, *own)
         time.sleep(args.spread / (args.trainers - 1) * (name != names[-1]))
-    wait_until(lambda: all(len(list_epochs(name)) >= args.epochs for name in names), args.seconds, "all epochs")
+
+    def is_over() -> bool:
+        has_ended = any(script.process.poll() is not None for script in scripts)
+        return has_ended or all(len(list_epochs(name)) >= args.epochs for name in names)
+
+    wait_until(is_over, args.seconds, "all epochs")
+    assert all(script.process.poll() is None for script in scripts), "a monitor or trainer has ended"
     counts = {name: [line["averaged_with"] for line in list_epochs(name)] for name in names}
     late = [f"{name} averaged with {own}" for name, own in counts.items() if min(own) < args.trainers]
     longest = max(line["epoch_seconds"] for name in names for line in list_epochs(name))

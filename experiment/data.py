@@ -64,14 +64,6 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, SHUFFLE_BUFFER, kind)
 
 
-def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> FetchedDataset:
-    """Fetch the tokenized dataset, or tokenize the text that the flags name."""
-    if not (args.train_file or args.dataset_name):
-        return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-    tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
-    return FetchedDataset(tokenize_for_trainer(*load_documents(args, kind), tokenizer, kind, model_args.seed, args))
-
-
 def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
     """Return the tokenizer's folder: that of the dataset, unless the flags name a tokenizer or a pretrained model."""
     is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
@@ -87,8 +79,13 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
         tokenizer, splits = load_tokenizer(model_args.tokenizer_path, kind), {}
         corpus = {"unigram_entropy": None, "objective": kind.name}
     else:
-        found = find_data(model_args, args, kind)
-        tokenizer = load_tokenizer(choose_tokenizer(found, model_args), kind)
+        if args.train_file or args.dataset_name:
+            tokenizer, (source, documents) = load_tokenizer(model_args.tokenizer_path, kind), load_documents(args, kind)
+            folder = tokenize_for_trainer(source, documents, tokenizer, kind, model_args.seed, args)
+            found = FetchedDataset(folder)
+        else:
+            found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+            tokenizer = load_tokenizer(choose_tokenizer(found, model_args), kind)
         splits, corpus = load_tokenized_dataset(found, tokenizer, kind)
     if args.streaming:
         splits["train"] = make_training_dataset(tokenizer, args, kind)

@@ -3,7 +3,7 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python -m experiment.show
 
-prints some masked batches as text and statistics of their masks. It takes a trainer's flags for data, such as
+prints some batches as text, and how many tokens are masked or padding. It takes a trainer's flags for data, such as
 --dataset_path, --tokenizer_path, --no_whole_word_mask and --max_sequence_length.
 """
 
@@ -26,81 +26,53 @@ import numpy as np
 
 from experiment.data import load_data, make_train_batches
 from experiment.model import find_objective
-from experiment.objectives import Objective
 from text.batches import check_data_arguments, sequence_length_at
-from text.collators import IGNORED_LABEL, number_words
+from text.collators import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
 BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
 
 
-class BatchStatistics:
-    """Statistics of masking and padding in batches."""
+def count_tokens(batch: dict, tokenizer) -> dict[str, int]:
+    """Count the tokens of a batch: all, padding, those of text, those to predict, and how these are masked."""
+    is_filled = batch["attention_mask"].numpy() == 1
+    ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
+    is_chosen = labels != IGNORED_LABEL
+    return {
+        "all": is_filled.size,
+        "padding": int((~is_filled).sum()),
+        "text": int((~np.isin(np.where(is_chosen, labels, ids), tokenizer.all_special_ids)).sum()),
+        "chosen": int(is_chosen.sum()),
+        "masked": int((is_chosen & (ids == tokenizer.mask_token_id)).sum()),
+        "kept": int((ids == labels).sum()),
+    }
 
-    def __init__(self, tokenizer, objective: Objective):
-        self.tokenizer, self.counts = tokenizer, Counter()
-        self.is_causal, self.has_pairs = objective.is_causal, objective.kind.has_pairs
-        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        begins_word = find_word_beginnings(tokenizer)
-        self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
 
-    def add(self, batch: dict) -> None:
-        """Count the tokens and words of a batch."""
-        is_filled = batch["attention_mask"].numpy() == 1
-        ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
-        is_chosen = labels != IGNORED_LABEL
-        true = np.where(is_chosen, labels, ids)
-        words, count = number_words(self.begins_word[true], ~self.is_special[true], is_filled.sum(axis=1))
-        sizes, chosen = np.bincount(words, minlength=count + 1), np.bincount(words[is_chosen], minlength=count + 1)
-        is_mask = ids == self.tokenizer.mask_token_id
-        self.counts.update(
-            rows=len(is_filled),
-            swapped=int(batch["sentence_order_label"].sum()) if "sentence_order_label" in batch else 0,
-            places=is_filled.size,
-            padding=int((~is_filled).sum()),
-            tokens=int((words > 0).sum()),
-            chosen=int(is_chosen.sum()),
-            masked=int((is_chosen & is_mask).sum()),
-            kept=int((is_chosen & (ids == true)).sum()),
-            words=count,
-            chosen_words=int((chosen == sizes)[1:].sum()),
-            divided_words=int(((chosen > 0) & (chosen < sizes))[1:].sum()),
-        )
+def describe(counts: Counter, rows: int, is_causal: bool) -> str:
+    """Return the statistics of the counted tokens as text."""
+    padding = f"{counts['padding'] / counts['all']:.1%} of the batches is padding"
+    if is_causal:
+        return f"{rows:,} sequences of {counts['all'] / rows:.0f} tokens; {padding}"
+    other = counts["chosen"] - counts["masked"] - counts["kept"]
+    fates = [count / max(1, counts["chosen"]) for count in (counts["masked"], other, counts["kept"])]
+    return (
+        f"{rows:,} sequences: mask rate {counts['chosen'] / max(1, counts['text']):.1%} of the tokens; of these "
+        f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} unchanged\n{padding}"
+    )
 
-    def describe(self) -> str:
-        """Return the statistics as text."""
-        c = self.counts
-        padding = f"{c['padding'] / c['places']:.1%} of the batches is padding"
-        if self.is_causal:
-            return f"{c['rows']:,} sequences of {c['places'] / c['rows']:.0f} tokens; {padding}"
-        other = c["chosen"] - c["masked"] - c["kept"]
-        fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
-        return (
-            f"{c['rows']:,} sequences: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
-            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} unchanged\n{c['words']:,} "
-            f"words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted completely, "
-            f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
-            + padding
-            + (f", {c['swapped'] / c['rows']:.1%} of the pairs are swapped" if self.has_pairs else "")
-        )
 
-    def format_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
-        """Return a sequence without padding as text, with a masked model's labels in brackets."""
-        if self.is_causal:
-            return " ".join(self.tokenizer.decode(ids).split())
-        is_chosen = labels != IGNORED_LABEL
-        true = np.where(is_chosen, labels, ids)
-        words, _ = number_words(self.begins_word[true], ~self.is_special[true], np.array([len(ids)]))
-        begins = (words == 0) | (np.diff(words, prepend=0) != 0)
-        begins_part = begins | (np.diff(is_chosen, prepend=False))
-        text = ""
-        for part in np.split(np.arange(len(ids)), np.flatnonzero(begins_part)[1:]):
-            seen, expected = (
-                "".join(piece.removeprefix("▁").removeprefix("Ġ").removeprefix("##") for piece in pieces)
-                for pieces in (self.tokenizer.convert_ids_to_tokens(values[part].tolist()) for values in (ids, true))
-            )
-            text += " " * bool(begins[part[0]]) + seen + (f"⟦{expected}⟧" if is_chosen[part[0]] else "")
-        return text.strip()
+def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
+    """Return a sequence without padding as text, with a label in brackets behind each token to predict."""
+    begins_word, special = find_word_beginnings(tokenizer), tokenizer.all_special_ids
+    text, previous = "", special[0]
+    for seen, label in zip(ids.tolist(), labels.tolist(), strict=True):
+        true = seen if label == IGNORED_LABEL else label
+        pieces = [token.lstrip("▁Ġ").removeprefix("##") for token in tokenizer.convert_ids_to_tokens([seen, true])]
+        is_apart = true in special or previous in special
+        text += " " if is_apart or begins_word is None or begins_word[true] else ""
+        text += pieces[0] if label == IGNORED_LABEL else f"{pieces[0]}⟦{pieces[1]}⟧"
+        previous = true
+    return text.strip()
 
 
 def main(model_args: ModelArguments, args: DataArguments) -> None:
@@ -110,15 +82,15 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
     batches.set_sequence_length(sequence_length_at(0, args))
-    statistics = BatchStatistics(tokenizer, objective)
     stored = "" if args.streaming else f"{len(dataset['train']):,} sequences for training, "
     source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
     print(f"{source}: {stored}{len(tokenizer):,} tokens, objective {objective.name}")
     what = f"it predicts {objective.description}" if objective.is_causal else "labels follow in brackets"
     print(f"Batches as the model sees them; {what}:")
+    counts = Counter()
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
-        statistics.add(batch)
-        for row in range(SHOWN_ROWS * (number <= SHOWN_BATCHES)):
+        counts.update(count_tokens(batch, tokenizer))
+        for row in range(SHOWN_ROWS if number <= SHOWN_BATCHES else 0):
             length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
             ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
             facts = [f"{length} tokens, {width - length} of padding"]
@@ -126,13 +98,14 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
                 facts.append("swapped" if batch["sentence_order_label"][row] else "in order")
             facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")
             print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {', '.join(facts)}")
-            width = min(120, shutil.get_terminal_size().columns)
-            lines = textwrap.wrap(make_printable(statistics.format_row(ids, labels)), width - 4, break_on_hyphens=False)
+            text = tokenizer.decode(ids) if objective.is_causal else format_row(ids, labels, tokenizer)
+            width = min(120, shutil.get_terminal_size().columns) - 4
+            lines = textwrap.wrap(make_printable(" ".join(text.split())), width, break_on_hyphens=False)
             text = textwrap.indent("\n".join(lines), "    ")
             if sys.stdout.isatty():
                 text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")
             print(text, flush=True)
-    print(f"\n{statistics.describe()}")
+    print(f"\n{describe(counts, number * BATCH_SIZE, objective.is_causal)}")
 
 
 if __name__ == "__main__":

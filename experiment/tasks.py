@@ -2,20 +2,16 @@
 
 They are those of RussianSuperGLUE (Shavrina et al., 2020, arXiv:2010.15925) and RuCoLA (Mikhailov et al., 2022,
 arXiv:2210.12814). `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
-record is a dictionary with the fields of the Hugging Face Hub's version, from any source. To look at an example:
-
-    python -c "from experiment.tasks import TASKS, load_examples; \\
-        print(load_examples(TASKS['terra'], 'PATH_OF_THE_DATA')['validation'][0])"
+record is a dictionary with the fields of the Hugging Face Hub's version, from any source.
 """
 
-import dataclasses
 import json
 import os
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,6 +21,8 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import save_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -32,6 +30,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from common.console import UserError, first_line, suggest
+from common.hub import hub
 from text.documents import read_records
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last
@@ -51,6 +50,11 @@ class Example:
     texts: list[tuple[str, str | None]]
     right: list[int] | None = None
     spans: list[list[Span]] = field(default_factory=list)
+
+    def __post_init__(self):
+        for text in (text for pair in self.texts for text in pair):
+            if not isinstance(text, str | None):
+                raise ValueError(f"{text!r} is not text")
 
     @property
     def label(self) -> int:
@@ -143,9 +147,9 @@ def find_label(record: dict, task: "Task") -> list[int] | None:
     raise ValueError(f"{task.label_column} {value!r} is not one of {', '.join(map(str, task.labels))}")
 
 
-def read_texts(record: dict, task: "Task", columns: tuple[str, ...] | None = None) -> Example:
+def read_texts(record: dict, task: "Task") -> Example:
     """Return the example for a text in one column or a pair in two, whose texts are the spans for that head."""
-    first, second = (*(record[column] for column in columns or task.columns), None)[:2]
+    first, second = (*(record[column] for column in task.columns), None)[:2]
     spans = [[(i, 0, len(text))] for i, text in enumerate((first, second))] if task.head == "spans" else []
     return Example(record, [(first, second)], find_label(record, task), spans)
 
@@ -160,7 +164,7 @@ def read_choices(record: dict, task: "Task") -> Example:
 
 def read_answer(record: dict, task: "Task") -> Example:
     """Return a MuSeRC example: a paragraph, and a question followed by one answer."""
-    check_index(record, "paragraph", "question", "answer")
+    require(record["idx"], ("paragraph", "question", "answer"))
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
 
@@ -209,7 +213,7 @@ def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
 
 def read_gap(record: dict, task: "Task") -> Example:
     """Return a RuCoS example: the places of the gap in the query and of all entities in the passage."""
-    check_index(record, "passage", "query")
+    require(record["idx"], ("passage", "query"))
     # each entity once, because a passage may name it several times
     entities, answers = (
         list(dict.fromkeys(filter(None, map(trim, record.get(name) or ())))) for name in ("entities", "answers")
@@ -227,53 +231,40 @@ def read_gap(record: dict, task: "Task") -> Example:
     return Example(record, [(record["passage"], record["query"])], right if answers else None, spans)
 
 
-def check_index(record: dict, *names: str) -> None:
-    """Raise a ValueError if the record's index lacks one of these names."""
-    if not isinstance(record["idx"], dict) or not all(name in record["idx"] for name in names):
-        raise ValueError(f"idx {record['idx']!r} does not hold {', '.join(names)}")
-
-
 def trim(entity: str) -> str:
     """Remove characters that no metric counts. The Hub's entities have one too many: "Абхазии ", "Спартак»"."""
     entity = entity.strip(string.whitespace + string.punctuation)
     return entity if "«" in entity else entity.rstrip("»")
 
 
-# ---------------------------------------------------------------- records of the benchmark's files in the Hub's form
+# ---------------------------------------------------------------- lines of the benchmark's files, as the Hub's records
 
 
-def restructure_answers(line: dict) -> list[dict]:
+def split_answers(line: dict) -> list[dict]:
     """Return a record for each answer of a MuSeRC paragraph."""
+    passage = line["passage"]
     return [
-        {
-            "paragraph": line["passage"]["text"],
-            "question": question["question"],
-            "answer": answer["text"],
-            "label": answer.get("label"),
-            "idx": {"paragraph": line["idx"], "question": question["idx"], "answer": answer["idx"]},
-        }
-        for question in line["passage"]["questions"]
+        {"paragraph": passage["text"], "question": question["question"], "answer": answer["text"]}
+        | {"idx": {"paragraph": line["idx"], "question": question["idx"], "answer": answer["idx"]}}
+        | {"label": answer.get("label")}
+        for question in passage["questions"]
         for answer in question["answers"]
     ]
 
 
-def restructure_spans(line: dict) -> list[dict]:
+def flatten_spans(line: dict) -> list[dict]:
     """Return an RWSD record without its nested target."""
-    return [{**{name: value for name, value in line.items() if name != "target"}, **line["target"]}]
+    return [line | line["target"]]
 
 
-def restructure_entities(line: dict) -> list[dict]:
+def split_queries(line: dict) -> list[dict]:
     """Return a record for each query of a RuCoS passage."""
     text = line["passage"]["text"]
     entities = [text[place["start"] : place["end"]] for place in line["passage"]["entities"]]
     return [
-        {
-            "passage": text,
-            "query": question["query"],
-            "answers": [answer["text"] for answer in question.get("answers") or []],
-            "entities": entities,
-            "idx": {"passage": line["idx"], "query": question["idx"]},
-        }
+        {"passage": text, "entities": entities, "query": question["query"]}
+        | {"idx": {"passage": line["idx"], "query": question["idx"]}}
+        | {"answers": [answer["text"] for answer in question.get("answers") or []]}
         for question in line["qas"]
     ]
 
@@ -293,7 +284,7 @@ class Task:
     :param measure: a function of examples and predicted indices that returns metrics between 0 and 1 (Matthews
         correlation: from -1), of which the first one selects the best epoch
     :param make_example: a function that makes an Example of a record and its task
-    :param restructure: a function that turns a record of the benchmark's files into records with the Hub's fields
+    :param restructure: a function that turns a line of the benchmark's files into records with the Hub's fields
     """
 
     name: str
@@ -325,7 +316,7 @@ TASKS = {
         (0, 1),
         measure=measure_answers,
         make_example=read_answer,
-        restructure=restructure_answers,
+        restructure=split_answers,
     ),
     "russe": Task(
         "RUSSE",
@@ -340,7 +331,7 @@ TASKS = {
         ("False", "True"),
         head="spans",
         make_example=read_coreference,
-        restructure=restructure_spans,
+        restructure=flatten_spans,
     ),
     "rucos": Task(
         "RuCoS",
@@ -348,7 +339,7 @@ TASKS = {
         head="entities",
         measure=measure_entities,
         make_example=read_gap,
-        restructure=restructure_entities,
+        restructure=split_queries,
         label_column="answers",
     ),
     "lidirus": Task(
@@ -360,10 +351,9 @@ TASKS = {
     ),
     "rucola": Task(
         "RuCoLA",
-        ("id", "sentence"),
+        ("sentence",),
         (0, 1),
         measure=measure_domains,
-        make_example=partial(read_texts, columns=("sentence",)),
         label_column="acceptable",
         id_column="id",
         files={
@@ -415,8 +405,6 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
 
 def read_file(task: Task, path: Path) -> list[tuple[str, object]]:
     """Return the records of a .csv, .tsv or JSON-lines file, each with its position."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: get it from {task.address}")
     try:
         return [(f"{path}, line {number}", record) for number, record in read_records(path, is_strict=True)]
     except UserError as e:
@@ -424,127 +412,116 @@ def read_file(task: Task, path: Path) -> list[tuple[str, object]]:
 
 
 def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
-    """Return the examples of records, or raise a UserError that names a malformed record."""
-    return [make_example(task, where, part) for where, record in records for part in divide(task, where, record)]
+    """Return the examples of records with their positions, or raise a UserError that names a malformed record."""
+    examples = []
+    for where, record in records:
+        try:
+            # a line of the benchmark, or a record with the Hub's fields
+            is_nested = task.restructure and not record.keys() >= set(task.columns)
+            for part in task.restructure(record) if is_nested else [record]:
+                require(part, task.columns)
+                examples.append(task.make_example(part, task))
+        except (ValueError, TypeError, LookupError, AttributeError) as e:
+            problem = e if isinstance(e, ValueError) else f"{e!r} in {record!r:.100}"
+            raise UserError(f"{where} is not a record of {task.name} ({problem}): get it from {task.address}") from e
+    return examples
 
 
-def divide(task: Task, where: str, record: object) -> list[dict]:
-    """Return the records of a line in the benchmark's form, or the record alone if it has the Hub's fields."""
-    try:
-        is_nested = task.restructure and not all(column in record for column in task.columns)
-        return task.restructure(record) if is_nested else [record]
-    except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
-
-
-def make_example(task: Task, where: str, record: object) -> Example:
-    """Return the example of a record, or raise a UserError that says where the record is."""
-    found = record if isinstance(record, dict) else {}
-    if missing := [column for column in task.columns if found.get(column) is None]:
-        raise UserError(
-            f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
-            f"found are {', '.join(map(str, found)) or 'none'}"
-        )
-    try:
-        example = task.make_example(record, task)
-        for text in (text for pair in example.texts for text in pair if text is not None):
-            if not isinstance(text, str):
-                raise ValueError(f"{text!r} is not text")
-        return example
-    except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{where}: {e}") from e
+def require(record: dict, names: Iterable[str]) -> None:
+    """Raise a ValueError if a record lacks one of these fields."""
+    if missing := [name for name in names if record.get(name) is None]:
+        raise ValueError(f"no {', '.join(missing)} among {', '.join(map(str, record)) or 'no fields'}")
 
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
     """Return the records of the Hub's Parquet conversion, because the Hub no longer runs the dataset's script."""
     here, name = Path(data_dir) / task.name, task.name.lower()
-    cure = f"get {', '.join(str(here / file) for file in task.files.values())} from {task.address}, or give --data_dir"
+    files = f"{', '.join(str(here / file) for file in task.files.values())} from {task.address} (or give --data_dir)"
     if not task.hub:
-        raise UserError(f"no folder {here}: {cure}")
-    disable_progress_bars()
+        raise UserError(f"no folder {here}: get {files}")
     records = {split: [] for split in task.files}
-    try:
+    disable_progress_bars()
+    with hub(f"the dataset {task.hub}", files):
         options = dict(repo_type="dataset", revision="refs/convert/parquet", allow_patterns=f"{name}/*")
         folder = Path(snapshot_download(task.hub, **options), name)
         # NAME/train/0000.parquet, or NAME/russian_super_glue-train.parquet
         for path in sorted(folder.rglob("*.parquet")):
             for split in [split for split in records if split in str(path.relative_to(folder))]:
                 records[split] += pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as e:
-        problem = f"{task.hub} cannot be loaded from the Hub ({first_line(e)})"
-        raise UserError(f"no folder {here}, and {problem}: {cure}") from e
-    if missing := [split for split in task.files if not records[split]]:
-        problem = f"no {' and '.join(missing)} data of {name} in {task.hub} on the Hub"
-        raise UserError(f"no folder {here}, and {problem}: {cure}")
+        if missing := [split for split in task.files if not records[split]]:
+            raise ValueError(f"no {' and '.join(missing)} data of {name}")
     return {
         split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(found)]
         for split, found in records.items()
     }
 
 
-def load_task_file(path: str | Path) -> Task:
-    """Return the classification of sentences or pairs that a JSON file describes:
+# ---------------------------------------------------------------- tasks of a user
+
+
+@strict
+@dataclass
+class TaskFile:
+    """The fields of a --task_file, a classification of texts or pairs. The first four are required.
 
         {"name": "spam", "train": "train.csv", "validation": "dev.csv", "test": "test.csv", "text": "subject",
          "text_pair": "body", "label": "is_spam", "labels": ["no", "yes"], "metric": "f1", "id": "number"}
 
-    The files are in the same folder and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
-    the training data), `metric` (accuracy, f1 averaged over classes, or mcc; default: accuracy) and `id` (default: the
-    number of the record) are optional. "head": "spans" compares the averages of a pair's two texts, and needs fewer
-    examples to learn their similarity. The default head uses the first token, like BERT.
+    The files are in the same folder and end in .csv, .tsv or .jsonl. Without `labels`, these are those of the training
+    data; without `id`, it is the number of the record. The head "spans" compares the averages of a pair's two texts,
+    and needs fewer examples to learn their similarity. The default head uses the first token, like BERT.
     """
-    what = f"--task_file {path}"
+
+    train: str
+    validation: str
+    text: str
+    label: str
+    name: str = ""
+    test: str = ""
+    text_pair: str = ""
+    labels: list = field(default_factory=list)
+    metric: Literal["accuracy", "f1", "mcc"] = "accuracy"
+    id: str = ""
+    head: Literal["classes", "spans"] = "classes"
+
+
+def load_task_file(path: str | Path) -> Task:
+    """Return the task that a JSON file with the fields of TaskFile describes."""
+    what, known = f"--task_file {path}", [item.name for item in fields(TaskFile)]
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{what} cannot be read ({e}): see --help for an example") from e
-    if not isinstance(given, dict):
-        raise UserError(f"{what} is not a JSON object: see --help for an example")
-    required = ("train", "validation", "text", "label")
-    optional = {"name": Path(path).stem, "test": "", "text_pair": "", "labels": []}
-    optional |= {"metric": "accuracy", "id": "", "head": "classes"}
-    fields = ", ".join([*required, *optional])
-    if unknown := sorted(given.keys() - {*required, *optional}):
-        similar = suggest(unknown[0], [*required, *optional])
-        raise UserError(f"{what} has an unknown field {unknown[0]}{similar} (fields: {fields})")
-    if missing := [name for name in required if name not in given]:
-        raise UserError(f"{what} has no {', '.join(missing)} (fields: {fields})")
-    for name, value in given.items():
-        kind, word = (list, "a list") if name == "labels" else (str, "a text")
-        if not isinstance(value, kind) or not value:
-            raise UserError(f"{what}: {name} is {value!r}, but must be {word}")
-    facts = optional | given
-    if facts["metric"] not in METRICS:
-        raise UserError(f"{what}: the metric {facts['metric']} is not one of {', '.join(METRICS)}")
-    if facts["head"] not in ("classes", "spans") or (facts["head"] == "spans" and not facts["text_pair"]):
-        raise UserError(f"{what}: the head is classes or, with a text_pair, spans")
-    label, labels = facts["label"], tuple(facts["labels"])
+        facts = TaskFile(**given)
+    except OSError as e:
+        raise UserError(f"{what} cannot be read ({e}): check the path") from e
+    except (ValueError, TypeError, StrictDataclassError) as e:
+        unknown = sorted(given.keys() - {*known}) if isinstance(e, TypeError) and isinstance(given, dict) else []
+        problem = f"unknown field {unknown[0]}{suggest(unknown[0], known)}" if unknown else first_line(e)
+        raise UserError(f"{what} is not the description of a task: {problem} (fields: {', '.join(known)})") from e
+    if facts.head == "spans" and not facts.text_pair:
+        raise UserError(f"{what}: the head spans needs a text_pair")
     task = Task(
-        facts["name"].replace("/", "_"),  # part of file and folder names
-        tuple(filter(None, (facts["text"], facts["text_pair"]))),
-        labels,
-        facts["head"],
-        METRICS[facts["metric"]],
-        label_column=label,
-        id_column=facts["id"],
-        files={split: facts[split] for split in ("train", "validation", "test") if facts[split]},
+        (facts.name or Path(path).stem).replace("/", "_"),  # part of file and folder names
+        tuple(filter(None, (facts.text, facts.text_pair))),
+        tuple(facts.labels),
+        facts.head,
+        METRICS[facts.metric],
+        label_column=facts.label,
+        id_column=facts.id,
+        files={split: file for split in ("train", "validation", "test") if (file := getattr(facts, split))},
         folder=Path(path).parent,
         address=f"where {path} says",
         hub="",
     )
-    if labels:
-        return task
-    train = task.folder / facts["train"]
-    records = [record for _, record in read_file(task, train) if isinstance(record, dict)]
-    if not records:
-        raise UserError(f"{train} holds no record: fix it, or {what}")
-    labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
-    if len(labels) < 2:
-        raise UserError(
-            f"{what}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns are "
-            f"{', '.join(records[0])}: at least two labels are needed"
-        )
-    return dataclasses.replace(task, labels=labels)
+    if not task.labels:
+        records = [record for _, record in read_file(task, task.folder / facts.train) if isinstance(record, dict)]
+        labels = {str(record[facts.label]) for record in records if record.get(facts.label) not in (None, "")}
+        if len(labels) < 2:
+            raise UserError(
+                f"{what}: {facts.label} has the values {', '.join(labels) or 'none'} in {facts.train}, whose columns "
+                f"are {', '.join(records[0]) if records else 'none'}: at least two labels are needed"
+            )
+        task = replace(task, labels=tuple(sorted(labels)))
+    return task
 
 
 # ---------------------------------------------------------------- submission
@@ -552,27 +529,26 @@ def load_task_file(path: str | Path) -> Task:
 
 def format_predictions(task: Task, examples: list[Example], predictions: Sequence[int]) -> tuple[str, str]:
     """Return the name and content of the file with predictions in the leaderboard's format."""
+    numbers = [example.record.get(task.id_column, row) for row, example in enumerate(examples)]
     if task.head == "entities":
         labels = [example.record["entities"][place] for example, place in zip(examples, predictions, strict=True)]
     else:
         labels = [task.labels[predicted] for predicted in predictions]
     if task is TASKS["rucola"]:
-        lines = [f"{example.record['id']},{label}" for example, label in zip(examples, labels, strict=True)]
+        lines = [f"{number},{label}" for number, label in zip(numbers, labels, strict=True)]
         return "RuCoLA.csv", "\n".join(["id,acceptable", *lines]) + "\n"
     if task is TASKS["muserc"]:
         paragraphs = defaultdict(lambda: defaultdict(list))
-        for example, label in zip(examples, labels, strict=True):
-            index = example.record["idx"]
+        for index, label in zip(numbers, labels, strict=True):
             paragraphs[index["paragraph"]][index["question"]].append({"idx": index["answer"], "label": label})
         rows = [
             {"idx": number, "passage": {"questions": [{"idx": n, "answers": a} for n, a in questions.items()]}}
             for number, questions in paragraphs.items()
         ]
     else:
-        rows = []
-        for number, (example, label) in enumerate(zip(examples, labels, strict=True)):
-            index = example.record.get(task.id_column, number)
-            rows.append({"idx": index["passage"] if task is TASKS["rucos"] else index, "label": label})
+        if task is TASKS["rucos"]:
+            numbers = [index["passage"] for index in numbers]
+        rows = [{"idx": number, "label": label} for number, label in zip(numbers, labels, strict=True)]
     return f"{task.name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -1,19 +1,14 @@
 """LeanALBERT: an ALBERT that keeps little for the backward pass, so that long sequences fit on a volunteer's GPU.
 
 The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
-rotary positions, gated feed-forward, sandwich norm. models/ruleanalbert.py loads its checkpoints. To print a model:
-
-    python -c "from models.lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
-        num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
+rotary positions, gated feed-forward, sandwich norm. models/ruleanalbert.py loads its checkpoints.
 
 A layer keeps its two inputs, which are parts of the residual stream, and the output of the feed-forward's first matrix;
-with sandwich norm, also the inputs of those two norms. The backward pass recomputes the other norms, the activations
-and the attention with its query/key/value projection (`apply_recomputed`), which are cheap compared to the other matrix
-products. With gradient checkpointing, it also recomputes the feed-forward's first product.
+with sandwich norm, also the inputs of those two norms. The backward pass recomputes the rest (see `recompute`). With
+gradient checkpointing, it also recomputes the feed-forward's first product.
 
-Importing this file registers the model with transformers' Auto classes, so that AutoModel, AutoModelForMaskedLM and so
-on open its folders. save_pretrained also copies this file there. With trust_remote_code=True, such a folder opens
-without the import.
+Importing this file registers the model with transformers' Auto classes. save_pretrained also copies this file, so that
+a saved folder opens anywhere with trust_remote_code=True.
 """
 
 import math
@@ -25,13 +20,13 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
-from transformers.utils import ModelOutput
+from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutput
 
 # ---------------------------------------------------------------- configuration
 
@@ -106,27 +101,30 @@ class LeanAlbertConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         choose_activation(self.hidden_act)  # raises if it is unknown, before the model is built
         layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
-        own_layers = groups * self.num_inner_groups
         sets, shares = self.num_inner_matrices, int(self.share_large_matrices)
-        if self.hidden_size % heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}")
-        if self.position_embedding_type not in ("rotary", "absolute"):
-            raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
-        if self.position_embedding_type == "rotary" and self.hidden_size // heads % 2:
-            raise ValueError("rotary positions need heads of even size: change num_attention_heads")
-        if min(self.num_inner_groups, sets) < 1 or shares < 0:
-            raise ValueError(
-                "num_inner_groups and num_inner_matrices must be at least 1, share_large_matrices at least 0"
-            )
-        if not 1 <= groups <= layers:
-            raise ValueError(f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}")
-        if (self.adapter_dim or sets > 1) and not shares:
-            raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices: there is nothing to adapt")
-        if shares * sets > own_layers:
-            raise ValueError(
-                f"share_large_matrices {shares} x num_inner_matrices {sets} are more sets of matrices than the "
-                f"{own_layers} layers with their own weights"
-            )
+        own_layers = groups * self.num_inner_groups
+        is_absolute = self.position_embedding_type == "absolute"
+        rules = {
+            f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute": (
+                self.position_embedding_type in ("rotary", "absolute")
+            ),
+            f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}": (
+                self.hidden_size % heads == 0
+            ),
+            "rotary positions need heads of even size: change num_attention_heads": (
+                is_absolute or self.hidden_size // heads % 2 == 0
+            ),
+            "num_inner_groups and num_inner_matrices must be at least 1": min(self.num_inner_groups, sets) >= 1,
+            f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}": 1 <= groups <= layers,
+            "adapter_dim and num_inner_matrices need share_large_matrices": (
+                shares > 0 or (self.adapter_dim == 0 and sets == 1)
+            ),
+            f"share_large_matrices {shares} x num_inner_matrices {sets} must be between 0 and {own_layers}, the number "
+            "of layers with their own weights": 0 <= shares * sets <= own_layers,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(rule)
 
     def find_matrices(self, layer: int) -> int:
         """Return the index of the matrices that a layer (of num_hidden_groups x num_inner_groups) uses."""
@@ -153,40 +151,17 @@ def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACT2FN[name]
 
 
-# ---------------------------------------------------------------- products that do not keep their inputs
-
-
-def project(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_first: Tensor | None, adapter_second: Tensor | None
-) -> Tensor:
-    """Apply a linear map, plus a low-rank one (arxiv.org/abs/2106.09685) unless the adapters are None.
-
-    :param hidden: [..., in]
-    :param weight: [out, in]; adapter_first [rank, in], adapter_second [out, rank]
-    """
-    if adapter_first is None:
-        return linear(hidden, weight, bias)
-    # the large product comes last, see `apply_recomputed`
-    low_rank = linear(linear(hidden, adapter_first), adapter_second)
-    return linear(hidden, weight, bias) + low_rank
-
-
-def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | None, ...], *inputs) -> Tensor:
-    """Return project(prepare(*inputs), *parameters), of which autograd keeps only the inputs.
-
-    The backward pass calls the cheap `prepare` again. It does not repeat the product, because torch stops recomputing
-    once it has the tensors that it needs, and the last one is the product's input.
-
-    :param parameters: the last four arguments of `project`
-    """
-
-    def segment(*tensors: Tensor) -> Tensor:
-        return project(prepare(*tensors[4:]), *tensors[:4])
-
-    return checkpoint(segment, *parameters, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
 # ---------------------------------------------------------------- one layer
+
+
+def recompute(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Return function(hidden), of which autograd keeps only the input.
+
+    The backward pass calls the function again, but does not repeat a matrix product at its end: torch stops recomputing
+    once it has the tensors that it needs, and the last one is the product's input.
+    """
+    return checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)
+
 
 Rotation = tuple[Tensor, Tensor] | None  # cosines and sines, see `rotate`
 
@@ -223,9 +198,13 @@ class SharedLinear(nn.Module):
         self.adapter_first = nn.Parameter(torch.zeros(adapter_dim, in_features)) if adapter_dim else None
         self.adapter_second = nn.Parameter(torch.zeros(out_features, adapter_dim)) if adapter_dim else None
 
-    def with_matrix(self, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the last four arguments of `project`."""
-        return weight, self.bias, self.adapter_first, self.adapter_second
+    def forward(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        """Apply the linear map of a matrix [out, in] to [..., in], plus the adapters' (arxiv.org/abs/2106.09685)."""
+        if self.adapter_first is None:
+            return linear(hidden, matrix, self.bias)
+        # the large product comes last, see `recompute`
+        low_rank = linear(linear(hidden, self.adapter_first), self.adapter_second)
+        return linear(hidden, matrix, self.bias) + low_rank
 
 
 class LeanAlbertMatrices(nn.Module):
@@ -246,21 +225,16 @@ class LeanAlbertLayer(nn.Module):
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
         hidden, intermediate, rank = config.hidden_size, config.intermediate_size, config.adapter_dim
-        self.num_heads, self.eps = config.num_attention_heads, config.layer_norm_eps
-        self.is_gated = config.hidden_act_gated
+        self.num_heads, self.is_gated, eps = config.num_attention_heads, config.hidden_act_gated, config.layer_norm_eps
         self.activation = choose_activation(config.hidden_act)
-        self.attention_norm = nn.LayerNorm(hidden, self.eps)
+        self.attention_norm = nn.LayerNorm(hidden, eps)
         self.qkv = SharedLinear(hidden, 3 * hidden, config.attn_qkv_bias, rank)
         self.attention_output = SharedLinear(hidden, hidden, config.out_proj_bias, rank)
-        self.ffn_norm = nn.LayerNorm(hidden, self.eps)
+        self.ffn_norm = nn.LayerNorm(hidden, eps)
         self.ffn_input = SharedLinear(hidden, (1 + self.is_gated) * intermediate, True, rank)
         self.ffn_output = SharedLinear(intermediate, hidden, config.out_proj_bias, rank)
-        self.attention_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
-        self.ffn_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
-
-    def normalize(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return the layer norm of hidden states."""
-        return layer_norm(hidden, weight.shape, weight, bias, self.eps)
+        self.attention_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
+        self.ffn_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
 
     def activate(self, hidden: Tensor) -> Tensor:
         """Apply the activation, or gate one half of the feed-forward by that of the other."""
@@ -282,25 +256,21 @@ class LeanAlbertLayer(nn.Module):
         :param keep_wide: whether to keep the output of the feed-forward's first product, or recompute it in backward
         """
 
-        def mix(hidden, norm_weight, norm_bias, *qkv):
-            states = project(self.normalize(hidden, norm_weight, norm_bias), *qkv)
-            return attend(states, self.num_heads, mask, rotation)
+        def mix(hidden: Tensor) -> Tensor:
+            states = self.qkv(self.attention_norm(hidden), matrices.qkv)
+            return self.attention_output(attend(states, self.num_heads, mask, rotation), matrices.attention_output)
 
-        def enter_ffn(hidden, norm_weight, norm_bias, *first):
-            return self.activate(project(self.normalize(hidden, norm_weight, norm_bias), *first))
+        def widen(hidden: Tensor) -> Tensor:
+            return self.ffn_input(self.ffn_norm(hidden), matrices.ffn_input)
 
-        norm, first = self.attention_norm, self.qkv.with_matrix(matrices.qkv)
-        second = self.attention_output.with_matrix(matrices.attention_output)
-        output = apply_recomputed(mix, second, hidden, norm.weight, norm.bias, *first)
-        hidden = hidden + self.attention_sandwich_norm(output)
+        def narrow(wide: Tensor) -> Tensor:
+            return self.ffn_output(self.activate(wide), matrices.ffn_output)
 
-        norm, first = self.ffn_norm, self.ffn_input.with_matrix(matrices.ffn_input)
-        second = self.ffn_output.with_matrix(matrices.ffn_output)
+        hidden = hidden + self.attention_sandwich_norm(recompute(mix, hidden))
         if keep_wide:
-            wide = apply_recomputed(self.normalize, first, hidden, norm.weight, norm.bias)
-            output = apply_recomputed(self.activate, second, wide)
+            output = recompute(narrow, recompute(widen, hidden))
         else:
-            output = apply_recomputed(enter_ffn, second, hidden, norm.weight, norm.bias, *first)
+            output = recompute(lambda hidden: narrow(widen(hidden)), hidden)
         return hidden + self.ffn_sandwich_norm(output)
 
 
@@ -486,14 +456,11 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
 
 
 @dataclass
-class LeanAlbertForPreTrainingOutput(ModelOutput):
+class LeanAlbertForPreTrainingOutput(AlbertForPreTrainingOutput):
     """The output of LeanAlbertForPreTraining: `loss` is the sum of the other two losses, which have no gradient."""
 
-    loss: Tensor | None = None
     mlm_loss: Tensor | None = None
     sop_loss: Tensor | None = None
-    prediction_logits: Tensor | None = None
-    sop_logits: Tensor | None = None
 
 
 class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):

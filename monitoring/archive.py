@@ -2,41 +2,40 @@
 
 A checkpoint of the archive has a trainer's format (see training/checkpoint.py), a model card, and a stamp with its
 epoch, loss and donor. It holds only arguments that match on all peers and none of this machine, so that it can be
-published. To publish the newest one now, such as after the end of a run:
-
-    HF_TOKEN=hf_XXXX python -m monitoring.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
+published.
 """
 
 import contextlib
+import hashlib
 import logging
 import statistics
 import threading
 import time
 from pathlib import Path
 
-from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
-from common.console import UserError, edge, first_line, setup_logging
-from common.files import lock_folder
-from common.flags import list_shared
-
-if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge(interrupted="the same command goes on"):
-        groups = parse_arguments(ArchiveArguments, description=__doc__)
-
+import jinja2
 import torch
 
-from experiment.optimizer import choose_optimizer
+from arguments import SHARED_ARGS, OptimizerArguments, SwarmArguments
+from common.console import UserError, first_line
+from common.files import lock_folder
+from common.flags import list_shared
+from experiment.model import find_objective, make_model
+from experiment.optimizer import choose_optimizer, make_contract, make_optimizer
 from experiment.samples import sample_texts
 from monitoring.history import pick
-from monitoring.hub import Publisher, explain_failure, read_stamp
-from swarm.optimizer import CollaborativeOptimizer
+from monitoring.hub import Publisher, read_stamp
+from swarm.contract import RunContract
+from swarm.joining import Swarm
+from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
+from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training.checkpoint import (
     collect_state,
     find_checkpoints,
     is_known,
     put_back,
     read_epoch,
-    remove_checkpoints,
+    remove_outdated,
     save_model,
     set_aside,
     write_code,
@@ -53,6 +52,31 @@ REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
 CARD = Path(__file__).with_name("card.md")
 #: the names of arguments that match on all peers, without paths of this machine
 PUBLIC_ARGUMENTS = {name for name in list_shared((SwarmArguments, *SHARED_ARGS)) if not name.endswith("_path")}
+
+
+def make_auxiliary(
+    swarm: Swarm, groups: tuple, assists: bool = False
+) -> tuple[AveragingHelper, "CheckpointHandler | None", RunContract]:
+    """Return an optimizer of the trainers' model, an archive if --store_checkpoints is set, and this peer's contract.
+
+    The optimizer has no gradients. It averages for other peers, or only downloads states. It starts helper processes.
+
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
+    :param assists: whether this peer averages for other peers, and passes their states on
+    :raises UserError: if live trainers use different settings or the archive's folder cannot be written
+    """
+    _, _, archive_args, model_args, optimizer_args, averaging_args = groups
+    tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
+    if assists:
+        swarm.measure_bandwidth(averaging_args.bandwidth)
+    model = make_model(model_args, tokenizer)
+    contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+    swarm.compare_contract(contract)
+    optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, auxiliary=True)
+    if assists:
+        optimizer.state_averager.serve_state()
+    archive = CheckpointHandler(groups, model, tokenizer, optimizer) if archive_args.store_checkpoints else None
+    return optimizer, archive, contract
 
 
 class CheckpointHandler:
@@ -141,7 +165,8 @@ class CheckpointHandler:
             "loss": metrics["loss"],
             "time": time.time(),
             "experiment_prefix": self.prefix,
-            "given_by": metadata["donors"][:1],
+            # a digest identifies the donor too, but its peer id would reveal its address
+            "given_by": [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in metadata["donors"][:1]],
             "swarm": metrics,
             "validation": validation,
             "settings": self.settings,
@@ -167,8 +192,7 @@ class CheckpointHandler:
             logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
-            interval = self.args.keep_one_in * self.args.save_steps
-            remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
+            remove_outdated(self.folder, self.args.save_total_limit)
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""
@@ -182,42 +206,16 @@ class CheckpointHandler:
         if self.saving:
             self.saving.join(FINAL_WAIT)
         if self.publisher and (folder := self.publisher.find_new()):
-            logger.info(
-                f"{folder} is not on the Hub yet. To upload it: python -m monitoring.archive --store_checkpoints "
-                f"--local_path {self.folder} --repo_url {self.args.repo_url}"
-            )
+            logger.info(f"{folder} is not on the Hub yet. To upload it: hf upload {self.args.repo_url} {folder} .")
 
 
-def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Path]:
-    """Return the checkpoints to remove: those that are neither among the newest nor the first of an interval.
-
-    :param folders: the checkpoints by epoch
-    :param newest: the number of newest checkpoints to keep
-    :param interval: the epochs of an interval whose first checkpoint is kept forever; 0: keep no such checkpoints
-    """
-    first = {read_epoch(path) // interval: path for path in reversed(folders)} if interval else {}
-    return [path for path in folders[:-newest] if path not in first.values()]
-
-
-def describe_texts(model: torch.nn.Module, tokenizer) -> str:
-    """Return sample texts by the model's present weights in Markdown; none if the model cannot make them."""
+def make_texts(model: torch.nn.Module, tokenizer) -> list[str]:
+    """Return sample texts by the model's present weights; none if the model cannot make them."""
     try:
-        texts = sample_texts(model, tokenizer)
+        return [" ".join(text.split()) for text in sample_texts(model, tokenizer)]
     except Exception as e:  # many types, of any model; an upload matters more
         logger.warning(f"The card has no sample texts ({first_line(e)})")
-        return ""
-    # indented, so that nothing in them is a link or HTML
-    return "## Sample texts\n\n" + "".join(f"    {' '.join(text.split())}\n" for text in texts) + "\n"
-
-
-def describe_validation(validation: dict) -> str:
-    """Return the card's row of the newest evaluation, or nothing if no trainer has evaluated."""
-    if not validation:
-        return ""
-    values = {name.removeprefix("validation_"): value for name, value in validation.items()}
-    bits = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
-    text = "| validation | loss {loss:.4f} nats per token, perplexity {perplexity:,.1f}{bits}, at epoch {epoch:,} |\n"
-    return text.format(**values | {"bits": bits})
+        return []
 
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
@@ -226,56 +224,22 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokeniz
     :param history: the run's known history up to the checkpoint's epoch
     :param place: the model's name or folder for from_pretrained
     """
-    settings, objective = stamp["settings"], model.objective
-    trust = ", trust_remote_code=True" if model.is_remote_code() else ""
-    heads = f'`AutoModelForPreTraining.from_pretrained("{place}"{trust})` loads it with both of its heads.\n'
-    local_steps = f", {settings['local_steps']} local steps from epoch {settings['local_steps_from']}"
-    return CARD.read_text(encoding="utf-8").format(
+    settings, text = stamp["settings"], CARD.read_text(encoding="utf-8")
+    options = dict(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    return jinja2.Template(text, **options).render(
         stamp=stamp,
         settings=settings,
         metrics=stamp["swarm"],
-        first=history[0],
+        validation=stamp["validation"],
+        history=history,
         model=model,
-        objective=objective,
-        parameters=model.num_parameters(),
         samples=TrainingSchedule(**pick(settings, TrainingSchedule)).count_samples(stamp["epoch"]),
-        most_peers=max(entry["alive_peers"] for entry in history),
-        hours=(history[-1]["time"] - history[0]["time"]) / 3600,
         samples_per_second=statistics.median(entry["samples_per_second"] for entry in history),
         optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
         precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
-        local_steps=local_steps if settings["local_steps"] > 1 else "",
-        validation=describe_validation(stamp["validation"]),
-        texts=describe_texts(model, tokenizer),
+        texts=make_texts(model, tokenizer),
         code=write_code(model, place),
-        heads=heads if objective.kind.has_pairs and is_known(model) else "",
-        curve="![learning curve](learning_curve.png)\n\n" if has_curve else "",
+        has_heads=model.objective.kind.has_pairs and is_known(model),
+        place=place,
+        has_curve=has_curve,
     )
-
-
-def main(args: ArchiveArguments) -> None:
-    """Upload the newest checkpoint of --local_path now."""
-    setup_logging("archive")
-    if not args.repo_url or not args.local_path:
-        raise UserError("give --local_path FOLDER, to upload from, and --repo_url ORG/NAME, to upload to")
-    publisher = Publisher(args.repo_url, args.upload_interval, Path(args.local_path))
-    folders = find_checkpoints(args.local_path)
-    if not folders:
-        raise UserError(
-            f"--local_path {args.local_path} has no checkpoint: give the folder that contains checkpoint-EPOCH"
-        )
-    if "settings" not in read_stamp(folders[-1]):
-        raise UserError(
-            f"--local_path {args.local_path}: {folders[-1].name} is damaged, or a trainer's, which holds its whole "
-            "command line: give the folder that a monitor or an auxiliary peer keeps with --store_checkpoints"
-        )
-    try:
-        publisher.publish(folders[-1])
-    except Exception as e:  # see Publisher.upload
-        logger.error(f"{folders[-1].name} is not on the Hub: {explain_failure(e)}")
-        raise SystemExit(1) from None
-
-
-if __name__ == "__main__":
-    with edge(interrupted="the same command goes on"):
-        main(*groups)

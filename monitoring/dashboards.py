@@ -5,13 +5,12 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
-import sqlite3
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +20,6 @@ from common.console import UserError, first_line
 
 logger = logging.getLogger("dashboards")
 
-# errors of dashboards if the disk is full or their helper process has ended
-DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
 # the groups of our metrics on dashboards, which show metrics without a group first
 GROUPS = {
     "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
@@ -47,17 +44,14 @@ class Dashboard:
     def __init__(self, module: ModuleType | None = None, run: Any = None):
         self.module, self.run = module, run
 
-    def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
-        """Log metrics by name, including `epoch`, and the rows of a table, without waiting."""
+    def report(self, values: dict) -> None:
+        """Log metrics by name, including `epoch`, without waiting."""
         if self.run is None:
             return
         names = [(f"{group}{name}", name) for group, names in GROUPS.items() for name in names if name in values]
         # no chart of zeros
         shown = {title: values[name] for title, name in names if values[name] or name != "skipped_steps"}
         try:
-            if contributors:
-                rows = [list(row.values()) for row in contributors]
-                shown["contributors"] = self.module.Table(columns=list(contributors[0]), data=rows)
             self.run.log(shown, step=values["epoch"])
         except Exception as e:  # wandb's service raises many types, and none may stop training
             logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
@@ -81,71 +75,68 @@ def make_run_name(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def select_public(config: dict) -> dict:
-    """Return the arguments that dashboards may show."""
-    return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+def start_dashboard(kind: str, project: str, run_name: str, config: dict) -> Dashboard:
+    """Start or continue a run on trackio or wandb, or log why that is impossible.
 
-
-def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
-    """Start or continue a run, and show those arguments of the command line that are not PRIVATE."""
+    The dashboard gets the arguments of the command line that are not PRIVATE, and the reports.
+    """
+    config = {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+    start = {"trackio": start_trackio, "wandb": start_wandb}[kind]
     try:
-        import trackio
-
-        # Reports go to a local SQLite file, without server or account. Its greeting is not printed.
-        with contextlib.redirect_stdout(io.StringIO()):
-            options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-            run = trackio.init(prefix, name=run_name, config=select_public(config), **options)
-    except (ImportError, *DASHBOARD_ERRORS) as e:
-        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
+        dashboard, place = start(project, name=run_name, config=config, resume="allow")
+    except Exception as e:  # many types: a full disk, no network, a missing package
+        logger.warning(f"No dashboard: {kind} failed ({first_line(e)}). metrics.jsonl and the curve are still written")
         return Dashboard()
+    logger.info(f"Dashboard: {place}")
+    return dashboard
+
+
+def start_trackio(project: str, **options) -> tuple[Dashboard, str]:
+    """Start a run in a local SQLite file, without server or account, and return it with the command that shows it."""
+    import trackio
+
+    with contextlib.redirect_stdout(io.StringIO()):  # its greeting
+        run = trackio.init(project, embed=False, auto_log_cpu=False, auto_log_gpu=False, **options)
     # next to the interpreter if .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
-    logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
-    return Dashboard(trackio, run)
+    return Dashboard(trackio, run), f"{folder}{command} show --project {shlex.quote(project)}"
 
 
-def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
-    """Start or continue a run, like start_trackio.
+def start_wandb(project: str, name: str, **options) -> tuple[Dashboard, str]:
+    """Start a run on wandb, and return it with its address.
 
-    It sends the config and the reports, but no host name, command line or console output, which holds addresses.
+    wandb gets no host name, command line or console output, which holds addresses.
     """
     # wandb no longer reads the first of these variables
-    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
-    if disabled or os.environ.get("WANDB_MODE") == "disabled":
-        logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
-        return Dashboard()
-    if importlib.util.find_spec("wandb") is None:
-        logger.warning("No dashboard: wandb is not installed (pip install wandb)")
-        return Dashboard()
+    is_disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+    if is_disabled or os.environ.get("WANDB_MODE") == "disabled":
+        return Dashboard(), "none, because of WANDB_DISABLED or WANDB_MODE"
     import wandb
 
+    if folder := os.environ.get("WANDB_DIR"):
+        os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
+    settings = wandb.Settings(
+        init_timeout=20,  # without a network, wandb would try for 90 s
+        login_timeout=60,  # in a terminal, wandb asks for a missing key
+        finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
+        console="off",
+        disable_code=True,
+        disable_git=True,
+        host="",
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_disable_stats=True,
+        x_save_requirements=False,
+    )
+    # made of the name, so that a restart continues the run, with only characters that an id may have
+    run_id = re.sub(r"[^\w-]", "-", name, flags=re.ASCII)[-64:]
     try:
-        if folder := os.environ.get("WANDB_DIR"):
-            os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
-        settings = wandb.Settings(
-            init_timeout=20,  # without a network, wandb would try for 90 s
-            login_timeout=60,  # in a terminal, wandb asks for a missing key
-            finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            host="",
-            x_disable_meta=True,
-            x_disable_machine_info=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
-        # made of the name, so that a restart continues the run, with only characters that an id may have
-        run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
-        options = dict(resume="allow", config=select_public(config), settings=settings)
-        run = wandb.init(project=project, id=run_id, name=run_name, **options)
-    except (wandb.Error, *DASHBOARD_ERRORS) as e:
-        logger.warning(f"No dashboard: wandb failed ({first_line(e)}). WANDB_MODE=offline records for a later upload")
+        run = wandb.init(project=project, id=run_id, name=name, settings=settings, **options)
+    except Exception:
         wandb.teardown()
-        return Dashboard()
-    logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
-    return Dashboard(wandb, run)
+        raise
+    return Dashboard(wandb, run), run.url or f"wandb sync {Path(run.dir).parent}"
 
 
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
@@ -169,4 +160,4 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
         if is_resumed and path.exists():
             run_name = path.read_text(encoding="utf-8").strip()
         path.write_text(run_name, encoding="utf-8")
-    return start_wandb(project, run_name, config)
+    return start_dashboard("wandb", project, run_name, config)

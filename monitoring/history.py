@@ -1,7 +1,6 @@
 """The history of a run, in memory and on disk: its epochs and the contributions of its peers."""
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,8 +13,8 @@ from utils import LocalMetrics, SwarmMetrics
 
 MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
 MAX_POINTS_SENT = 500  # points per request of the status page
-# The table keeps the largest contributors, because untrusted peers can sign records with many new keys.
-MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
+# The largest contributors are kept, because untrusted peers can sign records with many new keys.
+MAX_PEERS = 10_000
 MAX_PEERS_SENT = 50  # with any names, a status stays below MAX_PAGE_BYTES of training/page_client.py
 
 
@@ -33,9 +32,9 @@ class History(list):
         self.stride = 1
 
     def add(self, entry: dict) -> None:
-        """Append an epoch, and drop entries of the same or later epochs: an earlier entry, or an earlier run's."""
+        """Append an epoch, and drop entries of the same or later epochs, which the swarm has repeated."""
         if self and self[-1]["epoch"] >= entry["epoch"]:
-            self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
+            self.forget_from(entry["epoch"])
         if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
             self.validation.append(validation)
             if len(self.validation) > MAX_POINTS:
@@ -166,30 +165,8 @@ class Contributions:
         """Return the samples of all contributors."""
         return sum(peer.total_samples for peer in self.peers.values())
 
-    def make_rows(self) -> list[dict]:
-        """Return the rows of the table of contributors, largest first, and one row for all others."""
-        ranking, total = self.ranking(), max(1, self.total_samples())
-        rows = [
-            {
-                "peer": f"{peer.username} {label}" if peer.username else label,
-                "samples": peer.total_samples,
-                "share": f"{peer.total_samples / total:.1%}",
-                "samples/s": round(peer.samples_per_second, 1),
-                "epoch": peer.last_epoch,
-                "last seen (UTC)": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(peer.last_seen)),
-                "connection": "client" if peer.client_mode else "public",
-                "skipped steps": peer.skipped_steps,
-            }
-            for label, peer in ranking[:MAX_PEERS_SHOWN]
-        ]
-        if others := [peer for _, peer in ranking[MAX_PEERS_SHOWN:]]:
-            samples = sum(peer.total_samples for peer in others)
-            rest = {"peer": f"{len(others)} others", "samples": samples, "share": f"{samples / total:.1%}"}
-            rows.append(dict.fromkeys(rows[0], "") | {"samples/s": 0.0, "epoch": 0, "skipped steps": 0} | rest)
-        return rows
-
     def describe(self) -> dict:
-        """Return the largest contributors and the totals for the status page."""
+        """Return the largest contributors, largest first, and the totals for the status page."""
         ranking, total = self.ranking(), self.total_samples()
         shown = ("username", "total_samples", "samples_per_second", "last_seen", "client_mode")
         contributors = [

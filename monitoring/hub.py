@@ -1,7 +1,6 @@
 """Upload of checkpoints to the Hugging Face Hub, each in one commit, with retries."""
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -121,20 +120,15 @@ def bound_waiting_for_the_hub() -> None:
 
 def upload_checkpoint(folder: Path, repo_id: str) -> str:
     """Upload all files of an archive's checkpoint in one commit, and return its address. Errors are not caught."""
-    stamp = read_stamp(folder)
+    stamp, api = read_stamp(folder), huggingface_hub.HfApi(token=find_token())
     if "settings" not in stamp:
         raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
-    # a digest identifies the donor too, but its peer id would reveal its address
-    stamp["given_by"] = [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in stamp["given_by"]]
-    api = huggingface_hub.HfApi(token=find_token())
     with contextlib.ExitStack() as files:
         operations = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             # Open files remain readable if the checkpoint is removed, and are uploaded by plain HTTP. Xet, which file
             # names would use, has no timeout, and would save nothing because all weights are new each time.
             content = files.enter_context(open(path, "rb"))
-            if path.name == "training_state.json":
-                content = (json.dumps(stamp, indent=2) + "\n").encode()
             operations.append(huggingface_hub.CommitOperationAdd(path.relative_to(folder).as_posix(), content))
         api.create_repo(repo_id, exist_ok=True)
         message = f"epoch {stamp['epoch']}, loss {stamp['loss']:.4f}"

@@ -15,6 +15,7 @@ import http.server
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -29,9 +30,13 @@ from hivemind import DHT
 
 from arguments import SwarmArguments
 from common.console import UserError
-from monitoring.history import History
+from monitoring.history import Contributions, History, describe_swarm
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
+from swarm.joining import Swarm
+from swarm.trust import ContributorRegistry
+from training.figures import fetch_records
 from training.page_client import VISIT_TIMEOUT, format_join, make_place
+from utils import SwarmMetrics, aggregate_metrics
 
 logger = logging.getLogger("status")
 
@@ -40,6 +45,7 @@ MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted 
 # seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
 ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
 ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
+READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for a trainer's downloads of the swarm's metrics
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -220,3 +226,33 @@ def find_network(ip: str) -> str:
     """Return the network whose connections are counted together: an IPv4 address, or a customer's /64 of IPv6."""
     _, address = make_place(ip)
     return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+
+
+class TrainerPage:
+    """A page with a trainer's own curve and figures, and with the swarm's metrics, which only visits refresh."""
+
+    def __init__(self, server: StatusServer, swarm: Swarm, describe: Callable[[], dict]):
+        self.server, self.swarm, self.describe = server, swarm, describe
+        self.history, self.contributions, self.workers = History(), Contributions({}), ContributorRegistry()
+        self.metrics: SwarmMetrics | None = None
+        self.next_read = 0.0
+
+    def add(self, line: dict) -> None:
+        """Add a line of history.jsonl to the curve."""
+        self.history.add({**line, "alive_peers": line["num_peers"]})
+
+    def serve(self) -> None:
+        """Start to answer, in a thread."""
+        self.server.serve(self.swarm.dht, self.read, self.history)
+
+    def read(self) -> dict:
+        """Return the content of the page."""
+        if time.monotonic() >= self.next_read:
+            self.next_read = time.monotonic() + READ_INTERVAL
+            records = fetch_records(self.swarm.dht, self.swarm.prefix, READ_TIMEOUT, self.workers)
+            self.contributions.update(records, {}, time.time())
+            self.metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
+        own, shown = self.describe(), describe_swarm(self.metrics, self.history) | self.contributions.describe()
+        is_over = self.history and self.history[-1]["epoch"] >= own.get("final_epoch", math.inf)
+        ended = self.history[-1]["time"] if is_over else None
+        return {**shown, **own, "ended": ended, "flags": self.swarm.contract.flags}

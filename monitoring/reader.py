@@ -44,8 +44,7 @@ class RunReader:
     @property
     def flags(self) -> str:
         """The shared flags of the run's contract, or of this peer if there is none yet."""
-        contract = self.report.course.contract
-        return contract.flags if contract else self.own_flags
+        return self.report.contract.flags if self.report.contract else self.own_flags
 
     def start(self) -> None:
         """Start to read, until the end of this role."""
@@ -65,11 +64,10 @@ class RunReader:
         """Read the newest metrics and the run's contract, and attest the contract and the peers that are present."""
         if metrics := self.report.update(self.swarm.dht):
             self.news.append(metrics)
-        course, workers = self.report.course, self.report.workers
-        course.look_at_contract(self.swarm.dht, workers)
-        self.swarm.attest(course.contract, self.own_flags, workers.present)
-        if self.contract and course.contract:
-            require_same(self.swarm.prefix, self.contract, [course.contract])
+        contract = self.report.contract
+        self.swarm.attest(contract, self.own_flags, self.report.workers.present)
+        if self.contract and contract:
+            require_same(self.swarm.prefix, self.contract, [contract])
             self.contract = None
 
     def take_news(self) -> SwarmMetrics | None:

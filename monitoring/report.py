@@ -1,10 +1,9 @@
 """Reports of a run by monitors and auxiliary peers: metrics.jsonl, the learning curve, a dashboard and the summary."""
 
-import contextlib
 import json
 import logging
 import math
-import os
+import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,27 +14,31 @@ from arguments import ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
-from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
+from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history, pick
-from monitoring.progress import RunCourse
+from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
-from training.figures import describe_evaluation, fetch_progress, fetch_records, find_evaluation, format_evaluation
-from training.progress import RECENT_EPOCHS
-from utils import FETCH_TIMEOUT, SwarmMetrics, aggregate_metrics, filter_plausible_records
+from training.figures import (
+    describe_evaluation,
+    fetch_progress,
+    fetch_records,
+    find_evaluation,
+    format_evaluation,
+    parse_schedule,
+)
+from training.progress import RECENT_EPOCHS, measure_progress
+from utils import FETCH_TIMEOUT, SwarmMetrics, aggregate_metrics, filter_plausible_records, find_peer_id
 
 logger = logging.getLogger("report")
 
 CURVE_PERIOD = 30.0  # seconds between two drawings, which take up to a second of a core that may be training
-# seconds between two tables of contributors, because dashboards show all of them; the last one follows at the end
-TABLE_PERIOD = 86400.0
+CONTRACT_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run
+CONTRACT_TIMEOUT = 5.0
 FINAL_FETCH_TIMEOUT = 1.0
-# Reads of the DHT without any newer record, after which the run has started over. A single read may miss records.
+# reads of the DHT without any newer record, after which the run has gone back; a single read may miss records
 READS_BEFORE_GOING_BACK = 3
 READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have missed records
-# A run that went back is a new one up to this epoch, or up to a tenth of the epoch reached. Beyond, it has resumed from
-# an older state. A new run may reach that epoch before it is detected.
-NEW_RUN_EPOCH = 30
 #: results of measure_progress
 PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
@@ -61,39 +64,25 @@ class RunReport:
             ) from e
         #: the last line of metrics.jsonl, which may be an earlier process's
         self.last = self.history[-1] if self.history else {}
-        self.course, self.contributions = RunCourse(self.prefix), Contributions(summary.get("peers", {}))
+        self.contributions = Contributions(summary.get("peers", {}))
         self.workers = ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
-        #: the run's name on dashboards, and the dashboards that have its whole history
+        #: the contract of most contributors
+        self.contract: RunContract | None = None
+        #: the run's name on dashboards
         self.run_name = summary.get("run_name") or make_run_name(self.prefix)
-        self.reported_to = summary.get("reported_to", [])
         self.dashboard, self.config = Dashboard(), asdict(swarm) | asdict(args)
-        #: reads in a row that found no trainer, and that found only epochs before the last one
-        self.empty_reads = self.older_reads = 0
-        self.alive_peers, start = 0, time.monotonic()
-        self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
+        #: reads in a row that found no trainer, no contract, and only epochs before the last one
+        self.empty_reads = self.lost_contracts = self.older_reads = 0
+        self.alive_peers, self.next_contract, self.next_drawing = 0, 0.0, time.monotonic() + CURVE_PERIOD
 
     def start_dashboard(self) -> None:
         """Start the dashboard that the flags select. Call this after all helper processes are forked."""
-        if self.args.report_to == "trackio":
-            self.dashboard = start_trackio(self.prefix, self.run_name, self.config)
-            folder = os.environ.get("TRACKIO_DIR")
-            place = f"trackio {os.path.abspath(folder) if folder else 'in its own folder'}"
-        elif self.args.report_to == "wandb":
-            self.dashboard = start_wandb(self.args.wandb_project, self.run_name, self.config)
-            place = f"wandb {self.args.wandb_project}"
-        if self.dashboard.run is None or place in self.reported_to:
-            return
-        # this dashboard is new and needs the whole history
-        for entry in self.history:
-            self.dashboard.report(entry)
-        if self.history:
-            # finish the reports before the summary records that they are complete
-            self.dashboard.finish()
+        kind = self.args.report_to
+        if kind != "none":
+            project = self.args.wandb_project if kind == "wandb" else self.prefix
+            self.dashboard = start_dashboard(kind, project, self.run_name, self.config)
         # save the run's name at once, because this process may be killed
-        self.reported_to.append(place)
         self.write_summary()
-        if self.history:
-            self.start_dashboard()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new.
@@ -106,26 +95,29 @@ class RunReport:
         records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last update must not wait for this one
+        reports = {}
+        if not is_last:
+            self.read_contract(dht)
+            reports = fetch_progress(dht, self.prefix)
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
-        self.older_reads = self.older_reads + 1 if current and self.last and current.epoch < last_epoch else 0
+        is_new = current is not None and current.epoch != last_epoch
+        self.older_reads = self.older_reads + 1 if is_new and self.last and current.epoch < last_epoch else 0
         if 0 < self.older_reads < READS_BEFORE_GOING_BACK:
             return None  # these records may belong to this run or to a new one
-        is_new = current is not None and current.epoch != last_epoch
-        begins_anew = is_new and self.older_reads > 0 and self.go_back(current.epoch)
-        reports = {} if is_last else fetch_progress(dht, self.prefix)
+        if self.older_reads:
+            self.go_back(current.epoch)
         self.empty_reads = 0 if reports or is_new else self.empty_reads + 1
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
         news = {}
         if is_new:
-            self.older_reads = 0
+            schedule = parse_schedule(self.contract)
+            final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in believable)
             recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
-            progress = self.course.measure(dht, current.epoch, believable, recent, self.workers)
+            progress = measure_progress(current.epoch, final_epoch, schedule, recent)
             news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
-            if begins_anew:
-                news["begins_anew"] = True
-            logger.info(format_epoch(asdict(current) | progress))
+            logger.info(format_epoch(news))
         evaluation = find_evaluation(believable)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):
             logger.info(f"validation {format_evaluation(evaluation)}")
@@ -137,6 +129,19 @@ class RunReport:
             self.write_files()
         return current if is_new else None
 
+    def read_contract(self, dht: hivemind.DHT) -> None:
+        """Update the contract if that is due. This may wait for the DHT."""
+        if time.monotonic() < self.next_contract:
+            return
+        found = fetch_contracts(dht, self.prefix, CONTRACT_TIMEOUT)
+        if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in self.workers.ids):
+            self.contract, self.lost_contracts = contract, 0
+            self.next_contract = time.monotonic() + CONTRACT_PERIOD
+            return
+        self.lost_contracts += 1
+        if self.lost_contracts > 1:  # once may mean that the DHT did not answer
+            self.contract = None  # the next run of this name has its own settings
+
     def add_entry(self, news: dict) -> None:
         """Add an epoch to metrics.jsonl, curve and dashboard.
 
@@ -146,26 +151,16 @@ class RunReport:
         self.last = (news if "epoch" in news else self.last | news) | own
         self.history.add(self.last)
         append_line(self.output_dir / "metrics.jsonl", json.dumps(self.last))
-        rows = []
-        if time.monotonic() >= self.next_table:
-            self.next_table = time.monotonic() + TABLE_PERIOD
-            rows = self.contributions.make_rows()
         # dashboards have the rest of a second entry
-        self.dashboard.report(self.last if "epoch" in news else news | {"epoch": self.last["epoch"]}, rows)
+        self.dashboard.report(self.last if "epoch" in news else news | {"epoch": self.last["epoch"]})
 
-    def go_back(self, epoch: int) -> bool:
-        """Start a new curve after the swarm went back; return whether it is a new run, not an older state."""
-        starts_over = epoch <= max(NEW_RUN_EPOCH, self.last["epoch"] // 10)
-        if starts_over:
-            logger.info(f"Run {self.prefix} has started over, at epoch {epoch}")
-            self.write_summary()
-            self.put_summary_aside()
-            self.contributions = Contributions({})
-        self.history.forget_from(0 if starts_over else epoch)
+    def go_back(self, epoch: int) -> None:
+        """Continue the curve at an earlier epoch, from which the swarm has resumed or started over."""
+        logger.info(f"Run {self.prefix} has gone back to epoch {epoch}")
+        self.history.forget_from(epoch)
         self.dashboard.finish()
-        self.run_name, self.reported_to = make_run_name(self.prefix), []
+        self.run_name = make_run_name(self.prefix)
         self.start_dashboard()
-        return starts_over
 
     def read_progress(self) -> dict:
         """Return the content of the status page, which calls this from its own thread."""
@@ -194,14 +189,11 @@ class RunReport:
     def finish(self) -> None:
         """Write the last curve and summary, and end the dashboard."""
         self.write_files()
-        rows = self.contributions.make_rows()
-        for row in rows:
-            logger.info(f"Peer {row['peer']} contributed {row['samples']:,} samples ({row['share']})")
+        for peer in self.contributions.describe()["contributors"]:
+            name = f"{peer['username']} {peer['peer']}".strip()
+            logger.info(f"Peer {name} contributed {peer['total_samples']:,} samples ({peer['share']:.1%})")
         names = [n for n in ("learning_curve.png", "metrics.jsonl", "summary.json") if (self.output_dir / n).exists()]
         logger.info(f"In {self.output_dir}: {', '.join(names)}")
-        if self.last:
-            # the complete table again, at the last epoch
-            self.dashboard.report({"epoch": self.last["epoch"]}, rows)
         self.dashboard.finish()
 
     def write_files(self) -> None:
@@ -219,7 +211,6 @@ class RunReport:
             **self.last_validation(),
             "total_samples": self.contributions.total_samples(),
             "run_name": self.run_name,
-            "reported_to": self.reported_to,
             "peers": self.contributions.to_json(),
             "workers": [peer_id.hex() for peer_id in self.workers.present],
         }
@@ -227,15 +218,11 @@ class RunReport:
 
     def load_summary(self) -> dict:
         """Return the summary that an earlier process wrote of this run; rename one of another run."""
-        summary = read_json(self.output_dir / "summary.json")
-        if summary and summary.get("experiment_prefix") != self.prefix:
-            self.put_summary_aside()
-            return {}
-        return summary
-
-    def put_summary_aside(self) -> None:
-        """Rename the summary of another run, with the time in its new name."""
-        aside = self.output_dir / f"summary-until-{time.strftime('%Y%m%d-%H%M%S')}.json"
-        with contextlib.suppress(FileNotFoundError):
-            (self.output_dir / "summary.json").rename(aside)
-            logger.info(f"Moved the summary of the earlier run to {aside}")
+        path = self.output_dir / "summary.json"
+        summary = read_json(path)
+        if not summary or summary.get("experiment_prefix") == self.prefix:
+            return summary
+        aside = path.with_name(f"summary-until-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        path.rename(aside)
+        logger.info(f"Moved the summary of another run to {aside}")
+        return {}

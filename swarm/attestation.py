@@ -1,12 +1,15 @@
 """Attestations: the peers in `initial_peers` tell a new peer about their run. They are its root of trust.
 
 Their ids are part of the addresses that the new peer was started with, and the transport proves these ids. Records
-that untrusted peers stored about a run count only if none of these peers answers.
+that untrusted peers stored about a run count only if none of these peers answers. A new peer asks them before it joins,
+with a separate libp2p client, which also tells why one of them cannot be reached.
 """
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
 import hivemind
@@ -14,18 +17,24 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import conbytes
 from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
-from swarm.addresses import get_peer_id
+from common.files import temporary_folder
+from swarm.addresses import diagnose_unreachable, get_peer_id
 from swarm.contract import RunContract
 from swarm.errors import SwarmError
-from swarm.membership import explain_denial
+from swarm.membership import Membership, explain_denial
+from swarm.patches import install
 from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
+CONNECT_TIMEOUT = 15.0  # seconds
+UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
 class RunAttestation(BaseModel):
@@ -38,7 +47,7 @@ class RunAttestation(BaseModel):
 
 
 async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
-    """Start to serve the newest attestation of `publish_attestation` to new peers. Runs in the DHT process."""
+    """Start to serve the newest attestation of `set_attestation` to new peers. Runs in the DHT process."""
     await set_attestation(dht, node, RunAttestation(prefix=prefix))
 
     async def serve_attestation(_: BytesValue, context: P2PContext) -> BytesValue:
@@ -50,11 +59,6 @@ async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix:
 async def set_attestation(_: hivemind.DHT, node: DHTNode, attestation: RunAttestation) -> None:
     """Replace the attestation that this peer serves. Runs in the DHT process."""
     node.attestation = attestation
-
-
-def publish_attestation(dht: hivemind.DHT, attestation: RunAttestation) -> None:
-    """Serve this attestation to new peers from now on; return without waiting for the DHT process."""
-    dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
 
 async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
@@ -136,3 +140,82 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     if not matching:
         return None
     return RunAttestation(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS])
+
+
+# --- before joining
+
+
+@contextlib.asynccontextmanager
+async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
+    """Start a P2P daemon that belongs to no swarm; in a closed run it has this member's identity, to be let in."""
+    install()
+    options = dict(no_listen=True, nat_port_map=False, auto_nat=False)
+    with temporary_folder() as folder:
+        identity = {"identity_path": f"{folder}/identity"} if membership else {}
+        p2p = await P2P.create(dht_mode="client", **options, **identity)
+    try:
+        yield p2p
+    finally:
+        await p2p.shutdown()
+
+
+async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> None:
+    """Connect to a peer at one of its multiaddrs without id, or raise a TimeoutError or ControlFailure."""
+    await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, places))), seconds)
+
+
+def parse_actual_id(error: Exception) -> str | None:
+    """Return the id of the peer that answered instead of the expected one, from libp2p's error message."""
+    match = re.search(r"remote key matches (\w+)", str(error))
+    return match and match[1]
+
+
+async def find_peer(place: str) -> str | None:
+    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
+    a wrong id fails, and libp2p's error names the right one."""
+    async with open_client(None) as p2p:
+        try:
+            await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)
+        except (ControlFailure, TimeoutError) as e:
+            if peer_id := parse_actual_id(e):
+                return f"{place}/p2p/{peer_id}"
+    return None
+
+
+async def fetch_attestations(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
+    """Return the attestations of the peers that answer."""
+    places = defaultdict(list)
+    for maddr in maddrs:
+        places[get_peer_id(maddr)].append(maddr.rpartition("/p2p/")[0])
+    attesters = [peer for peer in select_attesters(maddrs) if all(places[peer])]
+    async with open_client(membership) as p2p:
+        calls = (connect(p2p, peer, places[peer], ANSWER_TIMEOUT) for peer in attesters)
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        connected = [peer for peer, failure in zip(attesters, failures, strict=True) if failure is None]
+        return await request_attestations(p2p, connected)
+
+
+async def probe(p2p: P2P, maddr: str) -> str | None:
+    """Connect to a peer and return None, or why it failed and what to do."""
+    try:
+        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
+        await request_attestations(p2p, [peer])
+    except SwarmError as e:
+        return str(e)
+    except (ControlFailure, TimeoutError) as e:
+        if peer_id := parse_actual_id(e):
+            return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
+        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
+    return None
+
+
+async def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
+    """Test name resolution, TCP and libp2p; return one line about the unreachable peers of `initial_peers`, or None."""
+    reasons = dict(zip(maddrs, await asyncio.gather(*map(diagnose_unreachable, maddrs)), strict=True))
+    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
+    if answering:
+        async with open_client(membership) as p2p:
+            failures = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
+            reasons |= zip(answering, failures, strict=True)
+    texts = [f"{maddr}: {reason}" for maddr, reason in reasons.items() if reason]
+    return f"cannot reach `initial_peers` {'; '.join(texts)}" if texts else None

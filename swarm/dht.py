@@ -5,7 +5,8 @@ import contextlib
 import math
 import multiprocessing
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import hivemind
 import numpy
@@ -20,7 +21,7 @@ from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_membership
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
-from swarm.storage import DHTNode, make_node_classes
+from swarm.storage import DHTNode, DHTProtocol
 from swarm.uplink import Uplink
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
@@ -51,9 +52,19 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
                 known.discard(peer)
 
 
-async def monitor_uplink(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Measure the uplink, see `Uplink.watch`. Runs in the DHT's process, forever."""
-    await dht.uplink.watch(node)
+async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Reconnect to peers, measure the uplink and maintain the membership. Runs in the DHT's process, forever."""
+    jobs = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)]
+    if dht.membership:
+        jobs.append(maintain_membership(dht, node))
+    await asyncio.gather(*jobs)
+
+
+async def hold_task(coroutine: Callable, dht: hivemind.DHT, node: DHTNode) -> object:
+    """Run a coroutine in the DHT's process, and hold its task against garbage collection (note 86)."""
+    dht.tasks.add(task := asyncio.current_task())
+    task.add_done_callback(dht.tasks.discard)
+    return await coroutine(dht, node)
 
 
 def raise_file_limit() -> float:
@@ -80,8 +91,7 @@ class DHT(hivemind.DHT):
         :param membership: the membership of a closed run; None if the run is open
         """
         self.uplink, self.membership = Uplink(), membership
-        #: in the DHT's process: its unfinished coroutines
-        self._tasks: set[asyncio.Task] = set()
+        self.tasks: set[asyncio.Task] = set()  # unfinished ones, in the DHT's process
         install()
         with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it
             torch.empty(1).share_memory_()
@@ -91,25 +101,18 @@ class DHT(hivemind.DHT):
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
 
     def run_in_background(self, *args, **kwargs) -> None:
-        """Start the DHT, and the coroutines that reconnect to peers, measure the uplink and maintain the membership."""
+        """Start the DHT, and its jobs in the background."""
         super().run_in_background(*args, **kwargs)
-        self.touching = self.run_coroutine(reconnect_lost_peers, return_future=True)
-        self.watching = self.run_coroutine(monitor_uplink, return_future=True)
-        if self.membership:
-            self.keeping = self.run_coroutine(maintain_membership, return_future=True)
+        self.jobs = self.run_coroutine(run_jobs, return_future=True)
 
-    async def _run_coroutine(self, coro, future) -> None:
-        """Keep a reference to the task: without one, as in hivemind, it may be garbage collected (note 86)."""
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        try:
-            await super()._run_coroutine(coro, future)
-        finally:
-            self._tasks.discard(task)
+    def run_coroutine(self, coro: Callable, return_future: bool = False) -> object:
+        """Run a coroutine in the DHT's process, see `hold_task`."""
+        return super().run_coroutine(partial(hold_task, coro), return_future)
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
-        install_in_dht_process(*make_node_classes(self.uplink, self.membership))
+        DHTNode.uplink, DHTNode.membership, DHTProtocol.membership = self.uplink, self.membership, self.membership
+        install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()
         except EOFError:

@@ -134,8 +134,8 @@ class VerifyingContainer(TensorPartContainer):
 
     def configure(self, settings: RoundSettings, own_index: int) -> None:
         """Set up what this peer sends in a round, and the checks of the averages; call this once, before it starts."""
-        self.settings, self.own_index = settings, own_index
-        parts, residual = chain.from_iterable(self._input_parts_by_peer), settings.residual
+        self.settings, self.own_index, self.input_parts = settings, own_index, self._input_parts_by_peer
+        parts, residual = chain.from_iterable(self.input_parts), settings.residual
         residuals = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
         #: the residual of each part, by the index of the peer that averages it
         self.residuals = [list(islice(residuals, count)) for count in self.num_parts_by_peer]
@@ -146,7 +146,7 @@ class VerifyingContainer(TensorPartContainer):
 
     def encode(self, peer_index: int, part_index: int) -> runtime_pb2.Tensor:
         """Compress a part; with a residual, replace the part by the values that the reducer gets."""
-        part, info = self._input_parts_by_peer[peer_index][part_index]
+        part, info = self.input_parts[peer_index][part_index]
         message = self.compression.compress(part, info)
         if self.residuals[peer_index]:
             decoded = deserialize_torch_tensor(message)
@@ -164,7 +164,7 @@ class VerifyingContainer(TensorPartContainer):
                 return self.encode(peer_index, part_index)
             if settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
                 return None
-            part, info = self._input_parts_by_peer[peer_index][part_index]
+            part, info = self.input_parts[peer_index][part_index]
             self.residuals[peer_index][part_index].copy_(part)
             part.zero_()  # the reducer returns the average itself
             codec_type = self.compression.compress(part[:1], info).compression
@@ -176,7 +176,7 @@ class VerifyingContainer(TensorPartContainer):
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
         """Register a returned part like hivemind, or raise ProtocolViolation if it cannot be an average."""
-        own = self._input_parts_by_peer[peer_index][part_index][0]
+        own = self.input_parts[peer_index][part_index][0]
         if part.shape != own.shape:
             raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")
         if self.settings.sparse and peer_index != self.own_index:

@@ -12,22 +12,29 @@ from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
+from common.console import format_number
 from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
-from swarm.attestation import RunAttestation, ask_initial_peers, publish_attestation, register_attestation_handler
+from swarm.attestation import (
+    RunAttestation,
+    ask_initial_peers,
+    find_problem,
+    register_attestation_handler,
+    set_attestation,
+)
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
-from swarm.probe import find_problem
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
+    DEFAULT_BANDWIDTH,
     count_reachable_averagers,
     find_direct_peers,
     find_ports,
     find_reachability,
     find_relays,
-    measure_bandwidth,
+    measure_rate,
     register_dial_back_handler,
 )
 from utils import MAX_WORKERS, LocalMetrics, make_validators
@@ -149,11 +156,19 @@ class Swarm:
         """
         workers = list(contributors)[:MAX_WORKERS]
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
-        publish_attestation(self.dht, attestation)
+        self.dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
     def measure_bandwidth(self, mbits: float | None) -> float:
-        """Pace this peer's uplink, see `measure_bandwidth`."""
-        return measure_bandwidth(self.dht, mbits)
+        """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by the bandwidth measured against an
+        initial peer, and return it."""
+        is_fixed = mbits is not None
+        if not is_fixed:
+            measured = self.dht.run_coroutine(measure_rate)
+            how = "measured" if measured else "no initial peer has measured it, starting with"
+            mbits = float(f"{measured or DEFAULT_BANDWIDTH:.2g}")
+            logger.info(f"bandwidth: {how} {format_number(mbits)} Mbit/s up (`bandwidth`)")
+        self.dht.uplink.set_bandwidth(mbits, is_fixed=is_fixed)
+        return mbits
 
     def warn_of_local_addresses(self) -> None:
         """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
@@ -269,5 +284,5 @@ def explain_failed_start(config: SwarmConfig, error: str, membership: Membership
     if config.identity_path and (config.identity_path in error or "saving the identity" in error):
         return f"`identity_path` {config.identity_path} cannot be written ({last_line}): pass a file in another folder"
     if config.initial_peers:
-        return find_problem(config.initial_peers, membership)
+        return asyncio.run(find_problem(config.initial_peers, membership))
     return f"cannot start the peer-to-peer daemon ({last_line})"

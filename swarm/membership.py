@@ -17,7 +17,6 @@ import time
 import hivemind
 import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
 from hivemind.dht.node import DHTNode
-from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
@@ -97,7 +96,8 @@ class Membership:
     """This peer's credential for a closed run, and its authenticated peers, shared with helpers forked later."""
 
     def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
-        """:param invite: the invitation file, in which renewed credentials are saved; the authority is the `issuer`"""
+        """:param invite: the invitation file, in which renewed credentials are saved
+        :param issuer: the authority, at the peer that holds its key"""
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
         self.public_key, self.issuer, self.invite = public_key, issuer, invite
@@ -169,12 +169,11 @@ class Membership:
             raise SwarmError(REASONS[e.args[0]]) from None
 
     def count_rejected_call(self, peer: PeerID, reason: str) -> None:
-        """Count a rejected call for the next warning; peers beyond MAX_COUNTED_PEERS share one entry."""
+        """Count a rejected call for the next warning, of MAX_COUNTED_PEERS peers at most."""
         with self.state.change() as state:
             rejected, key = state["rejected"], peer.to_bytes()
-            if key not in rejected and len(rejected) >= MAX_COUNTED_PEERS:
-                key = b""
-            rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
+            if key in rejected or len(rejected) < MAX_COUNTED_PEERS:
+                rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
 
     # --- the exchange of credentials
 
@@ -288,36 +287,21 @@ async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
         is_renewing = own.is_due and now >= next_renewal
         if is_renewing:
             next_renewal = now + max(SYNC_INTERVAL, own.lifetime / 50)
-        if last_sent != (current := (state["credential"], state["revocations"])):
-            last_sent = current
-            delete_records(node, membership.revoked)
-        elif not is_renewing:
+        if last_sent == (current := (state["credential"], state["revocations"])) and not is_renewing:
             peers = random.sample(peers, min(1, len(peers)))  # it may have missed an update
+        last_sent = current
         exchanges = (membership.exchange_credentials(node.p2p._client, peer) for peer in peers)
         await asyncio.gather(*exchanges, return_exceptions=True)
         if now >= next_warning and (rejected := membership.state.read()["rejected"]):
             next_warning = now + WARNING_INTERVAL
-            logger.warning(describe_rejected_calls(rejected))
+            calls = format_count(sum(count for count, _ in rejected.values()), "call")
+            others = f" and {len(rejected) - 1} more" if len(rejected) > 1 else ""
+            reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
+            refused = f"refused {calls} of peer {PeerID(max(rejected))}{others}"
+            logger.warning(f"{refused}, which may not take part in this run: {reasons}")
             with membership.state.change() as state:
                 state["rejected"] = {}
         await asyncio.sleep(SYNC_INTERVAL)
-
-
-def describe_rejected_calls(rejected: dict[bytes, list]) -> str:
-    """Return the warning about these rejected calls."""
-    calls = format_count(sum(count for count, _ in rejected.values()), "call")
-    others = f" and {format_count(len(rejected) - 1, 'other')}" if len(rejected) > 1 else ""
-    reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
-    return f"refused {calls} of peer {PeerID(max(rejected))}{others}, which may not take part in this run: {reasons}"
-
-
-def delete_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
-    """Delete the records that these peers have stored at this node."""
-    for storage in (node.protocol.storage, node.protocol.cache):
-        for _, item in list(storage.items()):
-            if isinstance(item.value, DictionaryDHTValue):
-                for subkey in [subkey for subkey in item.value.data if find_subkey_owner(subkey) in peer_ids]:
-                    del item.value[subkey]
 
 
 class AuthenticatedP2PClient(p2pclient.Client):

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import time
-from collections import Counter
 from functools import partial
 
 import hivemind
@@ -19,7 +18,6 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
-from common.console import format_number
 from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
 
 logger = logging.getLogger("reachability")
@@ -27,14 +25,13 @@ logger = logging.getLogger("reachability")
 # The request "dial me back". The timeout in seconds is per dial: a firewall that drops packets does not answer.
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT = 3.0
-# The request to measure the bandwidth.
+# The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"
-MEASURE_BYTES = 2**17  # bytes that one request moves
+MEASURE_BYTES = 2**17
 MEASURE_TIME = 0.5  # seconds; no new batch of requests starts after this time
 MEASURE_REQUESTS = 8  # maximum number of concurrent requests
 MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower connection does not matter
-MEASURE_LIMIT, MEASURE_PERIOD = 500, 600.0  # requests that a peer answers per other peer, and per this many seconds
-DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
+DEFAULT_BANDWIDTH, MIN_BANDWIDTH, MAX_BANDWIDTH = 100.0, 0.1, 1e5  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -79,79 +76,34 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
                 reached = None in await asyncio.gather(*dials)
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
-    measuring, counts = asyncio.Semaphore(MEASURE_REQUESTS), Counter()
-    next_period = time.monotonic() + MEASURE_PERIOD
-
-    async def echo_bytes(request: BytesValue, context: P2PContext) -> BytesValue:
-        nonlocal next_period
-        if time.monotonic() > next_period:
-            next_period = time.monotonic() + MEASURE_PERIOD
-            counts.clear()
-        counts[context.remote_id] += 1
-        if counts[context.remote_id] > MEASURE_LIMIT or len(counts) > MEASURE_LIMIT:
-            raise ValueError("too many bandwidth tests: try again later")
-        async with measuring:
-            # A short request measures the download, a long one the upload.
-            return BytesValue(value=bytes(MEASURE_BYTES) if len(request.value) <= 2 else b"")
+    async def receive_bytes(request: BytesValue, _: P2PContext) -> BytesValue:
+        return BytesValue()
 
     await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
-    await node.p2p.add_protobuf_handler(MEASURE, echo_bytes, BytesValue)
+    await node.p2p.add_protobuf_handler(MEASURE, receive_bytes, BytesValue)
 
 
-def measure_bandwidth(dht: hivemind.DHT, mbits: float | None) -> float:
-    """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by the bandwidth measured against an initial
-    peer, and return it."""
-    is_fixed = mbits is not None
-    if not is_fixed:
-        mbits = estimate_bandwidth(dht)
-    dht.uplink.set_bandwidth(mbits, is_fixed=is_fixed)
-    return mbits
-
-
-def estimate_bandwidth(dht: hivemind.DHT) -> float:
-    """Return the bandwidth measured against an initial peer in Mbit/s, or DEFAULT_BANDWIDTH if that fails."""
-    peers = {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}
-    measured = dht.run_coroutine(partial(measure_rates, peers)) if peers else None
-    if measured is None:
-        reason = "none of `initial_peers` answers bandwidth tests" if peers else "no peer to measure it against"
-        logger.info(f"bandwidth: {reason}, starting with {DEFAULT_BANDWIDTH:g} Mbit/s (`bandwidth`)")
-        return DEFAULT_BANDWIDTH
-    up, down = measured
-    mbits = float(f"{min(up, 1e5):.2g}")
-    rates = [format_number(rate) for rate in (up, down, mbits)]
-    logger.info(f"bandwidth: measured {rates[0]} Mbit/s up, {rates[1]} down, sending {rates[2]} (`bandwidth`)")
-    return mbits
-
-
-async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> list[float] | None:
-    """Return the Mbit/s to and from the first peer that answers, or None. Runs in the DHT process."""
-    for peer_id in peers:
+async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
+    """Return the highest rate of several batches of requests to the first of the initial peers that answers, in Mbit/s.
+    The first batch is a single request, and each one doubles, so that a slow connection needs few. Runs in the DHT
+    process."""
+    request = BytesValue(value=bytes(MEASURE_BYTES))
+    for peer_id in {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}:
+        requests, best, start = 1, 0.0, time.monotonic()
         try:
-            return [await measure_rate(node, peer_id, is_up) for is_up in (True, False)]
+            while time.monotonic() < start + MEASURE_TIME:
+                batch_start = time.monotonic()
+                calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
+                await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
+                best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
+                requests = min(2 * requests, MEASURE_REQUESTS)
+        except TimeoutError:
+            best = max(best, MIN_BANDWIDTH)
         except REQUEST_ERRORS as e:
             logger.debug(f"{peer_id} does not answer bandwidth tests ({e!r})")
+        if best:
+            return min(best, MAX_BANDWIDTH)
     return None
-
-
-async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
-    """Measure one direction and return the highest rate of several batches of requests, in Mbit/s. The first batch is a
-    single request, and each batch doubles, so that a slow connection needs few requests."""
-    request = BytesValue(value=bytes(MEASURE_BYTES if is_up else 2))
-    requests, made, best, start = 1, 0, MIN_BANDWIDTH, time.monotonic()
-    # Both directions, and both again after a restart, must stay within the other peer's limit.
-    while time.monotonic() < start + MEASURE_TIME and made < MEASURE_LIMIT // 5:
-        batch_start = time.monotonic()
-        calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
-        try:
-            answers = await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
-        except TimeoutError:
-            break
-        if not is_up and any(len(answer.value) != MEASURE_BYTES for answer in answers):
-            raise ValueError("the answer has the wrong length")
-        made += requests
-        best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
-        requests = min(2 * requests, MEASURE_REQUESTS)
-    return best
 
 
 async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -36,10 +36,8 @@ LONE_TRIES = 3  # the first passes, in which a single donor's state is not loade
 MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
-# Seconds of upload per request. Long requests hide the latency, but the download ends with the slowest request.
-MIN_REQUEST_SECONDS, MAX_REQUEST_SECONDS = 0.1, 0.5
+MAX_REQUEST = 2**19  # elements; long requests hide the latency
 SILENT_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is dropped, if other donors remain
-FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measured
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
@@ -76,8 +74,30 @@ class Donor:
     digests: torch.Tensor  # one row per block, then one per plain number of the optimizer
     rank: tuple = ()  # a larger tuple is better
     elements: int = 0  # elements received
-    since: float = 0.0  # time of the first request
     silence: asyncio.Timeout | None = None  # the end of the wait for the next message
+
+    def __post_init__(self):
+        """Compute the RMS of the numbers of each kind: the parameters, each of the moments, and single numbers such as
+        counts of steps. With it, compute the difference of each digest that does not matter: the gradients of some
+        biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates."""
+        params = [info for info in self.infos if info.role != TensorRole.OPTIMIZER]
+        moments = [
+            i for i, info in enumerate(self.infos) if info.role == TensorRole.OPTIMIZER and info.descriptor.shape
+        ]
+        per_param = max(1, len(moments) // max(1, len(params)))
+        kinds = ["parameter" if info.role != TensorRole.OPTIMIZER else "number" for info in self.infos]
+        for place, i in enumerate(moments):
+            kinds[i] = self.infos[i].descriptor.dtype, place % per_param
+        blocks, squares, counts = list_blocks(self.infos), Counter(), Counter()
+        for (i, start, stop), norm in zip(blocks, self.digests[:, 0].tolist(), strict=False):
+            squares[kinds[i]] += norm**2
+            counts[kinds[i]] += stop - start
+        self.rms = {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
+        self.num_param_blocks = len(list_blocks(params))
+        self.floors = torch.zeros(len(self.digests), 1)
+        for number, (i, start, stop) in enumerate(blocks):
+            floor = MATRIX_FLOOR if len(self.infos[i].descriptor.shape) > 1 else VECTOR_FLOOR
+            self.floors[number] = floor * self.rms[kinds[i]] * (stop - start) ** 0.5
 
     @property
     def key(self) -> tuple[int, str]:
@@ -88,48 +108,19 @@ class Donor:
         """Return whether both donors describe the same state."""
         if self.key != other.key or self.metadata["tensors"] != other.metadata["tensors"]:
             return False
-        return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
+        return not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
         """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
         do not step together; infinity if they are not at about the same epoch, with moments of similar size."""
         if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.metadata["tensors"] != other.metadata["tensors"]:
             return math.inf
-        own, theirs = self.compute_rms(), other.compute_rms()
-        if any(max(own[kind], theirs[kind]) > MAX_NEAR_RATIO * min(own[kind], theirs[kind]) for kind in own):
+        pairs = [(self.rms[kind], other.rms[kind]) for kind in self.rms]
+        if any(max(pair) > MAX_NEAR_RATIO * min(pair) for pair in pairs):
             return math.inf
-        params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
-        digests, floors = self.digests[:params].double(), self.compute_digest_tolerances()[:params]
-        limits = NEAR_TOLERANCE * digests.abs().sum(-1, keepdim=True) + floors
-        return ((digests - other.digests[:params]).abs() / limits.clamp(min=1e-300)).max().item()
-
-    def list_kinds(self) -> list[tuple[Hashable, int, int]]:
-        """Return the kind, the number of dimensions and the size of each block. Kinds are the parameters, each of the
-        moments, and single numbers such as counts of steps."""
-        infos = self.infos
-        states = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER]
-        moments = [i for i in states if infos[i].descriptor.shape]
-        per_param = max(1, len(moments) // (len(infos) - len(states)))
-        kinds = dict.fromkeys(states, "number")
-        kinds |= {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
-        return [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
-
-    def compute_rms(self) -> dict[Hashable, float]:
-        """Return the root mean square of the numbers of each kind."""
-        squares, counts = Counter(), Counter()
-        for (kind, _, size), norm in zip(self.list_kinds(), self.digests[:, 0].tolist(), strict=False):
-            squares[kind] += norm**2
-            counts[kind] += size
-        return {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
-
-    def compute_digest_tolerances(self) -> torch.Tensor:
-        """Return the absolute difference of each digest that does not matter, of shape (digests, 1), relative to the
-        RMS of all numbers of the same kind. The gradients of some biases, as of attention keys, are only rounding
-        errors, which Adam turns into full-size updates."""
-        rms, floors = self.compute_rms(), torch.zeros(len(self.digests), 1)
-        for number, (kind, ndim, size) in enumerate(self.list_kinds()):
-            floors[number] = (MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR) * rms[kind] * size**0.5
-        return floors
+        digests, others = (donor.digests[: self.num_param_blocks].double() for donor in (self, other))
+        limits = NEAR_TOLERANCE * digests.abs().sum(-1, keepdim=True) + self.floors[: self.num_param_blocks]
+        return ((digests - others).abs() / limits.clamp(min=1e-300)).max().item()
 
 
 def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
@@ -368,12 +359,10 @@ class BlockDownload:
 
     async def fetch_from(self, donor: Donor) -> None:
         """Download blocks from one donor until the queue is empty or the donor fails."""
-        donor.since = donor.since or time.monotonic()
         try:
             async with asyncio.timeout(self.max_silence) as donor.silence, asyncio.TaskGroup() as requests:
-                for i in range(REQUESTS_PER_DONOR):
-                    # different sizes, so that the requests do not finish at the same moment
-                    requests.create_task(self.work(donor, 1 - 0.4 * i))
+                for _ in range(REQUESTS_PER_DONOR):
+                    requests.create_task(self.work(donor))
         except Exception as e:  # untrusted bytes and a broken network can raise any exception
             self.donors.remove(donor)
             self.note_failure(donor.peer, e.exceptions[0] if isinstance(e, ExceptionGroup) else e)
@@ -383,22 +372,20 @@ class BlockDownload:
         """The time without a message until a donor is dropped, in seconds."""
         return SILENT_DONOR_TIMEOUT if len(self.donors) > 1 else self.averager.donor_timeout
 
-    async def work(self, donor: Donor, share: float) -> None:
+    async def work(self, donor: Donor) -> None:
         """Send one request after the other to a donor; blocks that do not arrive return to the queue."""
-        while numbers := self.take(donor, share):
+        while numbers := self.take():
             try:
                 await self.fetch_blocks(donor, numbers)
             finally:
                 self.queue.extendleft(reversed(numbers))
 
-    def take(self, donor: Donor, share: float) -> list[int]:
+    def take(self) -> list[int]:
         """Remove the blocks of the next request from the queue: fewer at the end, so that all donors end together."""
         sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
-        speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
-        rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
-        goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
+        goal = min(MAX_REQUEST, sum(sizes) / (2 * REQUESTS_PER_DONOR * len(self.donors)))
         numbers, elements = [], 0
-        while self.queue and len(numbers) < MAX_BLOCKS and (not numbers or elements + sizes[len(numbers)] <= goal):
+        while self.queue and len(numbers) < MAX_BLOCKS and elements <= goal:
             elements += sizes[len(numbers)]
             numbers.append(self.queue.popleft())
         return numbers

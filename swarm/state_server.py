@@ -157,7 +157,7 @@ class StateServer(VerifyingAverager):
     def state_sharing_priority(self, epoch: float) -> None:
         """Declare the epoch of this peer's state; an auxiliary peer has no trainer's state itself."""
         epoch = RELAY if self.mode == AveragingMode.AUX else epoch
-        if epoch != self._state_sharing_priority.value:
+        if epoch != self.state_sharing_priority:
             self._state_sharing_priority.value = epoch
             self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
@@ -211,12 +211,8 @@ class StateServer(VerifyingAverager):
         fields, peer = parse_request(request.value), context.remote_id
         if fields is None or not self.allow_state_sharing or not self._admit(peer):
             return
-        if self.mode == AveragingMode.AUX:
-            answer = self._relay_client_state(peer, fields)
-        elif len(fields) == 3:
-            answer = self._stream_blocks(peer, *fields)
-        else:
-            answer = self._describe(peer, *fields)
+        is_relay = self.mode == AveragingMode.AUX
+        answer = self._relay_client_state(peer, fields) if is_relay else self._answer(peer, *fields)
         async for message in self.dht.uplink.send(answer, is_round=False):
             yield message
 
@@ -231,13 +227,22 @@ class StateServer(VerifyingAverager):
         self._last_requests[peer] = now
         return True
 
-    async def _describe(self, peer: PeerID, epoch: int, lineage: str | None = None) -> AsyncIterator[DownloadData]:
-        """Yield the description of a state of at least this epoch; with a lineage, of the step from that state."""
-        snapshot = None
-        if self._state_sharing_priority.value >= epoch:
-            snapshot = await self._find_snapshot(peer, epoch, lineage)
-        description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
-        yield DownloadData(metadata=self.serializer.dumps(description))
+    async def _answer(
+        self, peer: PeerID, epoch: int, lineage: str | None = None, numbers: Sequence[int] = ()
+    ) -> AsyncIterator[DownloadData]:
+        """Yield the description or the blocks of a snapshot, see `parse_request`."""
+        if not numbers:
+            is_new_enough = self.state_sharing_priority >= epoch
+            snapshot = await self._find_snapshot(peer, epoch, lineage) if is_new_enough else None
+            description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
+            yield DownloadData(metadata=self.serializer.dumps(description))
+            return
+        snapshots = [it for it in self._snapshots if (it.epoch, it.lineage) == (epoch, lineage)]
+        if not snapshots or not 0 <= min(numbers) <= max(numbers) < len(snapshots[0].blocks):
+            yield DownloadData(metadata=self.serializer.dumps({"gone": True}))
+            return
+        for message in snapshots[0].give(numbers, self.state_compression, peer):
+            yield message
 
     async def _find_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> StateSnapshot | None:
         """Return a snapshot of the current state, or the newest existing snapshot if there is no room for another.
@@ -278,14 +283,6 @@ class StateServer(VerifyingAverager):
             await asyncio.sleep(1.0)
         with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
             self._snapshots.remove(snapshot)
-
-    async def _stream_blocks(self, peer: PeerID, epoch: int, lineage: str, numbers: list[int]):
-        snapshots = [it for it in self._snapshots if (it.epoch, it.lineage) == (epoch, lineage)]
-        if not snapshots or not 0 <= min(numbers) <= max(numbers) < len(snapshots[0].blocks):
-            yield DownloadData(metadata=self.serializer.dumps({"gone": True}))
-            return
-        for message in snapshots[0].give(numbers, self.state_compression, peer):
-            yield message
 
     async def _relay_client_state(self, asker: PeerID, request: list) -> AsyncIterator[DownloadData]:
         """Relay the answer of a client; if it does not describe its state, try the next client."""

@@ -30,7 +30,7 @@ FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part of the RPC names
     """A DHT protocol that accepts only a limited number of records, from their owners."""
 
-    membership: Membership | None = None  # see make_node_classes
+    membership: Membership | None = None  # set by `DHT.run`, as hivemind makes the instances
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -84,13 +84,11 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
     async def call_find(self, peer, keys):
         """Ask a peer for records, and rebuild its dictionaries, whose lifetime and size may be false (note 74)."""
         results = await super().call_find(peer, keys)
-        revoked = self.membership.revoked if self.membership else frozenset()
         for key, (item, nearest) in (results or {}).items():
             records = DictionaryDHTValue()
             data = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
             for subkey, record in data.items():
-                if not revoked or find_subkey_owner(subkey) not in revoked:
-                    records.store(subkey, record.value, record.expiration_time)
+                records.store(subkey, record.value, record.expiration_time)
             results[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return results
 
@@ -98,7 +96,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
 class DHTNode(hivemind.dht.node.DHTNode):
     """A DHT node with a fraction of hivemind's traffic (note 76)."""
 
-    uplink: Uplink  # see make_node_classes
+    uplink: Uplink  # both are set by `DHT.run`
+    membership: Membership | None = None
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
@@ -108,13 +107,19 @@ class DHTNode(hivemind.dht.node.DHTNode):
         return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
-        """Return the records that arrive within the response timeout (note 77)."""
+        """Return the records that arrive within the response timeout (note 77), without those of revoked members."""
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
         _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)
         for search in [search for key in key_ids for search in self.pending_get_requests[key] if search.future in late]:
             search.finish_search()
-        return {key: future.result() if future.done() else None for key, future in futures.items()}
+        results = {key: future.result() if future.done() else None for key, future in futures.items()}
+        revoked = self.membership.revoked if self.membership else ()
+        for item in results.values() if revoked else ():
+            records = item.value if item and isinstance(item.value, dict) else {}
+            for subkey in [subkey for subkey in records if find_subkey_owner(subkey) in revoked]:
+                del records[subkey]
+        return results
 
 
 def prune_expiration_heap(storage: TimedStorage) -> None:
@@ -122,9 +127,3 @@ def prune_expiration_heap(storage: TimedStorage) -> None:
     if len(storage.expiration_heap) > 2 * len(storage.data) + 100:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)
-
-
-def make_node_classes(uplink: Uplink, membership: Membership | None) -> tuple[type[DHTProtocol], type[DHTNode]]:
-    """Return the classes of this peer's DHT node. hivemind makes the instances, and passes nothing through to them."""
-    protocol = type("DHTProtocol", (DHTProtocol,), {"membership": membership})
-    return protocol, type("DHTNode", (DHTNode,), {"uplink": uplink})

@@ -37,12 +37,6 @@ REVERSED_PART, REVERSED_AVERAGE = -0.5, -0.3  # of one peer's part, and of the w
 Records = Mapping[bytes, LocalTrainingProgress]  # by peer id
 
 
-def find_majority_epoch(epochs: Iterable[int]) -> int:
-    """Return the highest epoch that more than half of these peers have reached. New peers, at epoch 0, have no say."""
-    started = sorted(filter(None, epochs), reverse=True)
-    return started[len(started) // 2] if started else 0
-
-
 class ContributorRegistry:
     """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
 
@@ -55,7 +49,7 @@ class ContributorRegistry:
         self.ids, self.present = set(ids), set()
         self.epochs: dict[bytes, int] = {}
         self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
-        self.until = 0.0  # time at which the contributors are dropped unless one of them finishes an epoch
+        self.until = 0.0  # the time at which the contributors are dropped, unless one of them finishes an epoch
 
     def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
         """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
@@ -74,8 +68,8 @@ class ContributorRegistry:
         names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
         self.named_by = defaultdict(set, {peer_id: self.named_by[peer_id] for peer_id in epochs})
         for peer_id in current:
-            for partner in filter(None, map(names.get, records[peer_id].partners or ())):
-                self.named_by[partner].add(peer_id)
+            for partner in names.keys() & set(records[peer_id].partners or ()):
+                self.named_by[names[partner]].add(peer_id)
         # A single malicious contributor could name its other keys, so two must name a peer if there are two or more.
         quorum = max(1, min(2, len(current)))
         self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
@@ -120,8 +114,10 @@ class PeerTrust:
         return believable
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the epoch of the swarm. A single peer, which could serve an invented state, cannot raise it."""
-        return max(own_epoch, find_majority_epoch(record.epoch for record in self.select_known(present).values()))
+        """Return the highest epoch that this peer or more than half of the known contributors have reached. New peers,
+        at epoch 0, have no say. A single peer, which could serve an invented state, cannot raise it."""
+        epochs = sorted((record.epoch for record in self.select_known(present).values() if record.epoch), reverse=True)
+        return max(own_epoch, epochs[len(epochs) // 2] if epochs else 0)
 
     def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
         """Reduce the claims of untrusted peers so that their sum is at most that of the trusted peers, the limit. They
@@ -170,11 +166,8 @@ class PeerTrust:
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
-        """Record which peers were in the round that has just succeeded.
-
-        :param absent: the records of the peers at this epoch that were not
-        :param waited_since: the time since which the group waited for them; None if it did not
-        """
+        """Record a round that has just succeeded with these peers, and the records of `absent` ones at this epoch, for
+        which the group has waited since this time, if at all."""
         self.partners |= set(group)
         for peer_id in group:
             del self.missed_rounds[peer_id]
@@ -228,12 +221,9 @@ class RoundTrust:
             self.rounds[peer] += 1
 
     def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
-        """Record a round that has failed, which may be chance.
-
-        :param suspects: the peer that broke it; or two peers of which one blames the other. Then the one with fewer
-            rounds behind it counts, so that a new attacker cannot turn honest peers against each other
-        :raises MaliciousPeersError: a peer has broken several in a row
-        """
+        """Record a round that has failed, which may be chance; raise MaliciousPeersError if a peer has broken several
+        in a row. Of two suspects, one blames the other: the one with fewer rounds behind it counts, so that a new
+        attacker cannot turn honest peers against each other."""
         if not suspects:
             return
         peer = min(suspects, key=lambda peer: self.rounds[peer])

@@ -168,17 +168,25 @@ class Uplink:
     async def send(self, messages, is_round: bool):
         """Pass messages on at the uplink's pace: those of rounds, for which other peers wait, before the background."""
         async for message in messages:
-            while (seconds := self.reserve(message.ByteSize(), is_round)) < 0:
-                await asyncio.sleep(-seconds)
-            await asyncio.sleep(seconds)
+            await self.pace(message.ByteSize(), is_round)
             yield message
+
+    async def pace(self, size: int, is_round: bool) -> None:
+        """Wait until this many bytes may be sent."""
+        while (seconds := self.reserve(size, is_round)) < 0:
+            await asyncio.sleep(-seconds)
+        await asyncio.sleep(seconds)
 
     async def receive(self, messages):
         """Pass messages on, and count their bytes."""
         async for message in messages:
-            with self.lock:
-                self._received.value += message.ByteSize()
+            self.count_received(message.ByteSize())
             yield message
+
+    def count_received(self, size: int) -> None:
+        """Add these bytes to `traffic`."""
+        with self.lock:
+            self._received.value += size
 
     # --- times
 

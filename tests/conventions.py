@@ -26,5 +26,4 @@ def load_groups() -> dict[str, tuple[type, ...]]:
         "finetune_mlm.py": (finetune_mlm.FinetuneArguments,),
         "predict_on_lidirus.py": (predict_on_lidirus.PredictArguments,),
         "experiment.show": (arguments.ModelArguments, arguments.DataArguments),
-        "monitoring.archive": (arguments.ArchiveArguments,),
     }

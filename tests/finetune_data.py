@@ -23,48 +23,39 @@ QUERY = "Теперь Егор и @placeholder ищут квартиру."
 BOW, ONION = "Охотник взял лук и стрелы.", "На кухне резали лук."
 WINOGRAD = "Миска не влезла в шкаф, потому что она велика."
 
+SOUP, MAPLE = "Мать сказала, что суп готов.", "Падают ли листья с клёна?"
+ANSWERS = [{"idx": 7, "text": "Фёдор", "label": 1}, {"idx": 8, "text": "Клён", "label": 0}]
+ASKED = {"idx": 2, "question": "Кто метёт листья?", "answers": ANSWERS}
+OMSK = [place(NEWS, "Омске"), {"start": 31, "end": 36}]  # twice
+
+
+def alike(line: dict, label: int, texts: list[tuple], *spans: list[str]) -> tuple:
+    """Return the records of a task whose record on the Hub differs from the benchmark's line in its label alone."""
+    return line | {"idx": 4}, [line | {"idx": 4, "label": label}], [(texts, [label], list(spans))]
+
+
 #: task -> (a line of the benchmark's own file, records of the Hub, (texts, right, texts at the spans) of each)
 RECORDS = {
-    "rcb": (
-        {"premise": "Мать сказала, что суп готов.", "hypothesis": "Суп готов.", "label": "entailment", "idx": 4}
-        | {"verb": "сказать", "negation": "no_negation"},
-        [{"premise": "Мать сказала, что суп готов.", "hypothesis": "Суп готов.", "label": 0, "idx": 4}],
-        [([("Мать сказала, что суп готов.", "Суп готов.")], [0], [])],
+    "rcb": alike(
+        {"premise": SOUP, "hypothesis": "Суп готов.", "label": "entailment", "verb": "сказать"},
+        0,
+        [(SOUP, "Суп готов.")],
     ),
-    "terra": (
-        {"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": "not_entailment", "idx": 4},
-        [{"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": 1, "idx": 4}],
-        [([("Дождь шёл всю ночь.", "Ночь была сухой.")], [1], [])],
+    "terra": alike(
+        {"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": "not_entailment"},
+        1,
+        [("Дождь шёл всю ночь.", "Ночь была сухой.")],
     ),
-    "danetqa": (
-        {"question": "Падают ли листья с клёна?", "passage": LEAVES, "label": True, "idx": 4},
-        [{"question": "Падают ли листья с клёна?", "passage": LEAVES, "label": 1, "idx": 4}],
-        [([(LEAVES, "Падают ли листья с клёна?")], [1], [])],
-    ),
-    "parus": (
+    "danetqa": alike({"question": MAPLE, "passage": LEAVES, "label": True}, 1, [(LEAVES, MAPLE)]),
+    # the cause stands before the effect
+    "parus": alike(
         {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она красная.", "question": "cause"}
-        | {"label": 0, "idx": 4},
-        [
-            {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она красная.", "question": "cause"}
-            | {"label": 0, "idx": 4}
-        ],
-        # the cause stands before the effect
-        [([("Её задел кот.", "Чашка упала."), ("Она красная.", "Чашка упала.")], [0], [])],
+        | {"label": 0},
+        0,
+        [("Её задел кот.", "Чашка упала."), ("Она красная.", "Чашка упала.")],
     ),
     "muserc": (
-        {
-            "idx": 4,
-            "passage": {
-                "text": LEAVES,
-                "questions": [
-                    {
-                        "idx": 2,
-                        "question": "Кто метёт листья?",
-                        "answers": [{"idx": 7, "text": "Фёдор", "label": 1}, {"idx": 8, "text": "Клён", "label": 0}],
-                    }
-                ],
-            },
-        },
+        {"idx": 4, "passage": {"text": LEAVES, "questions": [ASKED]}},
         [
             {"paragraph": LEAVES, "question": "Кто метёт листья?", "answer": answer, "label": label}
             | {"idx": {"paragraph": 4, "question": 2, "answer": number}}
@@ -72,14 +63,13 @@ RECORDS = {
         ],
         [([(LEAVES, "Кто метёт листья? Фёдор")], [1], []), ([(LEAVES, "Кто метёт листья? Клён")], [0], [])],
     ),
-    "russe": (
+    "russe": alike(
         {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
-        | {"label": False, "idx": 4, "gold_sense1": 1, "gold_sense2": 2},
-        [
-            {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
-            | {"label": 0, "idx": 4, "gold_sense1": 1, "gold_sense2": 2}
-        ],
-        [([(BOW, ONION)], [0], [["лук"], ["лук"]])],
+        | {"label": False},
+        0,
+        [(BOW, ONION)],
+        ["лук"],
+        ["лук"],
     ),
     "rwsd": (
         {"text": WINOGRAD, "label": True, "idx": 4}
@@ -91,19 +81,8 @@ RECORDS = {
         [([(WINOGRAD, None)], [1], [["Миска"], ["она велика"]])],
     ),
     "rucos": (
-        {
-            "idx": 4,
-            "passage": {
-                "text": NEWS,
-                "entities": [
-                    place(NEWS, "Анна Лебедева"),
-                    place(NEWS, "Омске"),
-                    {"start": 31, "end": 36},  # Omsk once more
-                    place(NEWS, "Егора"),
-                ],
-            },
-            "qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}],
-        },
+        {"idx": 4, "passage": {"text": NEWS, "entities": [place(NEWS, "Анна Лебедева"), *OMSK, place(NEWS, "Егора")]}}
+        | {"qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}]},
         # the Hub's entities hold the character after them too
         [
             {"passage": NEWS, "query": QUERY, "entities": ["Анна Лебедева ", "Омске.", "Омске ", "Егора."]}
@@ -111,10 +90,10 @@ RECORDS = {
         ],
         [([(NEWS, QUERY)], [0], [["@placeholder"], ["Анна Лебедева"] * 2, ["Омске"] * 2, ["Егора"]])],
     ),
-    "lidirus": (
-        {"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": "entailment", "idx": 4, "logic": ""},
-        [{"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": 0, "idx": 4, "logic": ""}],
-        [([("Чай остыл.", "Чай был горячим.")], [0], [])],
+    "lidirus": alike(
+        {"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": "entailment"},
+        0,
+        [("Чай остыл.", "Чай был горячим.")],
     ),
 }
 

@@ -67,6 +67,7 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
 
     :param netns: the network namespace that it enters, as by `ip netns exec`
     """
+    import huggingface_hub
     import numpy
     import torch
     from hivemind.utils.asyncio import _AsyncContextWrapper
@@ -82,6 +83,9 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
     os.environ.update(env)
     for module in (random, numpy.random, torch):
         module.seed()
+    # which it has read
+    huggingface_hub.constants.ENDPOINT = env.get("HF_ENDPOINT", "https://huggingface.co")
+    huggingface_hub.hf_api.api.endpoint = huggingface_hub.constants.ENDPOINT
     # or all programs would share these locks, and wait for one that is killed while it has them
     MPFuture.reset_backend()
     _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()

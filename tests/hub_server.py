@@ -5,7 +5,7 @@ file travels (preupload), large files through Git LFS, one commit in lines of JS
 test can have requests fail. To try it by hand:
 
     python tests/hub_server.py 8080
-    HF_ENDPOINT=http://127.0.0.1:8080 HF_TOKEN=hf_right python -m monitoring.archive --store_checkpoints ...
+    HF_ENDPOINT=http://127.0.0.1:8080 HF_TOKEN=hf_right hf upload org/name FOLDER .
 """
 
 import base64

@@ -32,13 +32,15 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT, **swarm):
-    """Yield a DHT node as Swarm.join starts it, in a process of its own. This process keeps no key or membership."""
+    """Yield a DHT node as Swarm.join starts it, in a process of its own, with the public key of its records. This
+    process keeps no key or membership."""
     leave()
     try:
         config = SwarmConfig(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
         membership = make_identity(config)
-        validators, _ = make_validators(config.experiment_prefix, schema=RunSchema)
+        validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
+        dht.public_key = public_key
     finally:
         leave()
     try:

@@ -75,7 +75,7 @@ class ForkServer:
 
     # variables that no import reads; a program whose environment differs in others starts by itself
     LATE_VARIABLES = re.compile(
-        "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+        "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
         "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
     )
 

@@ -5,6 +5,8 @@ import functools
 import json
 import struct
 import tempfile
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import hivemind
@@ -15,7 +17,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.proto import crypto_pb2, dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
-from processes import LOOPBACK, wait_until
+from processes import LOOPBACK, make_prefix, wait_until
 
 from arguments import AveragingArguments
 from swarm.config import AveragingConfig, make_config
@@ -23,6 +25,16 @@ from swarm.progress import PeerTracker
 from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
 from utils import LocalMetrics, make_validators
+
+
+def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple:
+    """Return the answer of a status page: its code, headers and body."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as e:
+        return e.code, e.headers, e.read()
 
 
 def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
@@ -56,7 +68,7 @@ def run_dhts(*validators_of_each: list):
             peers = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
             host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
             dht = hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
-            dht.uplink = Uplink()  # which trackers expect of ours
+            dht.uplink, dht.key = Uplink(), RSAPrivateKey()  # which trackers expect
             dhts.append(dht)
         yield dhts
     finally:
@@ -65,10 +77,23 @@ def run_dhts(*validators_of_each: list):
 
 
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
-    """Make the tracker of a peer with a new key, in this process."""
-    RSAPrivateKey._process_wide_key = None
+    """Make the tracker of a peer in this process, with the key of its DHT, or else a new one."""
+    RSAPrivateKey._process_wide_key = getattr(dht, "key", None)
     averaging = make_config(AveragingConfig, AveragingArguments(target_batch_size=target_batch_size), **periods)
     return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink))
+
+
+@contextlib.contextmanager
+def run_trackers(dhts: list[hivemind.DHT], target_batch_size: int, **periods):
+    """Run the trackers of a new run, one on each DHT."""
+    prefix, trackers = make_prefix(), []
+    try:
+        for dht in dhts:
+            trackers.append(make_tracker(dht, prefix, target_batch_size, **periods))
+        yield trackers
+    finally:
+        for tracker in trackers:
+            tracker.shutdown()
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:

@@ -9,13 +9,10 @@ import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
-from records import Peer, make_metrics, read_wandb_history, run_peers
+from records import Peer, make_metrics, run_peers
 from swarms import read_epochs, start_monitor
-from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import run_training_monitor
-from experiment.objectives import OBJECTIVES
-from training.checkpoint import find_checkpoints, save_checkpoint
 from utils import peer_label
 
 
@@ -90,24 +87,18 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
         peers = json.loads((output_dir / "summary.json").read_text())["peers"]
         return {label: peer["total_samples"] for label, peer in peers.items()}
 
-    # without a dashboard: the next one is told of it; two peers, of which one leaves for good
-    disabled = {"WANDB_DISABLED": "true", "WANDB_DIR": str(tmp_path)}
-    monitor, address = start_monitor(start, prefix, output_dir, "--wandb_project", "test", env=disabled, name="one")
+    # two peers, of which one leaves for good
+    monitor, address = start_monitor(start, prefix, output_dir, env=environment, name="one")
     with run_peers(prefix, address, True, True, key=key) as (first, second):
         publish_until_seen(monitor, [first, second], 40, output_dir, loss=18.0, total_samples=1000)
         publish_until_seen(monitor, [first, second], 41, output_dir, loss=16.0, total_samples=1064)
         monitor.process.send_signal(signal.SIGTERM)
         monitor.assert_clean_end(30)
-        assert not (tmp_path / "wandb").exists()
         stayed, left = peer_label(first.subkey), peer_label(second.subkey)
     assert contributors() == {stayed: 1064, left: 1064}
 
-    # the one that is back continues from a checkpoint; a monitor that is killed at once loses nothing
-    for name in ("two", "three"):
-        monitor, address = start_monitor(start, prefix, output_dir, env=environment, name=name)
-        if name == "two":
-            monitor.wait_for("Waiting for trainers")
-            monitor.kill()
+    # the one that is back continues from a checkpoint
+    monitor, address = start_monitor(start, prefix, output_dir, env=environment, name="two")
     with run_peers(prefix, address, True, key=key) as (first,):
         publish_until_seen(monitor, [first], 42, output_dir, loss=14.0, total_samples=864)
         publish_until_seen(monitor, [first], 43, output_dir, loss=12.0, total_samples=928)
@@ -118,14 +109,12 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
         monitor.process.send_signal(signal.SIGTERM)
         monitor.assert_clean_end(30)
 
-    (aside,) = output_dir.glob("summary-until-*.json")
-    assert json.loads(aside.read_text())["peers"][stayed]["total_samples"] == 1064 + 64 + 64
-    assert json.loads(aside.read_text())["peers"][left]["total_samples"] == 1064
-    assert contributors() == {stayed: 192}
+    # of the first records from an older count, only their own epoch's samples are certainly new
+    assert contributors() == {stayed: 1064 + 64 + 64 + 64 + 64, left: 1064}
     epochs = read_epochs(output_dir)
     assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
     # before, the two published one after the other
-    assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 128, 192]
+    assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 2320, 2384]
 
     # the dashboard has what was published: one curve over both restarts, and one of the new run
     (new_run,) = set(ask_trackio(environment, prefix, "list", "runs")["runs"]) - {old_run}
@@ -133,27 +122,6 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
     totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
     assert read_trackio(environment, prefix, old_run, "total_samples") == totals
     assert read_trackio(environment, prefix, new_run, "loss") == {2: 11.0, 3: 10.5}
-
-
-def test_monitor_restart_continues_wandb_run(start, tmp_path):
-    """As the same run again; and as another one when all starts over."""
-    prefix, output_dir = make_prefix(), tmp_path / "out"
-    flags = ["--wandb_project", "test"]
-    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-    for name, epochs in {"one": [64], "two": [65, 1]}.items():
-        monitor, address = start_monitor(start, prefix, output_dir, *flags, name=name, env=environment)
-        with run_peers(prefix, address, True) as peers:
-            for epoch in epochs:
-                publish_until_seen(monitor, peers, epoch, output_dir, loss=2.0 * epoch)
-            monitor.process.send_signal(signal.SIGTERM)
-            monitor.assert_clean_end(30)
-    assert [entry["epoch"] for entry in read_epochs(output_dir)] == [64, 65, 1]
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    runs = [(path.name, {step: row["loss"] for step, row in read_wandb_history(path).items()}) for path in files]
-    assert [losses for _, losses in runs] == [{64: 64.0}, {65: 65.0}, {1: 1.0}]
-    assert runs[0][0] == runs[1][0] != runs[2][0]
-    # the dashboard shows no addresses and folders
-    assert not any(word in path.read_bytes() for path in files for word in (b"/ip4/", str(tmp_path).encode()))
 
 
 @pytest.mark.parametrize(
@@ -165,33 +133,3 @@ def test_monitor_restart_continues_wandb_run(start, tmp_path):
 )
 def test_monitor_wrong_flags_are_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
-
-
-@pytest.fixture
-def model_and_tokenizer():
-    from tokenizers import Tokenizer, models
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")))
-    shape = {"embedding_size": 8, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
-    model = AlbertForMaskedLM(AlbertConfig(vocab_size=20_000, **shape))
-    model.objective = OBJECTIVES["mlm"]
-    return model, tokenizer
-
-
-def test_monitor_checkpoints_are_complete_and_few(model_and_tokenizer, tmp_path):
-    model, tokenizer = model_and_tokenizer
-    (tmp_path / ".checkpoint-2.unfinished").mkdir()  # the remains of a killed process
-    for epoch in (1, 2, 10, 10):
-        state = {"model": model.state_dict(), "local_epoch": epoch}
-        assert save_checkpoint(model, tokenizer, tmp_path, state, {"swarm_loss": 5.0}, save_total_limit=2)
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-2"]
-    newest = tmp_path / "checkpoint-10"
-    assert (newest / "model.safetensors").exists()
-    loaded = AlbertForMaskedLM.from_pretrained(newest)
-    for name, tensor in model.state_dict().items():
-        assert loaded.state_dict()[name].equal(tensor), name
-    assert AutoTokenizer.from_pretrained(newest).get_vocab() == tokenizer.get_vocab()
-    description = json.loads((newest / "training_state.json").read_text())
-    assert (description["epoch"], description["swarm_loss"]) == (10, 5.0)
-    assert description["files"]["model.safetensors"]["bytes"] == (newest / "model.safetensors").stat().st_size

@@ -40,10 +40,14 @@ def test_setup_unsupported_python_is_one_line(version, set_up, tmp_path):
 
 
 def test_setup_failure_names_step_and_cure(set_up, tmp_path):
-    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(shutil.which("false"))  # as if pip had failed
     (tmp_path / ".venv" / "complete").touch()
     os.utime(tmp_path / ".venv" / "complete", (0, 0))  # older than the lists
-    run = set_up(f"PYTHON={sys.executable}", "TORCH=torch==0 --no-index")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    run = set_up(f"PYTHON={python}", "TORCH=torch==0 --no-index")
     assert run.returncode == 2 and "set-up: .venv is unfinished" in run.stdout
     *_, line, _ = run.stderr.splitlines()
     assert "set-up: installing torch==0 --no-index failed" in line and "network" in line and "same command" in line

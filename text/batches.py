@@ -187,19 +187,19 @@ class ShardedBatches:
 
     def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments, stop: threading.Event):
         self.split, self.stop = split, stop
-        self.open = functools.lru_cache(1)(lambda folder: IndexedBatches(split.load(folder), make_collator, args))
+        self.open = functools.lru_cache(1)(lambda shard: IndexedBatches(split.load(shard, stop), make_collator, args))
 
-    def order(self, batch_size: int, seed: int) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
-        """Yield IndexedBatches' keys after the shard's folder, endlessly: a pass over one shard, then the next."""
+    def order(self, batch_size: int, seed: int) -> Iterator[tuple[int, np.ndarray, list[int]]]:
+        """Yield IndexedBatches' keys after the shard's number, endlessly: a pass over one shard, then the next."""
         number = itertools.count()
-        for visit, folder in enumerate(self.split.visit(self.stop)):
-            lengths, generator = self.open(folder).padded_lengths, np.random.default_rng([seed, visit])
+        for visit, shard in enumerate(self.split.visit(self.stop)):
+            lengths, generator = self.open(shard).padded_lengths, np.random.default_rng([seed, visit])
             for rows in group_by_length(lengths, batch_size, generator):
-                yield folder, rows, [seed, next(number)]
+                yield shard, rows, [seed, next(number)]
 
-    def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> Columns:
-        folder, *rest = key
-        return self.open(folder)[tuple(rest)]
+    def __getitem__(self, key: tuple[int, np.ndarray, list[int], int | None]) -> Columns:
+        shard, *rest = key
+        return self.open(shard)[tuple(rest)]
 
 
 class BatchLoader:

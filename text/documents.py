@@ -228,21 +228,17 @@ def make_sentence_pairs(
     sentences over half of the room are divided. The boundary is inside a sentence only if there is no other.
     """
     room = seq_length - 3
-    pieces: list[tuple[bool, list[int]]] = []  # (whether it begins a sentence, ids)
+    chunks: list[list[tuple[bool, list[int]]]] = []  # of pieces: whether it begins a sentence, ids
+    length = room
     for ids in sentences:
         parts = -(-len(ids) // (room // 2))
         for part in range(parts):
             piece = ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]
-            pieces.append((part == 0, piece))
-
-    chunks: list[list[tuple[bool, list[int]]]] = []
-    length = room
-    for piece in pieces:
-        if length + len(piece[1]) > room:
-            chunks.append([])
-            length = 0
-        chunks[-1].append(piece)
-        length += len(piece[1])
+            if length + len(piece) > room:
+                chunks.append([])
+                length = 0
+            chunks[-1].append((part == 0, piece))
+            length += len(piece)
     # two pieces always fit, so only a document's last chunk can have a single piece
     if chunks and len(chunks[-1]) == 1:
         begins, ids = chunks[-1][0]

@@ -90,13 +90,14 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     """
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
+    index = folder.with_suffix(".json")
     try:
         # at first without the lock, because a shared cache may be read-only
-        if found := find_fetched(folder, source):
-            return found
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_suffix(".lock")):
-            return find_fetched(folder, source) or fetch_missing(source, sha256, folder, patience, is_shown)
+        if not folder.exists() and not index.exists():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with locked(folder.with_suffix(".lock")):
+                if not folder.exists() and not index.exists():
+                    fetch_missing(source, sha256, folder, patience, is_shown)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
@@ -104,11 +105,12 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
                 "give another --dataset_cache_dir; the same command continues from there"
             ) from e
         raise UserError(f"cannot store {source} in {cache_dir} ({e}): give another --dataset_cache_dir") from e
+    return index if index.exists() else folder
 
 
-def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float, is_shown: bool) -> Path:
-    """Fetch a file that is not in the cache, like `fetch`."""
-    index, file = folder.with_suffix(".json"), Path(source)
+def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float, is_shown: bool) -> None:
+    """Put a file that is not in the cache there, like `fetch`."""
+    file = Path(source)
     if is_url(source):
         file = folder.with_suffix(".part")
         download(source, file, patience, is_shown)
@@ -125,27 +127,13 @@ def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float
         if is_index:
             read_index(file, source)
             shutil.copy(file, folder.with_suffix(".unfinished"))
-            folder.with_suffix(".unfinished").replace(index)
+            folder.with_suffix(".unfinished").replace(folder.with_suffix(".json"))
         else:
             unpack(file, source, folder)
     except UserError:
         discard(folder)
         raise
     discard(folder)
-    return index if is_index else folder
-
-
-def find_fetched(folder: Path, source: str) -> Path | None:
-    """Return the path of an earlier download of this source, or None."""
-    found = next((path for path in (folder, folder.with_suffix(".json")) if path.exists()), None)
-    if found:
-        logger.info(f"{source} is in {found}")
-    return found
-
-
-def find_name(source: str) -> str:
-    """Return the name of a file by its path or URL."""
-    return PurePosixPath(source.partition("?")[0]).name
 
 
 def make_name(source: str, sha256: str | None) -> str:
@@ -156,58 +144,50 @@ def make_name(source: str, sha256: str | None) -> str:
             status = os.stat(source)
             text = f"{os.path.abspath(source)} {status.st_size} {status.st_mtime_ns}"
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-    stem = find_name(source).split(".")[0]
+    stem = PurePosixPath(source.partition("?")[0]).name.split(".")[0]
     return f"{re.sub(r'[^A-Za-z0-9_-]', '', stem)[:60] or 'data'}-{sha256[:16]}"
 
 
 # --- download ---------------------------------------------------------------------------------------------------------
 
 
-def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
+def download(url: str, partial: Path, patience: float, is_shown: bool, restarts: int = MOST_RESTARTS) -> None:
     """Download a URL to the file `partial`, from the byte at which an earlier attempt or process stopped."""
-    for restarts_left in reversed(range(MOST_RESTARTS + 1)):
-        facts = read_json(partial.with_suffix(".part.json"))
-        if not facts:
-            discard(partial)
-        try:
-            with HttpFile(url, patience, facts=facts) as source:
-                copy_rest(source, partial, is_shown)
-            break
-        except ChangedError as e:
-            discard(partial)
-            if not restarts_left:
-                raise UserError(f"{url}: {e}: the same command downloads it again") from e
-            logger.warning(f"{url}: {e}: starting over")
-        except HttpError as e:
-            size = format_bytes(partial.stat().st_size) if partial.exists() else ""
-            raise UserError(f"{url}: {e}{f'. The same command continues from {size}' if size else ''}") from e
-    if not partial.stat().st_size:
+    facts_file = partial.with_suffix(".part.json")
+    if not (facts := read_json(facts_file)):
         discard(partial)
-        raise UserError(f"{url} is empty: check the address")
-
-
-def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
-    """Append the missing rest of the source to a file."""
-    total, name = source.find_size(), find_name(source.url)
-    partial.with_suffix(".part.json").write_text(json.dumps(source.facts))
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(partial, "ab"))
-        received = source.seek(file.tell())
-        if is_shown:
-            size = format_bytes(total) if total else "unknown size"
-            logger.info(f"fetching {name}, {size}{f', from {format_bytes(received)} on' if received else ''}")
-            bar = stack.enter_context(show_progress(f"fetching {name}", total, received))
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            source = stack.enter_context(HttpFile(url, patience, facts=facts))
+            total = source.find_size()
+            facts_file.write_text(json.dumps(source.facts))
+            file = stack.enter_context(open(partial, "ab"))
+            received = source.seek(file.tell())
+            if is_shown:
+                bar = stack.enter_context(show_progress(f"fetching {partial.stem}", total, received))
             while piece := source.read(1 << 16):
                 check_room(partial.parent, len(piece))
                 file.write(piece)
                 file.flush()  # keeps the bytes if this process is killed
                 if is_shown:
                     bar.update(len(piece))
-        except OSError:
-            if total is None:  # the file may be endless
-                discard(partial)
-            raise
+    except OSError:
+        if total is None:  # the file may be endless
+            discard(partial)
+        raise
+    except ChangedError as e:
+        discard(partial)
+        if not restarts:
+            raise UserError(f"{url}: {e}: the same command downloads it again") from e
+        logger.warning(f"{url}: {e}: starting over")
+        return download(url, partial, patience, is_shown, restarts - 1)
+    except HttpError as e:
+        size = partial.stat().st_size if partial.exists() else 0
+        more = f". The same command continues from {format_bytes(size)}" if size else ""
+        raise UserError(f"{url}: {e}{more}") from e
+    if not partial.stat().st_size:
+        discard(partial)
+        raise UserError(f"{url} is empty: check the address")
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -279,17 +259,12 @@ def unpack(file: Path, source: str, folder: Path) -> None:
             archive.extractall(unfinished, filter=take_plain)
         locate_dataset(unfinished, source)
         unfinished.rename(folder)
-    except tarfile.FilterError as e:
-        raise UserError(
-            f"{source} contains {e.tarinfo.name!r}, which is a link, a device or outside its folder, and is not used: "
-            "ask its publisher for plain files (tokenize_wikitext103.py --archive packs these)"
-        ) from e
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, RecursionError) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
-        reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
         raise UserError(
-            f"{source} is damaged, or not a .tar, .tar.gz or index: fetch or pack it again ({reason})"
+            f"{source} is damaged, not a .tar, .tar.gz or index, or has links or files outside its folder, and is not "
+            f"used: pack it with tokenize_wikitext103.py --archive ({str(e).splitlines()[0]}; it begins with {begin!r})"
         ) from e
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -11,8 +11,6 @@ import shutil
 import tarfile
 from pathlib import Path
 
-import numpy as np
-
 from common.console import UserError, format_bytes, format_count
 from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
@@ -20,17 +18,18 @@ from text.stored import load_tokenized_dataset, write_dataset
 from text.tokenizers import load_tokenizer
 
 
-def name_shards(archive: Path, count: int) -> list[Path]:
+def list_files(archive: Path, count: int) -> list[Path]:
     """Return the files of an archive in `count` shards: the index, the part that all peers need, and the shards."""
+    if count == 1:
+        return [archive]
     stem, suffix = archive.name.split(".", 1)
-    names = [f"{stem}.json", f"{stem}-common.{suffix}"]
-    names += [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
-    return [archive.with_name(name) for name in names]
+    shards = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
+    return [archive.with_name(name) for name in (f"{stem}.json", f"{stem}-common.{suffix}", *shards)]
 
 
 def check_archive(archive: Path, args):
     """Raise a UserError if a file of the archive exists, or its folder does not."""
-    for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
+    for path in list_files(archive, args.archive_shards):
         if os.path.lexists(path):
             raise UserError(f"{path} already exists: remove it, or give another --archive")
     if not archive.parent.is_dir():
@@ -51,11 +50,10 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args):
     if count > len(dataset["train"]):
         raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
     with unfinished_folder(archive) as folder:
+        paths = list_files(folder / archive.name, count)
         if count == 1:
-            paths = [folder / archive.name]
             sha256 = pack(paths[0], {"dataset": dataset_path, "tokenizer": tokenizer_path})
         else:
-            paths = name_shards(folder / archive.name, count)
             sha256 = make_shards(paths, dataset, corpus, tokenizer_path)
         size = sum(path.stat().st_size for path in paths)
         for path in reversed(paths):  # the index comes last
@@ -68,37 +66,22 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args):
 
 
 def make_shards(paths: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
-    """Write the files of `name_shards`, and return the sha256 of the index."""
-    from tqdm import tqdm
-
+    """Write the files that `list_files` names, and return the sha256 of the index."""
     index, *archives = paths
-    folder, entries = index.with_name("dataset"), []
-    for number, archive in enumerate(tqdm(archives, desc="packing", unit="file", disable=None), start=-1):
-        parts = {"dataset": folder}
-        if number < 0:
-            parts["tokenizer"] = tokenizer_path
-            tables = {"validation": select_rows(dataset["validation"], 1, 0)}
-        else:
-            tables = {"train": select_rows(dataset["train"], len(archives) - 1, number)}
-        write_dataset(tables, corpus, folder)
-        entries.append({"name": archive.name, "sha256": pack(archive, parts), "size": archive.stat().st_size})
+    folder, count = index.with_name("dataset"), len(archives) - 1
+    parts = [{"validation": dataset["validation"]}]
+    parts += [{"train": dataset["train"].shard(count, number, contiguous=False)} for number in range(count)]
+    entries = []
+    for archive, splits in zip(archives, parts, strict=True):
+        write_dataset({name: split.with_format("arrow")[:] for name, split in splits.items()}, corpus, folder)
+        folders = {"dataset": folder} if entries else {"dataset": folder, "tokenizer": tokenizer_path}
+        entries.append({"name": archive.name, "sha256": pack(archive, folders), "size": archive.stat().st_size})
         shutil.rmtree(folder)
     index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
     return hash_file(index)
 
 
-def select_rows(dataset, count: int, number: int):
-    """Return every `count`th row of a Dataset from row `number` on, as an Arrow table."""
-    import pyarrow
-
-    parts, start = [], number
-    for table in dataset.with_format("arrow").iter(65_536):
-        parts.append(table.take(np.arange(start, table.num_rows, count)))
-        start = (start - table.num_rows) % count
-    return pyarrow.concat_tables(parts)
-
-
-def pack(archive: Path, parts: dict[str, Path]) -> str:
+def pack(archive: Path, folders: dict[str, Path]) -> str:
     """Write an archive of folders by their names in it, and return its sha256.
 
     The same files result in the same bytes on every machine, because they are sorted, without owners and times. (The
@@ -109,7 +92,7 @@ def pack(archive: Path, parts: dict[str, Path]) -> str:
         if archive.suffix in (".gz", ".tgz"):
             stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
         tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
-        for name, folder in parts.items():
+        for name, folder in folders.items():
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
                 member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
                 member.size = path.stat().st_size

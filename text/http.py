@@ -3,12 +3,14 @@
 python -c "from text.http import HttpFile; print(HttpFile('https://example.org', patience=60).read(100))"
 """
 
+import contextlib
 import io
 import logging
 import re
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
 
 import httpx2
 
@@ -50,10 +52,10 @@ class HttpFile(io.RawIOBase):
 
     def __init__(self, url: str, patience: float, stop: threading.Event | None = None, facts: dict | None = None):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), dict(facts or {})
-        self.client, self.response, self.pieces, self.deadline = None, None, None, 0.0
-        self.position = 0
-        self.arrived, self.rest = 0, b""  # bytes that have arrived but are not yet read, and their position
-        self.late = 0.0  # seconds behind LEAST_SPEED, over all connections
+        self.client: httpx2.Client | None = None
+        self.late = self.deadline = 0.0  # late: seconds behind LEAST_SPEED, over all connections
+        self.position = self.arrived = 0
+        self.pieces, self.rest = self.receive(0), b""  # bytes from `arrived` on; rest: of the piece that came last
 
     def readable(self) -> bool:
         """Return True: this file can be read, and so can any position of it."""
@@ -64,7 +66,7 @@ class HttpFile(io.RawIOBase):
     def find_size(self) -> int | None:
         """Return the size in bytes, or None if the server does not report it."""
         if not self.facts:
-            self.rest = self.receive()
+            self.rest = next(self.pieces, b"")
         return self.facts.get("size")
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -77,21 +79,74 @@ class HttpFile(io.RawIOBase):
     def readinto(self, buffer) -> int:
         """Read at most `len(buffer)` bytes; return their number, 0 at the end."""
         if self.arrived != self.position:
-            self.disconnect()
-        piece = self.rest or self.receive()
+            self.pieces.close()
+            self.pieces, self.rest = self.receive(self.position), b""
+        piece = self.rest or next(self.pieces, b"")
         count = min(len(buffer), len(piece))
-        buffer[:count] = piece[:count]
-        self.rest = piece[count:]
+        buffer[:count], self.rest = piece[:count], piece[count:]
         self.position += count
         self.arrived = self.position
         return count
 
     def close(self) -> None:
         """Close the connection too."""
-        self.disconnect()
+        self.pieces.close()
         if self.client:
             self.client.close()
         super().close()
+
+    def receive(self, position: int) -> Iterator[bytes]:
+        """Yield the bytes from this position on as they arrive, over several connections if necessary."""
+        delay, since = FIRST_DELAY, time.monotonic()
+        while self.facts.get("size") is None or position < self.facts["size"]:
+            try:
+                with contextlib.closing(self.connect(position)) as response:
+                    before = position - self.check(response, position)  # bytes that a server without ranges repeats
+                    for piece in response.iter_raw():
+                        self.late = max(0.0, self.late + time.monotonic() - since - len(piece) / LEAST_SPEED)
+                        if self.late > self.patience:
+                            raise TimeoutError
+                        wanted, before = piece[before:], max(0, before - len(piece))
+                        position += len(wanted)
+                        if wanted:
+                            yield wanted
+                            delay = FIRST_DELAY
+                        since = time.monotonic()
+                        self.deadline = since + STALL_SECONDS
+                if self.facts["size"] in (None, position) and not before:
+                    return
+                reason = f"the connection was cut after {position:,} bytes"
+            except (TimeoutError, httpx2.TimeoutException):
+                reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
+            except httpx2.HTTPStatusError as e:
+                reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
+                if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
+                    raise HttpError(f"{reason}: check the address") from e
+            except (httpx2.HTTPError, httpx2.InvalidURL, ImportError, ValueError) as e:
+                reason = str(e) or type(e).__name__
+                if isinstance(e, httpx2.UnsupportedProtocol) or not isinstance(e, httpx2.HTTPError):
+                    raise HttpError(f"{reason}: check the address, and the proxy if there is one") from e
+                if "CERTIFICATE_VERIFY_FAILED" in reason:
+                    raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
+            if self.late + time.monotonic() + delay - since > self.patience or self.stop.is_set():
+                raise HttpError(f"{reason}; gave up")
+            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
+            self.stop.wait(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
+
+    def connect(self, position: int) -> httpx2.Response:
+        """Request the file from this position on, and return the response, whose body is not read yet."""
+        self.client = self.client or httpx2.Client(headers=HEADERS, timeout=STALL_SECONDS)
+        headers = {"Range": f"bytes={position}-"} if position else {}
+        request = self.client.build_request("GET", self.url, headers=headers, extensions={"trace": self.watch})
+        for _ in range(MOST_REDIRECTS):
+            self.deadline = time.monotonic() + STALL_SECONDS
+            response = self.client.send(request, stream=True)
+            request = response.next_request
+            if request is None:
+                return response
+            response.close()  # unread: a body may be endless
+        raise HttpError("leads from one address to another without end: check the address")
 
     def watch(self, event: str, details: dict) -> None:
         """Hold a new connection to the deadline, because the timeouts of httpx restart at each byte."""
@@ -108,82 +163,23 @@ class HttpFile(io.RawIOBase):
 
         stream.read = read_in_time
 
-    def connect(self) -> None:
-        """Request the file from the current position on, and check that it is the same file as before."""
-        self.client = self.client or httpx2.Client(headers=HEADERS, timeout=STALL_SECONDS)
-        headers = {"Range": f"bytes={self.position}-"} if self.position else {}
-        request = self.client.build_request("GET", self.url, headers=headers, extensions={"trace": self.watch})
-        for _ in range(MOST_REDIRECTS):
-            self.deadline = time.monotonic() + STALL_SECONDS
-            self.response = self.client.send(request, stream=True)
-            request = self.response.next_request
-            if request is None:
-                break
-            self.response.close()  # unread: a body may be endless
-        else:
-            raise HttpError("leads from one address to another without end: check the address")
-        if self.response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
+    def check(self, response: httpx2.Response, position: int) -> int:
+        """Return the position at which a response begins; raise a ChangedError if the file is not as before."""
+        if response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
             raise ChangedError("is shorter than it was before")
-        self.response.raise_for_status()
-        headers, self.arrived = self.response.headers, 0
-        size, validator = headers.get("Content-Length"), headers.get("ETag", headers.get("Last-Modified"))
-        if self.response.status_code == httpx2.codes.PARTIAL_CONTENT:
-            match = re.fullmatch(r"bytes (\d{1,19})-\d+/(?:(\d{1,19})|\*)", headers.get("Content-Range", ""))
-            if not match or int(match[1]) != self.position:
+        response.raise_for_status()
+        begin, size = 0, response.headers.get("Content-Length")
+        if response.status_code == httpx2.codes.PARTIAL_CONTENT:
+            match = re.fullmatch(r"bytes (\d{1,19})-\d+/(?:(\d{1,19})|\*)", response.headers.get("Content-Range", ""))
+            if not match or int(match[1]) != position:
                 raise ChangedError("its server sent another range than requested")
-            size, self.arrived = match[2], self.position
-        elif self.position and self.facts and not self.facts.get("etag"):
+            begin, size = position, match[2]
+        elif position and self.facts and not self.facts.get("etag"):
             raise ChangedError("was cut off, and its server does not tell whether it is still the same")
-        facts = {"size": int(size) if size else None, "etag": validator}
-        for name, value in facts.items():
-            earlier = self.facts.get(name)
-            if None not in (earlier, value) and earlier != value:
+        validator = response.headers.get("ETag", response.headers.get("Last-Modified"))
+        for name, value in {"size": int(size) if size else None, "etag": validator}.items():
+            if self.facts.get(name) is None:
+                self.facts[name] = value
+            elif value not in (None, self.facts[name]):
                 raise ChangedError("has changed in the meantime")
-            self.facts[name] = value if earlier is None else earlier
-        self.pieces = self.response.iter_raw()
-
-    def disconnect(self) -> None:
-        """Drop the current response and the bytes of it that nothing has read yet."""
-        if self.response:
-            self.response.close()
-        self.response, self.pieces, self.rest = None, None, b""
-
-    def receive(self) -> bytes:
-        """Return the bytes that arrive next at the current position, with retries; none at the end of the file."""
-        delay, start = FIRST_DELAY, time.monotonic()
-        while self.facts.get("size") is None or self.position < self.facts["size"]:
-            try:
-                if self.pieces is None:
-                    self.connect()
-                self.deadline = time.monotonic() + STALL_SECONDS
-                piece = next(self.pieces, b"")
-                self.late = max(0.0, self.late + time.monotonic() - start - len(piece) / LEAST_SPEED)
-                start = time.monotonic()
-                if self.late > self.patience:
-                    raise TimeoutError
-                skipped = min(self.position - self.arrived, len(piece))
-                self.arrived += skipped
-                if piece and skipped == len(piece):  # the server has no ranges, and started at the beginning
-                    continue
-                if piece or (self.facts["size"] is None and self.arrived == self.position):
-                    return piece[skipped:]
-                reason = f"the connection was cut after {self.position:,} bytes"
-            except (TimeoutError, httpx2.TimeoutException):
-                reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
-            except httpx2.HTTPStatusError as e:
-                reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
-                if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
-                    raise HttpError(f"{reason}: check the address") from e
-            except (httpx2.HTTPError, httpx2.InvalidURL, ImportError, ValueError) as e:
-                reason = str(e) or type(e).__name__
-                if isinstance(e, httpx2.UnsupportedProtocol) or not isinstance(e, httpx2.HTTPError):
-                    raise HttpError(f"{reason}: check the address, and the proxy if there is one") from e
-                if "CERTIFICATE_VERIFY_FAILED" in reason:
-                    raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
-            self.disconnect()
-            if self.late + time.monotonic() + delay - start > self.patience or self.stop.is_set():
-                raise HttpError(f"{reason}; gave up")
-            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
-            self.stop.wait(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
-        return b""
+        return begin

@@ -1,8 +1,6 @@
 """A train split in shards, each of which is downloaded while the previous one is read."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -11,12 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from common.console import UserError
-from text.fetch import FetchedDataset, NoRoomError, Shard, fetch, locate_dataset, make_name
+from text.fetch import FetchedDataset, NoRoomError, fetch, locate_dataset, make_name
 
 logger = logging.getLogger("shards")
 
@@ -29,6 +26,7 @@ class ShardedSplit:
     def __init__(self, found: FetchedDataset, corpus: dict, columns: list[str]):
         self.shards, self.cache_dir, self.corpus, self.columns = found.shards, found.cache_dir, corpus, columns
         self.seed: int | None = None
+        self.current: int | None = None
 
     def __len__(self) -> int:
         return self.corpus["instances"]["train"]
@@ -47,103 +45,73 @@ class ShardedSplit:
             yield from map(int, np.random.default_rng([self.seed, number]).permutation(len(self.shards)))
             number += 1
 
-    def visit(self, stop: threading.Event) -> Iterator[Path]:
-        """Yield folders of unpacked shards endlessly, until `stop` is set during a wait for one."""
-        order = self.order()
-        coming = ShardFetch(self, next(order), stop)
-        while folder := coming.wait():
-            current, coming = coming, ShardFetch(self, next(order), stop)
-            yield folder
-            if current.pinned:
-                current.pinned.close()
+    def visit(self, stop: threading.Event) -> Iterator[int]:
+        """Yield numbers of downloaded shards endlessly, until `stop` is set during a wait for one."""
 
-    def load(self, folder: Path):
-        """Return the instances of one shard as a memory-mapped Dataset."""
+        def start(number: int) -> threading.Thread:
+            thread = threading.Thread(target=self.download, args=(number, stop), daemon=True)
+            thread.start()
+            return thread
+
+        order = self.order()
+        number = next(order)
+        thread = start(number)
+        while True:
+            next_line = time.monotonic() + 5
+            while thread.is_alive() and not stop.is_set():
+                thread.join(0.1)
+                if thread.is_alive() and time.monotonic() > next_line:
+                    next_line = time.monotonic() + 60
+                    logger.warning(f"this peer has used all its data: waiting for {self.shards[number].source}")
+            if thread.is_alive() or stop.is_set():
+                return
+            self.current, number = number, next(order)
+            thread = start(number)
+            yield self.current
+
+    def find_folder(self, number: int) -> Path:
+        """Return the folder in the cache of a shard, which may be missing."""
+        return self.cache_dir / make_name(self.shards[number].source, self.shards[number].sha256)
+
+    def download(self, number: int, stop: threading.Event) -> None:
+        """Download a shard, and try again until it is there or `stop` is set; on a full disk, remove older shards."""
+        shard = self.shards[number]
+        while not stop.is_set():
+            try:
+                fetch(shard.source, shard.sha256, self.cache_dir, is_shown=False)
+                return
+            except UserError as e:
+                if isinstance(e, NoRoomError) and self.remove_oldest():
+                    continue
+                logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
+                stop.wait(RETRY_SECONDS)
+
+    def remove_oldest(self) -> bool:
+        """Remove the shard that trainers opened longest ago, except the current one; return False if there is none.
+
+        Another trainer that reads it has opened its files, and downloads it again when it needs it again.
+        """
+        folders = [self.find_folder(number) for number in range(len(self.shards)) if number != self.current]
+        for folder in sorted(filter(os.path.exists, folders), key=os.path.getmtime):
+            removed = folder.with_suffix(".removed")
+            with contextlib.suppress(OSError):  # it belongs to another user, or another trainer removes it
+                shutil.rmtree(removed, ignore_errors=True)  # left by a killed process
+                folder.rename(removed)
+                logger.info(f"no room for the next shard: removing {folder}")
+                shutil.rmtree(removed)
+                return True
+        return False
+
+    def load(self, number: int, stop: threading.Event):
+        """Return the instances of a shard as a memory-mapped Dataset; download it if another trainer has removed it."""
         from datasets import load_from_disk
 
+        self.download(number, stop)
+        folder = self.find_folder(number)
+        with contextlib.suppress(OSError):  # the cache is read-only
+            os.utime(folder)
         path, _ = locate_dataset(folder)
         corpus = json.loads((path / "corpus.json").read_text())
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
             raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell its publisher")
         return load_from_disk(str(path))["train"].select_columns(self.columns)
-
-
-class ShardFetch(threading.Thread):
-    """A thread that downloads one shard while another one is read.
-
-    After a failure it logs a warning and retries. If the disk is full, it removes shards that were read before, but
-    not this one until `pinned` is closed.
-    """
-
-    def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
-        super().__init__(daemon=True)
-        self.split, self.shard, self.stop = split, split.shards[number], stop
-        self.folder: Path | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Download the shard, and try again until it is there or the iteration stops."""
-        cache_dir = self.split.cache_dir
-        while self.folder is None and not self.stop.is_set():
-            try:
-                try:
-                    folder = fetch(self.shard.source, self.shard.sha256, cache_dir, is_shown=False)
-                    self.pinned = pin(folder)
-                    self.folder = folder
-                except NoRoomError:
-                    if not evict_oldest(self.split.shards, cache_dir):
-                        raise
-            except FileNotFoundError:
-                continue  # another trainer has removed this shard
-            except (UserError, OSError) as e:
-                logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
-                self.stop.wait(RETRY_SECONDS)
-
-    def wait(self) -> Path | None:
-        """Wait for the shard and return its folder, or None if `stop` is set first."""
-        next_line = time.monotonic() + 5
-        while self.is_alive() and not self.stop.is_set():
-            self.join(0.1)
-            if self.is_alive() and time.monotonic() > next_line:
-                next_line = time.monotonic() + 60
-                logger.warning(f"this peer has used all its data: waiting for {self.shard.source}")
-        return self.folder
-
-
-def pin(folder: Path) -> IO | None:
-    """Protect a folder of the cache from `evict_oldest` of any process, as long as the returned file is open.
-
-    :returns: the open file; None for a folder of another user, who may remove it at any time
-    :raises FileNotFoundError: the folder has just been removed
-    """
-    try:
-        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until the caller closes it)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return None
-        raise
-    fcntl.flock(file, fcntl.LOCK_SH)
-    if not folder.exists():
-        raise FileNotFoundError(folder)
-    os.utime(folder / ".in_use")
-    return file
-
-
-def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
-    """Remove the least recently read shard that is not pinned; return False if there is none."""
-    folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
-    try:
-        marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
-        for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-            # the shard is pinned, or belongs to another user
-            with contextlib.suppress(BlockingIOError, PermissionError), open(mark, "a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.info(f"no room for the next shard: removing {mark.parent}")
-                removed = mark.parent.with_suffix(".removed")
-                shutil.rmtree(removed, ignore_errors=True)  # left by a killed process
-                mark.parent.rename(removed)
-                shutil.rmtree(removed)
-                return True
-    except FileNotFoundError:  # another trainer has just made room
-        return True
-    return False

@@ -23,8 +23,9 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
 
     found = found if isinstance(found, FetchedDataset) else FetchedDataset(Path(found))
     path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
+    command = f"python tokenize_wikitext103.py --objective {(kind or PAIRS).name} --dataset_path {path}"
     if not path.is_dir():
-        raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
+        raise UserError(f"no dataset in {path}: make it with {command}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
         dataset, stored = load_from_disk(str(path)), KINDS[corpus.get("objective", PAIRS.name)]
@@ -34,7 +35,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise UserError(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
-            f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
+            f"remove it, then run {command}"
         ) from e
     if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
         raise UserError(
@@ -61,7 +62,6 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
     ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"][column].chunks])
     counts = np.bincount(ids[~np.isin(ids, [*tokenizer.all_special_ids, IGNORED_LABEL])])
     shares = counts[counts > 0] / counts.sum()
-    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in tables["train"]["input_ids"].chunks])
     return {
         "unigram_entropy": float(-(shares * np.log(shares)).sum()),
         "objective": args.objective,
@@ -69,31 +69,30 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "instances": {name: table.num_rows for name, table in tables.items()},
         "tokens": {name: sum(len(c.flatten()) for c in table["input_ids"].chunks) for name, table in tables.items()},
-        "mean_length": float(lengths.mean()),
-        "padding_if_batched_at_random": float(1 - lengths.mean() / lengths.max()),
         "seq_length": args.seq_length,
         "seed": args.seed,
     }
 
 
-def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
-    """Return an Arrow table of instances from columns joined end to end; sentence_order_label has one value each."""
+def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
+    """Yield Arrow tables of sequences from columns joined end to end; sentence_order_label has one value each.
+
+    A table has at most `most` tokens, because the offsets in a list column have 32 bits.
+    """
     import pyarrow
 
-    offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
-    arrays = {name: pyarrow.array(values) for name, values in columns.items()}
-    for name in arrays.keys() - {"sentence_order_label"}:
-        arrays[name] = pyarrow.ListArray.from_arrays(offsets, arrays[name])
-    return pyarrow.table(arrays)
-
-
-def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
-    """Yield Arrow tables of at most `most` elements, because the offsets in a list column have 32 bits."""
     rows = most // int(lengths.max())
     for start in range(0, len(lengths), rows):
-        part = lengths[start : start + rows]
-        tokens = slice(begin := lengths[:start].sum(), begin + part.sum())
-        yield make_table({name: values[tokens] for name, values in columns.items()}, part)
+        part, begin = lengths[start : start + rows], lengths[:start].sum()
+        offsets = pyarrow.array(np.concatenate([[0], part.cumsum()]), pyarrow.int32())
+        arrays = {}
+        for name, values in columns.items():
+            if name == "sentence_order_label":
+                arrays[name] = pyarrow.array(values[start : start + rows])
+            else:
+                tokens = pyarrow.array(values[begin : begin + part.sum()])
+                arrays[name] = pyarrow.ListArray.from_arrays(offsets, tokens)
+        yield pyarrow.table(arrays)
 
 
 def write_dataset(tables: dict, corpus: dict, folder: Path):

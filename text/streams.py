@@ -55,7 +55,7 @@ from text.documents import (
     split_sentences,
     take_text,
 )
-from text.http import HttpError, HttpFile, is_url
+from text.http import HttpFile, is_url
 from text.instances import InstanceKind
 
 logger = logging.getLogger("streams")
@@ -64,7 +64,7 @@ FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", 
 PACKED = (".gz", ".xz", ".zst")
 PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
-TEXT_CHARACTERS = 10_000  # of a text file, for one document, which ends at a blank line
+TEXT_BYTES = 10_000  # of a text file, for one document, which ends at a blank line
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # the maximum that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # the wait for a source before the others continue without it
@@ -77,11 +77,7 @@ class Broken(Exception):
     """The error of an unusable record or rest of a file; its text is the reason."""
 
 
-READ_ERRORS = (
-    *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
-    pyarrow.ArrowException,
-)
-NumberedRecord = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
+RawRecord = tuple[object, int]  # a record as its file holds it, and the offset after it
 
 
 class Position(NamedTuple):
@@ -123,9 +119,9 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
     """Yield (line, offset after it) for lines that begin in the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
-    if path.endswith(PACKED):
-        if sum(len(file.read(min(2**20, position - at))) for at in range(0, position, 2**20)) < position:
-            raise Broken("shorter than it was before")
+    if path.endswith(".zst"):  # cannot seek
+        for at in range(0, position, 2**20):
+            file.read(min(2**20, position - at))
     else:
         file.seek(position)
     if begin and not start:
@@ -140,61 +136,27 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
         yield text, position
 
 
-def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
-    """Yield the records in these lines, of which the first one has the number `record` + 1."""
-    for number, (line, offset) in enumerate(lines, start=record + 1):
-        if line.isspace():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = Broken("is not JSON: one object on each line is needed")
-        yield value, offset, number
-
-
-def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
-    """Yield like read_jsonl, but documents of at least TEXT_CHARACTERS, to a blank line, or twice as many."""
-    kept, characters, number, offset = [], 0, 0, 0
-    for number, (line, offset) in enumerate(lines, start=record + 1):
-        try:
-            text = line.decode()
-        except UnicodeDecodeError:
-            yield Broken("is not UTF-8: convert it"), offset, number
-            continue
-        kept.append(text.replace("\r\n", "\n"))
-        characters += len(text)
-        if characters >= TEXT_CHARACTERS and (text.isspace() or characters >= 2 * TEXT_CHARACTERS):
-            yield {column: "".join(kept)}, offset, number
-            kept, characters = [], 0
+def join_lines(lines: Iterator[tuple[bytes, int]]) -> Iterator[RawRecord]:
+    """Yield documents of at least TEXT_BYTES, to a blank line, or twice as many."""
+    kept, size, offset = [], 0, 0
+    for line, offset in lines:
+        kept.append(line)
+        size += len(line)
+        if size >= TEXT_BYTES and (line.isspace() or size >= 2 * TEXT_BYTES):
+            yield b"".join(kept), offset
+            kept, size = [], 0
     if kept:
-        yield {column: "".join(kept)}, offset, number
+        yield b"".join(kept), offset
 
 
-def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[NumberedRecord]:
-    """Yield like read_jsonl, but the rows of one row group, from row `start` on."""
+def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[RawRecord]:
+    """Yield the values in a column of one row group, from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
-    first = 0
-    for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[column]):
-        values = batch.column(0)
-        for row in range(max(start - first, 0), len(values)):
-            try:
-                value = {column: values[row].as_py()}
-            except UnicodeDecodeError:
-                value = Broken("is not UTF-8")
-            yield value, first + row + 1, first + row + 1
-        first += len(values)
-
-
-def read_examples(shard, start: int) -> Iterator[NumberedRecord]:
-    """Yield like read_jsonl, but the records of a datasets.IterableDataset, from record `start` on."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        for number, example in enumerate(shard.skip(start), start=start + 1):
-            yield example, number, number
-    except DatasetsError as e:
-        raise Broken(str(e)) from e
+    batches = table.iter_batches(batch_size=256, row_groups=[group], columns=[column])
+    values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+    for row, value in enumerate(itertools.islice(values, start, None), start=start + 1):
+        yield value, row
 
 
 # ---------------------------------------------------------------- sources
@@ -227,10 +189,10 @@ class Source:
 
     @contextlib.contextmanager
     def open(self, index: int, stop: threading.Event, patience: float) -> Iterator[tuple[list, Callable]]:
-        """Open a file; yield its parts, and a function (part, position in it) that yields like read_jsonl."""
+        """Open a file; yield its parts, and a function (part, position in it) that yields its RawRecords."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
-            yield [0], lambda _, position: read_examples(shard, position.record)
+            yield [0], lambda _, position: zip(shard.skip(position.record), itertools.count(1))
             return
         path = self.files[index]
         with open_file(path, stop, patience) as file:
@@ -238,12 +200,24 @@ class Source:
                 table = pyarrow.parquet.ParquetFile(file)
                 read = functools.partial(read_parquet, table, self.text_column)
                 yield range(table.num_row_groups), lambda group, position: read(group, position.record)
-                return
-            read = read_jsonl if self.format == "jsonl" else functools.partial(read_text, self.text_column)
-            yield (
-                list_line_parts(file, path),
-                lambda part, position: read(read_lines(file, path, part, position.offset), position.record),
-            )
+            else:
+                join = join_lines if self.format == "text" else iter
+                yield (
+                    list_line_parts(file, path),
+                    lambda part, position: join(read_lines(file, path, part, position.offset)),
+                )
+
+    def decode(self, record: object) -> str:
+        """Return the text of a RawRecord; raise a ValueError or RecursionError if it is broken."""
+        if self.format == "text":
+            return record.decode()
+        if self.format == "parquet":
+            record = {self.text_column: record.as_py()}
+        if self.format == "jsonl":
+            if record.isspace():
+                return ""
+            record = json.loads(record)
+        return take_text(record, self.text_column)
 
     def read_pass(
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
@@ -271,17 +245,15 @@ class Source:
                         if part != position.part:
                             position = Position(position.number, len(order), place, part)
                         which = int(part_order[part])
-                        of_part = f" of part {which + 1} of {len(parts)}" if len(parts) > 1 else ""
-                        for found, offset, record in read(parts[which], position):
-                            position = position._replace(offset=offset, record=record)
+                        for found, offset in read(parts[which], position):
+                            position = position._replace(offset=offset, record=position.record + 1)
                             try:
-                                text = found if isinstance(found, Broken) else take_text(found, self.text_column)
-                            except ValueError as e:
-                                text = Broken(f"{e}: give another text_column")
-                            if isinstance(text, Broken):
-                                text = Broken(f"{self.files[index]}, record {record}{of_part} {text}")
+                                text = self.decode(found)
+                            except (ValueError, RecursionError) as e:
+                                where = f"{self.files[index]}, record {position.record} of part {which + 1}"
+                                text = Broken(f"{where} is broken ({e}): see its format and text_column")
                             yield text, position
-            except READ_ERRORS as e:
+            except Exception as e:  # the errors of the libraries that read damaged files are many
                 reason = getattr(e, "strerror", None) or e or type(e).__name__
                 yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
@@ -306,17 +278,16 @@ class Source:
 
     def find_problem(self, seed: int) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
-        problems, deadline = [], time.monotonic() + START_PATIENCE
+        problem = ""
         try:
-            for text, _ in self.read_pass(seed, Position(), threading.Event(), START_PATIENCE):
+            records = self.read_pass(seed, Position(), threading.Event(), START_PATIENCE)
+            for text, _ in itertools.islice(records, BAD_START):
                 if not isinstance(text, Broken) and text.strip():
                     return None
-                problems.append(str(text).strip() or "its records have no text")
-                if len(problems) == BAD_START or time.monotonic() > deadline:
-                    break
-        except READ_ERRORS as e:  # from the Hub
-            problems.append(first_line(e))
-        return problems[0] if problems else f"there is no text in {self.path}"
+                problem = problem or str(text).strip()
+        except Exception as e:  # of any library that opens a dataset
+            problem = first_line(e)
+        return problem or f"there is no text in {self.path}"
 
 
 def read_sources(path: str | Path) -> list[Source]:
@@ -364,15 +335,9 @@ class Reader(threading.Thread):
         """Read documents into the queue; an error goes there too, in place of a document."""
         try:
             for document in self.source.read(self.seed, self.position, self.stop):
-                self.put(document)
+                self.ahead.put(document)
         except Exception as e:  # `take` raises it
-            self.put(e)
-
-    def put(self, document: tuple[str, Position] | Exception) -> None:
-        """Wait for room in the queue, and add a document or an error."""
-        while not self.stop.is_set():
-            with contextlib.suppress(queue.Full):
-                return self.ahead.put(document, timeout=0.2)
+            self.ahead.put(e)
 
     def take(self, seconds: float) -> str:
         """Return the next document; raise queue.Empty if there is none in time."""
@@ -382,6 +347,12 @@ class Reader(threading.Thread):
         text, self.position = document
         self.source.documents += 1
         return text
+
+    def end(self) -> None:
+        """Let the thread end: `stop` is set, and the thread may wait for room in the queue, or for a server."""
+        while self.is_alive() and not self.ahead.empty():
+            self.ahead.get()
+        self.join(0.5)
 
 
 def stream_documents(
@@ -410,10 +381,10 @@ def stream_documents(
                 characters += len(taken[1])
                 count += 1
             yield state, chunk
-    finally:  # a reader that waits for a server stops later
+    finally:
         stop.set()
         for reader in readers:
-            reader.join(0.5)
+            reader.end()
 
 
 def take_document(

@@ -34,7 +34,7 @@ from text.documents import (
     take_conversation,
 )
 from text.instances import KINDS, TEXT, InstanceKind
-from text.stored import describe_corpus, make_table, make_tables, write_dataset
+from text.stored import describe_corpus, make_tables, write_dataset
 from text.tokenizers import tokenizer_fingerprint
 from text.workers import prepare_in_workers
 
@@ -45,9 +45,6 @@ VALIDATION_FRACTION = 0.05  # share of documents, unless a split exists
 def make_dataset(source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args) -> dict:
     """Tokenize the splits into a folder, and return the contents of its corpus.json."""
     tables = tokenize_splits(splits, tokenizer, args)
-    for name, table in tables.items():
-        if not table.num_rows:
-            raise UserError(f"too little text for a {name} split: give more text")
     corpus = describe_corpus(tables, tokenizer, args) | {
         "documents": {name: len(documents) for name, documents in splits.items()},
         "source": source,
@@ -61,15 +58,13 @@ def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str
     if len(documents) == 1 and KINDS[args.objective].has_turns:
         raise UserError("there is a single conversation, and none for a validation split: give more")
     if len(documents) == 1:
-        kind, units = "paragraphs", documents[0]
-        if len(units) == 1:
-            kind, units = "sentences", split_sentences(units, args.language)
+        units = documents[0] if len(documents[0]) > 1 else split_sentences(documents[0], args.language)
         if len(units) == 1:
             raise UserError("the text is a single sentence: give more text")
         cut = min(max(round(len(units) * (1 - VALIDATION_FRACTION)), 1), len(units) - 1)
-        print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
+        print(f"one document: its last {len(units) - cut} of {len(units)} parts become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
-    sizes = [count_characters(document) for document in documents]
+    sizes = [sum(map(len, document)) for document in documents]
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
     fitting = [index for index in shuffled if sizes[index] <= VALIDATION_FRACTION * sum(sizes)]
     if not fitting:
@@ -103,40 +98,44 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict
 
     kind = KINDS[args.objective]
     chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents)]
-    total = sum(count_characters(document) for documents in splits.values() for document in documents)
     parts = {name: [] for name in splits}
     num_workers = args.num_proc if args.num_proc > 1 else 0
     results = prepare_in_workers(ChunkEncoder(tokenizer, args), chunks, num_workers)
     try:
-        with show_progress("tokenizing", total) as progress:
-            for (name, chunk), part in zip(chunks, results, strict=True):
+        with show_progress("tokenizing", CHUNK_CHARACTERS * len(chunks)) as progress:
+            for (name, _), part in zip(chunks, results, strict=True):
                 parts[name].append(part)
-                progress.update(sum(count_characters(document) for _, document in chunk))
+                progress.update(CHUNK_CHARACTERS)
     except UserError as e:  # from a worker, whose traceback precedes the text
         raise UserError(str(e).rpartition("UserError: ")[2].strip()) from None
     except RuntimeError as e:
         if not str(e).startswith("DataLoader worker"):
             raise
         raise UserError("a tokenizing process was killed, probably out of memory: lower --num_proc") from None
-    if kind.has_pairs:
-        return {name: pyarrow.concat_tables(make_table(*part) for part in parts[name]) for name in splits}
-    if kind.has_turns:
-        blocks = {name: pack_split(name, parts[name], args.seq_length) for name in splits}
-    else:
-        blocks = {name: cut_blocks(np.concatenate(parts[name]), args.seq_length, kind, tokenizer) for name in splits}
-    return {name: pyarrow.concat_tables(make_tables(*blocks[name])) for name in splits}
+    tables = {}
+    for name, part in parts.items():
+        if kind.has_pairs:
+            columns, lengths = join_parts(part)
+        elif kind.has_turns:
+            columns, lengths, dropped = pack_conversations(*join_parts(part), args.seq_length)
+            what = f"without an assistant's turn in their first {args.seq_length} tokens"
+            if not len(lengths):
+                raise UserError(f"all conversations of the {name} split are {what}: give others, or longer sequences")
+            if dropped:
+                print(f"{name}: dropped {dropped:,} conversations {what}", flush=True)
+        else:
+            columns, lengths = cut_blocks(np.concatenate(part), args.seq_length, kind, tokenizer)
+        if not len(lengths):
+            raise UserError(f"too little text for a {name} split: give more text")
+        tables[name] = pyarrow.concat_tables(make_tables(columns, lengths))
+    return tables
 
 
-def pack_split(name: str, parts: list, seq_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return the columns of a split of conversations, joined end to end, and the lengths of its sequences."""
-    columns = {column: np.concatenate([part[column] for part, _ in parts]) for column in ("input_ids", "labels")}
-    columns, lengths, dropped = pack_conversations(columns, np.concatenate([part for _, part in parts]), seq_length)
-    what = f"without an assistant's turn in their first {seq_length} tokens"
-    if not len(lengths):
-        raise UserError(f"all conversations of the {name} split are {what}: give others, or longer sequences")
-    if dropped:
-        print(f"{name}: dropped {dropped:,} conversations {what}", flush=True)
-    return columns, lengths
+def join_parts(parts: list[tuple[dict[str, np.ndarray], np.ndarray]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Join the columns and the lengths of several chunks."""
+    names = parts[0][0]
+    columns = {name: np.concatenate([columns[name] for columns, _ in parts]) for name in names}
+    return columns, np.concatenate([lengths for _, lengths in parts])
 
 
 def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
@@ -144,17 +143,12 @@ def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str
     chunk, size = [], 0
     for index, document in enumerate(documents):
         chunk.append((index, document))
-        size += count_characters(document)
+        size += sum(map(len, document))
         if size >= CHUNK_CHARACTERS:
             yield chunk
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def count_characters(document: list[str]) -> int:
-    """Return the number of characters of all paragraphs."""
-    return sum(map(len, document))
 
 
 def tokenize_for_trainer(
@@ -177,13 +171,11 @@ def tokenize_for_trainer(
         seed=seed,
         num_proc=min(8, os.cpu_count() or 1),
     )
-    facts = [kind.name, options.seq_length, seed, args.language]
+    facts = [kind.name, options.seq_length, seed, args.language, tokenizer_fingerprint(tokenizer)]
     facts += [tokenizer.chat_template] if kind.has_turns else []
-    digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
-    for name, documents in splits.items():
-        digest.update(f"{name} {len(documents)}".encode())
-        for document in documents:
-            digest.update("\n".join([*document, ""]).encode("utf-8", "replace") + b"\0")
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for split in splits.items():
+        digest.update(json.dumps(split).encode())
     cache_dir = Path(args.dataset_cache_dir)
     folder = cache_dir / f"text-{digest.hexdigest()[:16]}"
     make_folder("--dataset_cache_dir", cache_dir)
@@ -227,12 +219,10 @@ def load_hub_splits(
             except ValueError as e:
                 raise UserError(f"{what} {e} in its {split} split: see docs/data.md") from None
             continue
-        if text_column not in found[split].column_names:
+        if getattr(found[split].features.get(text_column), "dtype", None) not in ("string", "large_string"):
             columns = ", ".join(found[split].column_names)
-            raise UserError(f"{what} has only the columns {columns}: give one of them as --text_column")
+            raise UserError(f"{what} has no text in {text_column}: give another --text_column (there is {columns})")
         texts = [text or "" for text in found[split][text_column]]
-        if any(not isinstance(text, str) for text in texts):
-            raise UserError(f"{what}: column {text_column} is not text: give another --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)

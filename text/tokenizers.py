@@ -47,8 +47,8 @@ def load_tokenizer(
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)) and not os.path.isdir(os.path.dirname(path))
     if not is_folder and (is_default or not is_name):
         raise UserError(
-            f"no tokenizer in {path}, which is not a folder: make one with python tokenize_wikitext103.py (--help "
-            "shows how)"
+            f"no tokenizer in {path}, which is not a folder: make one with python tokenize_wikitext103.py --objective "
+            f"{kind.name} (--help shows how)"
         )
     try:
         what = f"the tokenizer {path}, which is not a folder here,"

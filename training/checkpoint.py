@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
-written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
-state file holds a complete state. README.md shows how to open the model. To look at the rest:
+written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded.
+README.md shows how to open the model. To look at the rest:
 
     python -c "import torch; \
         print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
@@ -12,7 +12,6 @@ A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), 
 state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
 """
 
-import contextlib
 import json
 import logging
 import pickle
@@ -21,7 +20,6 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import hivemind
@@ -33,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments
 from common.console import UserError
-from common.files import describe_file, lock_folder, write_whole
+from common.files import describe_file, write_whole
 from models.build import describe_architecture
 
 logger = logging.getLogger("checkpoint")
@@ -116,8 +114,7 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
     card = {"README.md": write_readme(model, folder)}
     is_saved = save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card)
     if is_saved:
-        others = [path for path in find_checkpoints(output_dir) if path != folder]
-        remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
+        remove_outdated(output_dir, save_total_limit)
     return is_saved
 
 
@@ -155,14 +152,10 @@ def write_readme(model, folder: str | Path) -> bytes:
 # --- find and load states ---------------------------------------------------------------------------------------------
 
 
-def remove_checkpoints(folders: Iterable[Path]) -> None:
-    """Remove these folders, each completely or not at all."""
-    for folder in folders:
-        # rename it first, so that a process that is killed here leaves no half of a checkpoint
-        outdated = folder.with_name(f".{folder.name}.outdated")
-        with contextlib.suppress(OSError):
-            folder.rename(outdated)
-        shutil.rmtree(outdated, ignore_errors=True)
+def remove_outdated(output_dir: str | Path, limit: int) -> None:
+    """Remove all but the newest `limit` checkpoints; `check_files` detects one that is removed in part only."""
+    for folder in find_checkpoints(output_dir)[:-limit]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -177,9 +170,7 @@ def read_epoch(folder: Path) -> int:
 
 
 def put_back(output_dir: Path) -> None:
-    """Restore the names of folders that a killed process was replacing, and finish its removals."""
-    for outdated in output_dir.glob(".*.outdated"):
-        shutil.rmtree(outdated, ignore_errors=True)
+    """Restore the names of folders that a killed process was replacing."""
     for replaced in output_dir.glob(".*.replaced"):
         folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if folder.exists():
@@ -189,24 +180,16 @@ def put_back(output_dir: Path) -> None:
 
 
 def load_state(path: str | Path) -> dict:
-    """Return the training state in a checkpoint's folder or a state file, or raise a CheckpointError."""
-    path, is_folder = Path(path), Path(path).is_dir()
-    if is_folder:
-        check_files(path)
+    """Return the training state in a checkpoint's folder, or raise a CheckpointError."""
+    path = Path(path)
+    check_files(path)
     try:
-        state = torch.load(path / "training_state.pt" if is_folder else path, map_location="cpu", weights_only=True)
-    except OSError as e:
-        raise CheckpointError(f"{path}: {e.strerror}") from e
+        state = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
-    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
-        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
-    if is_folder:
-        weights = load_weights(path)
-        # states of earlier versions have no list of stored names: all files' weights count
-        state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
-    if not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
+        raise CheckpointError(f"{path} holds no readable training state ({type(e).__name__})") from e
+    weights = load_weights(path)
+    # states of earlier versions have no list of stored names: all files' weights count
+    state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     return {**state, "path": path}
 
 
@@ -223,11 +206,6 @@ def check_files(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
     if "training_state.pt" not in files:
         raise CheckpointError(f"{folder} holds a model but no training state")
-
-
-def claim_folders(args: TrainerArguments) -> None:
-    """Make --output_dir, and lock it against other peers."""
-    lock_folder("--output_dir", args.output_dir)
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:

@@ -11,12 +11,13 @@ import psutil
 
 from arguments import TrainerArguments
 from common.console import UserError, format_bytes, format_count, name_flags
+from common.files import lock_folder
 from models.build import find_longest_sequence
 from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
-from training.checkpoint import choose_state, claim_folders
+from training.checkpoint import choose_state
 
 logger = logging.getLogger("checks")
 
@@ -115,6 +116,6 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     swarm, *_, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     warn_of(check_machine(model.num_parameters(), args))
-    claim_folders(args)
+    lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
     return choose_state(args, model, swarm.experiment_prefix)

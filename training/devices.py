@@ -248,7 +248,7 @@ def find_batch_size(
 
 
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
-    """Compile the model in place (--torch_compile); if the compiler fails, log a warning and keep it as it is.
+    """Compile the model in place (--torch_compile), or raise a UserError if the compiler fails.
 
     :param batch: a batch of one sequence, from make_trial_batch
     """
@@ -273,10 +273,7 @@ def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractC
     except Exception as e:  # the compiler raises many types
         if is_out_of_memory(e):
             raise
-        model._compiled_call_impl = None  # set by compile()
-        torch.compiler.reset()
-        logger.warning(f"--torch_compile: the compiler failed ({first_line(e)[:200]}); continuing without it")
-        return
+        raise UserError(f"--torch_compile: the compiler failed ({first_line(e)[:200]}): omit the flag") from e
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
 
 

@@ -59,10 +59,10 @@ class TrainingSchedule:
         return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
 
 
-def parse_schedule(contract: RunContract) -> TrainingSchedule:
+def parse_schedule(contract: RunContract | None) -> TrainingSchedule:
     """Return the schedule in a contract; numbers that are missing or invalid keep their defaults."""
     names = [item.name for item in dataclasses.fields(TrainingSchedule)]
-    texts = {name: contract.contract.get(name, "") for name in names}
+    texts = {name: contract.contract.get(name, "") if contract else "" for name in names}
     return TrainingSchedule(**{name: int(text) for name, text in texts.items() if NUMBER.fullmatch(text)})
 
 

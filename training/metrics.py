@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import time
 from pathlib import Path
 
@@ -57,10 +56,27 @@ class MetricsReporter:
         rate = tokens / max(seconds, 1e-9)
         return {"tokens_per_second": rate, "mfu": rate * self.flop_share if self.flop_share else None}
 
-    def measure_run(self) -> dict[str, float | None]:
-        """Return the tokens, seconds and speed since this start."""
-        tokens, seconds = self.stats.tokens, self.stats.epoch.last_step_end - self.stats.train_start
-        return {"tokens": tokens, "seconds": seconds, **self.measure_speed(tokens, seconds)}
+    def summarize(self) -> dict:
+        """Return the figures of this trainer and, since this start, its tokens, seconds and speed, for summary.json."""
+        state, optimizer, stats = self.state, self.optimizer, self.stats
+        seconds = stats.epoch.last_step_end - stats.train_start
+        summary = {
+            "unigram_entropy": state.corpus["unigram_entropy"],
+            "peer_id": str(self.swarm.dht.peer_id),
+            "epoch": optimizer.local_epoch,
+            "samples": optimizer.stats.total_samples,
+            "epochs_here": stats.epochs,
+            "epochs_averaged": stats.averaged_epochs,
+            "failed_rounds": optimizer.stats.failed,
+            "skipped_steps": stats.skipped_steps,
+            "computed_samples": stats.computed_samples,
+            "tokens": stats.tokens,
+            "seconds": seconds,
+            **self.measure_speed(stats.tokens, seconds),
+        }
+        if state.data_args.streaming:
+            summary["sources"] = state.dataset["train"].count_records()
+        return summary
 
     def read_round_totals(self) -> dict[str, float]:
         """Return the seconds and bytes that this peer has spent in rounds so far."""
@@ -154,21 +170,12 @@ class MetricsReporter:
         return line
 
     def measure_progress(self) -> dict[str, float]:
-        """Return the run's progress, this trainer's speed in the last epoch, and the time until it stops.
-
-        The end of its data may stop it before the end of the run.
-        """
-        stats, limit = self.stats, self.state.sample_limit
+        """Return the run's progress, and this trainer's speed in the last epoch."""
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
-        schedule, recent = parse_schedule(self.swarm.contract), list(stats.recent_seconds)
+        schedule, recent = parse_schedule(self.swarm.contract), list(self.stats.recent_seconds)
         progress = measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
-        computed, here = stats.computed_samples, stats.computed_samples - stats.samples_before
-        if here and limit < math.inf:
-            left = max(0.0, limit - computed) * (time.monotonic() - stats.train_start) / here
-            if left <= progress.get("seconds_left", left):
-                progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(limit)}
         if self.metrics:
-            progress |= self.measure_speed(stats.last_epoch.tokens, self.metrics["epoch_seconds"])
+            progress |= self.measure_speed(self.stats.last_epoch.tokens, self.metrics["epoch_seconds"])
         return progress
 
 

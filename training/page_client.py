@@ -15,7 +15,7 @@ import shlex
 from common.addresses import split_host_port
 from common.console import UserError
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
-from swarm.probe import find_peer
+from swarm.attestation import find_peer
 
 MAX_PAGE_BYTES = 64 * 1024
 VISIT_TIMEOUT = 5.0  # seconds

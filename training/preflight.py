@@ -17,18 +17,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-import hivemind
 import torch
-from hivemind.dht.node import DHTNode
-from hivemind.proto.dht_pb2 import PingRequest
-from hivemind.utils import get_dht_time
 
 from common.console import UserError, format_bytes, format_count, format_number
 from experiment.data import load_data, make_train_batches
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from models.state_codecs import COMPRESSIONS
-from swarm.addresses import get_peer_id
 from swarm.config import AveragingConfig, make_config
 from swarm.joining import Swarm
 from swarm.membership import Membership
@@ -52,26 +47,6 @@ from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
 MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # whichever is over first
-
-
-def check_clock(seconds: float | None) -> Check:
-    """Check this machine's clock, which is this many seconds ahead of the swarm's; hivemind allows up to 3."""
-    if seconds is None:
-        return Check("clock", "no peer reported its time", "check that this machine uses NTP", is_warning=True)
-    message = f"{abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
-    hint = "synchronize it: sudo timedatectl set-ntp true"
-    return Check("clock", message, hint, is_fatal=abs(seconds) > 3, is_warning=abs(seconds) > 1)
-
-
-async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode) -> float | None:
-    """Return the median seconds by which this clock is ahead of the peers', or None. Runs in the DHT process."""
-    differences = []
-    for peer_id in {get_peer_id(maddr) for maddr in initial_peers}:
-        with contextlib.suppress(Exception):  # like hivemind's ping: a peer that has left raises many types
-            sent, ping = get_dht_time(), PingRequest(peer=node.protocol.node_info)
-            response = await node.protocol.get_stub(peer_id).rpc_ping(ping, timeout=5)
-            differences.append((sent + get_dht_time()) / 2 - response.dht_time)
-    return statistics.median_high(differences) if differences else None
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
@@ -202,7 +177,6 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
         answering = dht.run_coroutine(partial(find_direct_peers, initial_peers))
         message = f"{len(answering)} of {len(initial_peers)} initial peers can be reached directly"
         yield Check("peer", message, is_warning=len(answering) < len(initial_peers))
-        yield check_clock(dht.run_coroutine(partial(measure_clock, initial_peers)))
     if swarm.config.client_mode:
         yield Check("connection", "client mode: others need not reach this peer")
     elif initial_peers:

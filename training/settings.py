@@ -21,12 +21,11 @@ from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from common.flags import format_flag
 from swarm.addresses import check_multiaddrs, get_host_port
-from swarm.attestation import RunAttestation, merge_attestations
+from swarm.attestation import RunAttestation, fetch_attestations, find_problem, merge_attestations
 from swarm.config import SwarmConfig, make_config
 from swarm.identity import make_identity
 from swarm.joining import Swarm
 from swarm.membership import Membership
-from swarm.probe import fetch_attestations, find_problem
 from training.page_client import resolve_initial_peers
 
 logger = logging.getLogger("joining")
@@ -67,7 +66,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     if not attestation:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
-        problem = find_problem(maddrs, membership)
+        problem = asyncio.run(find_problem(maddrs, membership))
         raise UserError(problem or "--initial_peers did not send a run name: pass --experiment_prefix")
     if not prefix and not re.fullmatch(r"[\w-]{1,100}", attestation.prefix, re.ASCII):
         # The name becomes a part of folder and dashboard names, so the user must confirm an unusual one.

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from dataclasses import replace
 
 import datasets
 import huggingface_hub
@@ -12,7 +11,6 @@ import pytest
 import torch
 from finetune_data import BOW, QUERY, RECORDS, write_lines
 from hub_server import Commit, HubServer
-from processes import run_python
 from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -73,13 +71,7 @@ def test_tasks_parse_both_schemas(name, tmp_path):
         assert [spell(example) for example in examples] == expected, split
     assert [spell(example) for example in make_examples(task, [("the Hub", record) for record in records])] == expected
 
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_tasks_load_test_split_without_labels(name, tmp_path):
-    task = TASKS[name]
-    line, records, expected = RECORDS[name]
-    for file in task.files.values():
-        write_lines(tmp_path / task.name / file, [line])
+    # a test split without labels
     if name == "rucos":
         bare = line | {"qas": [{"idx": 9, "query": QUERY}]}
         records = [record | {"answers": []} for record in records]
@@ -112,30 +104,18 @@ def test_rucola_parses(tmp_path):
     assert [example.record["domain"] for example in examples["validation"]] == ["in_domain", "out_of_domain"]
 
 
-@pytest.mark.parametrize(
-    "start, end, expected",
-    [
-        (13, 16, "лук"),
-        (12, 17, "лук"),  # with spaces
-        (13, 15, "лук"),  # ends in the middle of the word
-        (8, 12, "лук"),  # of another word
-        (13, 99, "лук"),  # ends behind the text
-        (80, 90, "лук"),  # lies behind it
-    ],
-)
-def test_russe_repairs_known_defects(start, end, expected):
+def test_russe_repairs_known_defects():
     # a hard space, as in some of the sentences
-    record = RECORDS["russe"][1][0] | {"sentence1": BOW.replace(" лук", "\xa0лук"), "start1": start, "end1": end}
-    [example] = make_examples(TASKS["russe"], [("here", record)])
-    assert spell(example)[2] == [expected, "лук"]
-    assert example.texts[0][0] == BOW
-
-
-def test_russe_finds_inflected_word_at_position():
+    text = BOW.replace(" лук", "\xa0лук")
+    # with spaces, ending inside the word, at another word, ending behind the text, or behind it
+    for start, end in ((12, 17), (13, 15), (8, 12), (13, 99), (80, 90)):
+        record = RECORDS["russe"][1][0] | {"sentence1": text, "start1": start, "end1": end}
+        [example] = make_examples(TASKS["russe"], [("here", record)])
+        assert spell(example)[2] == ["лук", "лук"] and example.texts[0][0] == BOW
     text = "Духи и духами, духота"
     assert text[slice(*find_word(text, 7, 13, "духи"))] == "духами"
     assert text[slice(*find_word(text, 0, 4, "дух"))] == "Духи"
-    # of the neighbour: the likest word of the text, of equal ones the nearest
+    # the most similar word of the text, and the nearest one of equal words
     assert find_word("лук и лук и лук", 10, 11, "лук") == (12, 15)
     assert find_word("лук и лук и лук", 4, 5, "лук") == (6, 9)
     assert find_word("...", 0, 1, "лук") == (0, 3)
@@ -171,13 +151,13 @@ def test_rucos_lists_candidate_answers():
     [
         ("terra", {"label": "perhaps"}, ["'perhaps'", "entailment, not_entailment"]),
         ("terra", {"label": 2}, ["2", "entailment, not_entailment"]),
-        ("terra", {"premise": None}, ["premise", "hypothesis", "found are"]),
+        ("terra", {"premise": None}, ["no premise among premise, hypothesis"]),
         ("terra", {"premise": 7}, ["7", "is not text"]),
         ("russe", {"start1": "here"}, ["here"]),
-        ("muserc", {"idx": 3}, ["idx 3", "paragraph, question, answer"]),
+        ("muserc", {"idx": 3}, ["not a record of MuSeRC (AttributeError"]),
         ("rucos", {"query": "Где?"}, ["@placeholder"]),
         ("rucos", {"entities": []}, ["entities"]),
-        ("rucos", {"idx": {"passage": 1}}, ["passage, query"]),
+        ("rucos", {"idx": {"passage": 1}}, ["no query among passage"]),
     ],
     ids=str,
 )
@@ -195,12 +175,6 @@ def label_examples(*labels: int, records: list[dict] | None = None) -> list[Exam
     return [Example(records[i] if records else {}, [], [label]) for i, label in enumerate(labels)]
 
 
-def test_accuracy():
-    # 3 of 4
-    for name in ("terra", "danetqa", "parus", "russe", "rwsd"):
-        assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
-
-
 def test_macro_f1_averages_three_classes():
     # class 0: 1 right, 1 too many, 1 missed: 2 / (2 + 1 + 1) = 1/2
     # class 1: 2 right, 1 too many:           4 / (4 + 1) = 4/5
@@ -208,6 +182,8 @@ def test_macro_f1_averages_three_classes():
     metrics = TASKS["rcb"].measure(label_examples(0, 0, 1, 1, 2, 2), [0, 1, 1, 1, 2, 0])
     assert metrics == pytest.approx({"f1": (1 / 2 + 4 / 5 + 2 / 3) / 3, "accuracy": 4 / 6})
     assert next(iter(metrics)) == "f1"  # which decides
+    for name in ("terra", "danetqa", "parus", "russe", "rwsd"):
+        assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
 
 
 def test_matthews_correlation():
@@ -306,32 +282,6 @@ def describe(folder, **changes) -> str:
     return str(path)
 
 
-def test_task_file_reads_three_formats(tmp_path):
-    rows = [("Гол на последней минуте", "спорт, футбол", "sport"), ('Акции "Луча" растут', "деньги", "money")]
-    write_lines(tmp_path / "a.jsonl", [dict(zip(("title", "body", "topic"), row, strict=True)) for row in rows])
-    (tmp_path / "b.csv").write_text(
-        'title,body,topic\nГол на последней минуте,"спорт, футбол",sport\n"Акции ""Луча"" растут",деньги,money\n'
-    )
-    (tmp_path / "c.tsv").write_text(
-        'title\tbody\nГол на последней минуте\tспорт, футбол\n"Акции ""Луча"" растут"\tденьги\n'
-    )
-    path = describe(tmp_path, validation="b.csv", test="c.tsv", text="title", text_pair="body", metric="mcc")
-    task = load_task_file(path)
-    assert (task.name, task.labels) == ("mine", ("money", "sport"))
-    examples = load_examples(task, "elsewhere")
-    assert list(examples) == ["train", "validation", "test"]
-    for split, right in (("train", [[1], [0]]), ("validation", [[1], [0]]), ("test", [None, None])):
-        assert [example.texts for example in examples[split]] == [[row[:2]] for row in rows]
-        assert [example.right for example in examples[split]] == right
-    assert format_predictions(task, examples["test"], [1, 0]) == (
-        "mine.jsonl",
-        '{"idx": 0, "label": "sport"}\n{"idx": 1, "label": "money"}\n',
-    )
-    # a name of the benchmark is a name only
-    named = replace(task, name="RuCoLA")
-    assert format_predictions(named, examples["test"], [1, 0])[0] == "RuCoLA.jsonl"
-
-
 def test_task_file_collects_labels(tmp_path):
     records = [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}, {"body": "три", "topic": 3}]
     for name in ("a", "b"):
@@ -348,24 +298,20 @@ def test_task_file_collects_labels(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"label": None}, ["has no label", "train, validation"]),
-        ({"colour": "red"}, ["unknown field colour (fields: train, "]),
+        ({"label": None}, ["'label'", "fields: train, validation"]),
         ({"trian": "a.jsonl"}, ["unknown field trian, did you mean train?"]),
-        ({"metric": "bleu"}, ["bleu", "accuracy, f1, mcc"]),
-        ({"labels": "yes"}, ["labels is 'yes'", "a list"]),
-        ({"head": "spans"}, ["the head is classes or, with a text_pair, spans"]),
-        ({"head": "choices", "text_pair": "topic"}, ["the head is classes or"]),
-        ({"text": 3}, ["text is 3", "a text"]),
-        ({"train": "gone.csv"}, ["gone.csv does not exist"]),
-        ({"validation": "gone.csv"}, ["gone.csv does not exist"]),
-        ({"test": "gone.csv"}, ["gone.csv does not exist"]),
+        ({"metric": "bleu"}, ["bleu", "accuracy"]),
+        ({"labels": "yes"}, ["labels", "list"]),
+        ({"head": "spans"}, ["the head spans needs a text_pair"]),
+        ({"text": 3}, ["text", "str"]),
+        ({"test": "gone.csv"}, ["gone.csv"]),
         ({"label": "subject"}, ["subject has the values none", "body, topic"]),
         ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
         ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
-        ({"text": "title"}, ["a.jsonl, line 1", "has no title", "found are body, topic"]),
+        ({"text": "title"}, ["a.jsonl, line 1", "no title among body, topic"]),
         ({"train": "broken.jsonl"}, ["broken.jsonl, line 2 is not JSON: fix it; or get it from where"]),
         ({"train": "list.jsonl"}, ["list.jsonl"]),
-        ({"train": "empty.csv"}, ["empty.csv", "no record"]),
+        ({"train": "empty.csv"}, ["empty.csv", "none"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
         ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
@@ -450,9 +396,6 @@ def test_finetune_batches_group_similar_lengths():
     # the one of 8 rows has any length
     shorter = [lengths[batch].mean() for seed in range(30) for batch in order(seed) if len(batch) < 16]
     assert len(shorter) == 30 and min(shorter) < 100 and 200 < sum(shorter) / 30 < 300
-    # the short ones do not come first
-    first = [lengths[row] for batch in batches[:31] for row in batch]
-    assert 0.75 < sum(first) / len(first) / (sum(lengths) / 1000) < 1.25
 
 
 def test_encode_matches_tokenizer(toy_model):
@@ -533,11 +476,6 @@ def test_tasks_load_from_hub(tmp_path, monkeypatch):
                 assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
     # without a server and without a cache
-    code = (
-        "from experiment.tasks import TASKS, load_examples\n"
-        "from common.console import edge\n"
-        f"with edge(): load_examples(TASKS['terra'], {str(tmp_path)!r})"
-    )
-    env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "empty")}
-    [line] = run_python("-c", code, expect=2, env=env).stderr.splitlines()
-    assert "cannot be loaded from the Hub" in line and "TERRa/train.jsonl" in line
+    set_hub(ENDPOINT="http://127.0.0.1:1", HF_HUB_CACHE=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="cannot load the dataset RussianNLP.*no connection.*TERRa/train.jsonl"):
+        load_examples(TASKS["terra"], tmp_path)

@@ -10,24 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from safetensors.torch import load_file, save_file
 from swarms import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from common.console import UserError
-from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
+from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from swarm.contract import find_differences
 from text.collators import DataCollatorForCausalLM
-from text.documents import read_text
 from text.instances import BLOCKS
-from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from training.checkpoint import find_checkpoints
 from training.evaluation import evaluate
@@ -154,14 +151,6 @@ def test_model_that_joins_documents_is_known(write, name, is_apart):
     tokenizer = make_word_tokenizer()
     batch = DataCollatorForCausalLM(tokenizer)([{"input_ids": [5, 7, 2, 8, 9]}, {"input_ids": [5, 7]}])
     assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
-
-
-def test_evaluation_of_pairs_is_of_their_masked_words(write):
-    model = make_model(ModelArguments(write("albert")), VOCABULARY)
-    batch = make_batch(False) | {"sentence_order_label": torch.tensor([0, 1, 1, 0])}
-    losses = compute_losses(model.eval(), move_batch(batch, CPU))
-    result = evaluate(model, [batch, batch], CPU)
-    assert result["loss"] == pytest.approx(losses["mlm_loss"].item())
 
 
 # ---------------------------------------------------------------- which model
@@ -424,30 +413,3 @@ def test_unnamed_output_layer_has_same_loss(write, monkeypatch):
     monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
     other = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
     torch.testing.assert_close(compute_losses(other, batch)["loss"], expected)
-
-
-@pytest.mark.slow
-@needs_minilm
-def test_pretrained_model_learns_faster(tmp_path):
-    """A real BERT whose masked-LM head is new, on the sample corpus."""
-    text = read_text(ROOT / "sample_data" / "austen.txt.xz").replace("\n", " ")
-    (tmp_path / "a.txt").write_text("\n\n".join(text[start : start + 400] for start in range(50_000, 74_000, 400)))
-    where = ["--dataset_path", str(tmp_path / "dataset"), "--tokenizer_path", str(tmp_path / "tokenizer")]
-    words = ["tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", MINILM, *where]
-    run_python(*words, "--text_files", tmp_path / "a.txt", "--seq_length", 32, expect=0)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer", BLOCKS)
-    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", tokenizer, BLOCKS)
-    losses = {}
-    for kind, args in (("pretrained", {"model_name_or_path": str(MINILM)}), ("scratch", {"config_path": str(MINILM)})):
-        model = make_model(ModelArguments(**args), tokenizer)
-        options = OptimizerArguments(optim="adamw", learning_rate=1e-3, warmup_steps=0, total_steps=1000)
-        optimizer = make_local_optimizer(options, make_param_groups(model))
-        batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=8, seed=1))
-        torch.manual_seed(0)  # of dropout
-        for _ in range(10):
-            optimizer.zero_grad()
-            compute_losses(model, move_batch(next(batches), CPU))["loss"].backward()
-            optimizer.step()
-        validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=16)
-        losses[kind] = evaluate(model, validation, CPU)["loss"]
-    assert losses["pretrained"] < losses["scratch"] - 0.3, losses

@@ -2,24 +2,20 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
-import matplotlib.image
 import numpy
-import psutil
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from mains import refuse, run_main
-from processes import LOOPBACK, make_prefix, run_python, wait_until
+from mains import refuse
+from processes import LOOPBACK, make_prefix, wait_until
 from records import make_metrics, read_wandb_history
 
 import run_training_monitor
-from arguments import MonitorArguments, SwarmArguments
+from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
-from monitoring.curves import draw_learning_curve
-from monitoring.history import MAX_POINTS, Contributions, History, load_history
+from monitoring.history import Contributions, History, load_history
 from monitoring.report import RunReport
 from utils import aggregate_metrics
 
@@ -49,8 +45,6 @@ def test_history_thins_out_evenly(monkeypatch):
         history.add({"epoch": epoch})
     epochs = [entry["epoch"] for entry in history]
     assert epochs == sorted(set(epochs)) and epochs[-1] == 11_999 and len(epochs) <= 100
-    history.add({"epoch": 6_000, "begins_anew": True})
-    assert [entry["epoch"] for entry in history] == [6_000] and history.stride == 1
 
     # an observer that misses most epochs
     history = History()
@@ -104,9 +98,10 @@ def test_contributions_survive_restarts():
     contributors = Contributions(json.loads(json.dumps(contributors.to_json())))
     assert contributors.total_samples() == 1024 + 64
     assert tell("a", 64, epoch=11) == 1088
-    assert [(row["peer"], row["samples"], row["share"]) for row in contributors.make_rows()] == [
-        ("a", 1088, "94.4%"),
-        ("b", 64, "5.6%"),
+    shown = contributors.describe()["contributors"]
+    assert [(row["peer"], row["total_samples"], round(row["share"], 3)) for row in shown] == [
+        ("a", 1088, 0.944),
+        ("b", 64, 0.056),
     ]
 
 
@@ -124,14 +119,13 @@ def test_last_seen_is_time_of_report():
 
 def test_contributions_are_bounded(monkeypatch):
     monkeypatch.setattr("monitoring.history.MAX_PEERS", 50)
-    monkeypatch.setattr("monitoring.history.MAX_PEERS_SHOWN", 10)
+    monkeypatch.setattr("monitoring.history.MAX_PEERS_SENT", 10)
     contributors = Contributions({})
     contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, {}, 0.0)
-    rows = contributors.make_rows()
+    shown = contributors.describe()
     assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
-    assert [row["samples"] for row in rows[:10]] == list(range(79, 69, -1))
-    assert rows[10]["peer"] == "40 others" and rows[10]["samples"] == sum(range(30, 70))
-    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert [row["total_samples"] for row in shown["contributors"]] == list(range(79, 69, -1))
+    assert shown["num_contributors"] == 50 and shown["total_samples"] == sum(range(30, 80))
 
 
 def write_history(folder: Path, prefix: str, epochs: int) -> None:
@@ -141,26 +135,7 @@ def write_history(folder: Path, prefix: str, epochs: int) -> None:
             file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
 
 
-def test_plot_has_three_curves(tmp_path):
-    write_history(tmp_path / "out", "curves", 300)
-    flags = ["--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
-    run = run_python("run_training_monitor.py", *flags, tmp_path / "plot.png", expect=0)
-    assert "300 points up to epoch 300" in run.stdout
-    picture = matplotlib.image.imread(tmp_path / "plot.png")
-    height, width, _ = picture.shape
-    assert (width, height) == (1950, 624)
-    curve = numpy.abs(picture[:, :, :3] - numpy.array([0x1F, 0x5F, 0xA8]) / 255).max(axis=2) < 0.05
-    for panel in range(3):
-        rows, columns = numpy.nonzero(curve[:, panel * width // 3 : (panel + 1) * width // 3])
-        left = columns < width / 6
-        assert len(rows) > 1000 and numpy.median(rows[left]) + 50 < numpy.median(rows[~left])  # a line that falls
-    bad = refuse(run_training_monitor, *flags, tmp_path / "no" / "such" / "folder.png")
-    other = refuse(run_training_monitor, *flags, tmp_path / "other.png", "--run_id", "another")
-    assert "--plot" in bad and "cannot be written" in bad
-    assert "--plot" in other and "has no epoch of run 'another'" in other
-
-
-def test_output_dir_is_locked_but_plottable(start, tmp_path, tiny_data):
+def test_output_dir_is_locked(start, tmp_path, tiny_data):
     """Also while its archive is in the same folder, and until it is killed."""
     write_history(tmp_path / "out", "curves", 30)
     command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
@@ -170,7 +145,6 @@ def test_output_dir_is_locked_but_plottable(start, tmp_path, tiny_data):
     first.wait_for("Waiting for trainers")
     refused = refuse(run_training_monitor, *command[1:], *LOOPBACK, "--report_to", "none")
     assert f"--output_dir {tmp_path / 'out'} is in use" in refused
-    run_main(run_training_monitor, *command[1:], "--plot", tmp_path / "plot.png")
     first.kill()
     wait_until(lambda: not first.left_processes(), 30, "no process left that holds the folder")
     third = start("third", *command, *LOOPBACK, "--report_to", "none")
@@ -179,26 +153,10 @@ def test_output_dir_is_locked_but_plottable(start, tmp_path, tiny_data):
     third.assert_clean_end(30)
 
 
-def test_long_history_needs_little_memory(tmp_path):
-    """A history of more epochs than are kept in memory; 100,000 of them took 22 MB."""
-    write_history(tmp_path, "long", 20_000)
-    process = psutil.Process()
-    before, began = process.memory_info().rss, time.monotonic()
-    report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("long"))
-    assert len(report.history) <= MAX_POINTS and report.history[-1]["epoch"] == 20_000
-    assert report.last == report.history[-1]
-    read = time.monotonic() - began
-    assert draw_learning_curve(report.history, "long", tmp_path / "curve.png")
-    drawn = time.monotonic() - began - read
-    grown = process.memory_info().rss - before
-    print(f"\n{len(report.history)} points, read in {read:.1f} s, drawn in {drawn:.1f} s, {grown / 2**20:.0f} MB more")
-    assert grown < 60 * 2**20
-
-
 def test_unreadable_summary_is_kept(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
-        RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+        RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
 
 
 def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):

@@ -9,8 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ import browser
 import pytest
 from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
-from records import make_metrics
+from records import ask, make_metrics
 from swarms import choose_trainer, flags, history, start_monitor, start_trainer
 
 import run_trainer
@@ -30,16 +28,6 @@ from utils import LocalMetrics
 # a volunteer's name, as hostile as one may be: without control characters it is a name like any other
 HOSTILE = "expression.alert_1-"  # the most that a name may be, see USERNAME of common/flags.py
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
-
-
-def ask(port: int, path: str = "/", **headers: str):
-    """The answer to a GET: code, headers, body."""
-    try:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as e:
-        return e.code, e.headers, e.read()
 
 
 def make_history(epochs: int) -> History:

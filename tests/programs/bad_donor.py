@@ -4,13 +4,12 @@ It claims the highest epoch, so that it is asked first. Its parameter is that of
 by tests/swarm/test_averaging.py.
 """
 
-import argparse
 import asyncio
 import ctypes
 import json
 import multiprocessing
+import sys
 import time
-from functools import partial
 from typing import AsyncIterator  # noqa: UP035 (hivemind knows a stream by this very type)
 
 import torch
@@ -24,6 +23,7 @@ from swarm.joining import Swarm
 from swarm.optimizer_state import StateAverager
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.state_server import parse_request
+from tests.programs.state_averager import make_state_averager
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 
@@ -83,26 +83,10 @@ BadStateAverager.__qualname__ = StateAverager.__qualname__
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--experiment_prefix", required=True)
-    parser.add_argument("--initial_peers", nargs="*", default=[])
-    parser.add_argument("--numbers", type=int, default=100_000)
-    args = parser.parse_args()
+    prefix, *maddrs = sys.argv[1:]
     setup_logging("donor")
-    swarm = Swarm.join(SwarmConfig(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-    dht = swarm.dht
-    averager = BadStateAverager(
-        dht=dht,
-        prefix=f"{args.experiment_prefix}_state_averager",
-        params=[{"params": [torch.nn.Parameter(torch.full([args.numbers], -777.0))]}],
-        optimizer=partial(torch.optim.SGD, lr=1.0),
-        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        offload_optimizer=True,
-        custom_gradients=True,
-        min_matchmaking_time=2.0,
-        request_timeout=1.0,
-        start=True,
-    )
+    dht = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht
+    averager = make_state_averager(dht, prefix, torch.full([100_000], -777.0), kind=BadStateAverager)
     averager.state_sharing_priority = 1000
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)

@@ -1,12 +1,10 @@
 """Writes checkpoints without end, each with weights that are all its own number."""
 
 import sys
-from functools import partial
 
 import torch
 
 from arguments import ModelArguments
-from common.files import write_file
 from experiment.model import make_model
 from text.tokenizers import load_tokenizer
 from training.checkpoint import save_checkpoint
@@ -22,5 +20,4 @@ while True:
     epoch = number // 2
     state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    assert write_file(folder + "/state.pt", partial(torch.save, state))
     print(number, flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import sys
-from pathlib import Path
 
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -24,6 +23,7 @@ from swarm.config import SwarmConfig
 from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
+from training.checkpoint import apply_state
 from training.evaluation import Evaluator
 from training.state import TrainerState
 
@@ -52,16 +52,16 @@ with clean_end():
 
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
-    def make_callback(**more):
+    def make_callback():
         sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
-        args = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
+        args = TrainerArguments(output_dir=sys.argv[2], **sizes)
         groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), args
         loaded = dict(tokenizer=None, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
         state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
         return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
 
     callback = make_callback()
-    torch.save(callback.state.collect(), path := Path(sys.argv[2], "state.pt"))
+    saved = callback.state.collect()
     with torch.no_grad():
         for tensor in callback.state.list_tensors():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
@@ -69,19 +69,12 @@ with clean_end():
         callback.on_epoch_end()
     except SystemExit as e:  # no peer is there to send a state
         facts["exit_code"] = e.code
-    callback.state.load(path)
+    apply_state(saved, model, optimizer)
     facts["is_finite"] = callback.state.is_finite()
-    # 25 of 100 samples, or of 10,000, in 50 s; and 100 epochs of 30 s
-    facts["progress"] = []
-    for passes in (1.0, 100.0):
-        callback = make_callback(num_train_epochs=passes)
-        callback.on_step_end(1.0, waited=0.0, tokens=0)
-        callback.stats.train_start -= 50
-        callback.stats.recent_seconds.append(30.0)
-        facts["progress"].append(callback.metrics.measure_progress())
     callback = make_callback()
     facts["lines"] = [callback.format_progress()]
     callback.stats.recent_seconds.append(30.0)
+    facts["progress"] = callback.metrics.measure_progress()
     for loss in (1.0, 2.0, math.nan):
         callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())

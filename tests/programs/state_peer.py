@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from functools import partial
 
 import torch
 from hivemind.p2p import PeerID
@@ -14,8 +13,9 @@ from common.console import setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.optimizer_state import StateAverager, initialize_optimizer_state_, list_params
+from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.processes import clean_end, handle_stop_signals, shut_down
+from tests.programs.state_averager import make_state_averager
 
 
 def make_optimizer(groups):
@@ -35,18 +35,12 @@ with clean_end():
     setup_logging("peer")
     swarm = Swarm.join(SwarmConfig(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
     dht = swarm.dht
-    averager = StateAverager(
-        dht=dht,
-        prefix=f"{options['prefix']}_state_averager",
+    averager = make_state_averager(
+        dht,
+        options["prefix"],
+        *(torch.zeros(rows, 1000) for rows in (400, 512, 65, 2)),
         optimizer=make_optimizer,
-        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        params=[{"params": [torch.nn.Parameter(torch.zeros(rows, 1000)) for rows in (400, 512, 65, 2)]}],
-        offload_optimizer=True,
-        custom_gradients=True,
-        min_matchmaking_time=2.0,
-        request_timeout=1.0,
         next_chunk_timeout=5.0,
-        start=True,
         state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
     )
     stop = handle_stop_signals()

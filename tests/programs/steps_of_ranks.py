@@ -1,7 +1,8 @@
-"""Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
-takes a nap, as in a long round, and the other one waits for it.
+"""Three steps of SGD on the same 12 batches, by two ranks of each kind, and then by rank 0 alone. In each of the first
+ones rank 0 takes a nap, as in a long round, and the other one waits for it.
 
-    python -m tests.programs.steps_of_ranks TOKENIZER DATASET FOLDER CONFIG [sharded]"""
+    python -m tests.programs.steps_of_ranks TOKENIZER DATASET FOLDER CONFIG KIND ...  (KIND: whole or sharded)
+"""
 
 import contextlib
 import copy
@@ -17,65 +18,64 @@ from common.signals import terminate_process_tree
 from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
 from run_trainer import accumulate_gradients
-from training.ranks import RankFailedError, start_ranks
+from training.ranks import RankFailedError, RankGroup, ShardedRankGroup, start_ranks
 
 torch.set_num_threads(1)
-tokenizer_path, dataset_path, observed, config, *sharded = sys.argv[1:]
+tokenizer_path, dataset_path, folder, config, *kinds = sys.argv[1:]
 model_args = ModelArguments(config, tokenizer_path=tokenizer_path)
 data_args = DataArguments(dataset_path=dataset_path)
 tokenizer, dataset, _ = load_data(model_args, data_args, False)
 torch.manual_seed(int(os.environ.get("RANK", 0)))
-model = make_model(model_args, len(tokenizer)).eval()  # no dropout
-ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2, sharded=bool(sharded)))
-reference = copy.deepcopy(model)
-if ranks.number:  # until rank 0 gives its own
-    for param in model.parameters():
-        param.data.zero_()
+reference = make_model(model_args, len(tokenizer)).eval()  # no dropout
+first = start_ranks(TrainerArguments(device="cpu", num_devices=2))
 batches = iter(make_train_batches(dataset["train"], tokenizer, data_args, batch_size=8, seed=7))
 batches = [next(batches) for _ in range(12)]
-feed = iter(batches[ranks.number :: ranks.count])
-ranks.connect()
-worker = ranks.distribute(model)
-scaler = torch.amp.GradScaler("cpu", enabled=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-device, autocast = torch.device("cpu"), contextlib.nullcontext()
-args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
-told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
-epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
-while epoch < 3:
-    loss = accumulate_gradients(worker, ranks.align(feed), args, device, autocast, scaler)
-    assert ranks.all_continue(True)
-    loss = ranks.average_gradients(model, loss)
-    losses.append(loss.item())
-    if ranks.number == 0:
-        optimizer.step()
-        time.sleep(1)
-    before, cpu = time.monotonic(), time.process_time()
-    epoch = ranks.broadcast_state(model, epoch + 1, scaler)
-    waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
-    model.zero_grad(set_to_none=False)
+scaler, device, autocast = torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu"), contextlib.nullcontext()
+
+
+def train(ranks: RankGroup, model: torch.nn.Module, is_sharded: bool) -> dict:
+    if ranks.number:  # until rank 0 gives its own
+        for param in model.parameters():
+            param.data.zero_()
+    feed, optimizer = iter(batches[ranks.number :: ranks.count]), torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = ranks.distribute(model)
+    args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
+    told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
+    epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
+    while epoch < 3:
+        loss = accumulate_gradients(worker, ranks.align(feed), args, device, autocast, scaler)
+        assert ranks.all_continue(True)
+        loss = ranks.average_gradients(model, loss)
+        losses.append(loss.item())
+        if ranks.number == 0:
+            optimizer.step()
+            time.sleep(1)
+        before, cpu = time.monotonic(), time.process_time()
+        epoch = ranks.broadcast_state(model, epoch + 1, scaler)
+        waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
+        model.zero_grad(set_to_none=False)
+    own = [param.to_local() if isinstance(param, DTensor) else param for param in worker.parameters()]
+    weights = {name: param.full_tensor() if is_sharded else param for name, param in worker.named_parameters()}
+    elements = sum(map(torch.numel, own))
+    return {"weights": weights, "elements": elements, "losses": losses, "told": told, "waited": waited, "used": used}
+
+
+first.connect()
+for kind in kinds:
+    is_sharded = kind == "sharded"
+    ranks = ShardedRankGroup(first.number, [device] * 2, first.store, first.children) if is_sharded else first
+    torch.save(train(ranks, copy.deepcopy(reference), is_sharded), f"{folder}/{kind}{ranks.number}.pt")
 try:  # one rank that stops is enough; rank 0 learns that it has stopped alone
-    assert not ranks.all_continue(ranks.number != 1) and ranks.number == 1
+    assert not first.all_continue(first.number != 1) and first.number == 1
 except RankFailedError:
-    assert ranks.number == 0
-own = [param.to_local() if isinstance(param, DTensor) else param for param in worker.parameters()]
-weights = {name: param.full_tensor() if sharded else param for name, param in worker.named_parameters()}
-seen = {
-    "weights": weights,
-    "elements": sum(map(torch.numel, own)),
-    "losses": losses,
-    "told": told,
-    "waited": waited,
-    "used": used,
-}
-torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
-if ranks.number == 0:
+    assert first.number == 0
+if first.number == 0:
     feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
     optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
     for _ in range(3):
         losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler).item())
         optimizer.step()
         optimizer.zero_grad()
-    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
-ranks.end()
+    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, f"{folder}/alone.pt")
+first.end()
 terminate_process_tree(0)

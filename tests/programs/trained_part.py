@@ -12,8 +12,8 @@ from arguments import (
     ArchiveArguments,
     AveragingArguments,
     ModelArguments,
-    MonitorArguments,
     OptimizerArguments,
+    ReportArguments,
     SwarmArguments,
 )
 from experiment.model import make_model
@@ -65,7 +65,7 @@ with clean_end():
     facts = {"moved": [not a.equal(b) for a, b in zip(start, trained, strict=True)]}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
 
-    report = MonitorArguments(output_dir=folder + "/archive"), ArchiveArguments(store_checkpoints=True)
+    report = ReportArguments(output_dir=folder + "/archive"), ArchiveArguments(store_checkpoints=True)
     groups = SwarmArguments(prefix), *report, ModelArguments("configs/demo.json"), options, averaging
     archive = CheckpointHandler(groups, helper_model, tokenizer, helper)
     history = [json.loads(record)]

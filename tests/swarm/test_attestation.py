@@ -1,53 +1,26 @@
 """A joining peer believes the peers in --initial_peers, and not the records of untrusted peers."""
 
-import contextlib
 import re
 import sys
 from functools import partial
 
 import pytest
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
-from processes import LOOPBACK, make_prefix, wait_until
-from records import make_tracker, run_dhts
+from members import addresses, run_peer
+from processes import make_prefix, wait_until
+from records import make_tracker, run_dhts, run_trackers
 
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
 from common.console import UserError
-from swarm.attestation import (
-    RunAttestation,
-    ask_initial_peers,
-    publish_attestation,
-    register_attestation_handler,
-    request_in_dht,
-    set_attestation,
-)
+from swarm.attestation import RunAttestation, ask_initial_peers, request_in_dht, set_attestation
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, RunContract, RunSchema
+from swarm.contract import ContractMismatch, RunContract
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
-from utils import make_validators
-
-
-@contextlib.contextmanager
-def run_peer(prefix: str, *others: DHT):
-    """A node of ours, as Swarm.join starts it, and its key."""
-    RSAPrivateKey._process_wide_key = None
-    validators, public_key = make_validators(prefix, schema=RunSchema)
-    dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
-    try:
-        dht.run_coroutine(partial(register_attestation_handler, prefix=prefix))
-        yield dht, public_key
-    finally:
-        RSAPrivateKey._process_wide_key = None
-        dht.shutdown()
-
-
-def addresses(*dhts: DHT) -> list[str]:
-    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
 
 
 def make_contract(**terms: str) -> RunContract:
@@ -55,7 +28,7 @@ def make_contract(**terms: str) -> RunContract:
 
 
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
-    publish_attestation(dht, statement)
+    dht.run_coroutine(partial(set_attestation, attestation=statement))
     ask = partial(request_in_dht, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
@@ -66,7 +39,7 @@ async def set_nonsense(dht, node, values: dict) -> None:
 
 def test_new_peer_receives_attestation():
     prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
-    with run_peer(prefix) as (one, _), run_peer(prefix, one) as (two, _), run_peer(prefix, one, two) as (newcomer, _):
+    with run_peer(prefix) as one, run_peer(prefix, one) as two, run_peer(prefix, one, two) as newcomer:
         ask = partial(ask_initial_peers, newcomer, is_new_run=False)
         assert ask(prefix, addresses(one)) == RunAttestation(prefix=prefix)
         assert ask(prefix, []) is None
@@ -93,7 +66,7 @@ def test_new_peer_receives_attestation():
 
 def test_attested_settings_are_inherited_and_binding(monkeypatch):
     prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
-    with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
+    with run_peer(prefix) as one, run_peer("other", one) as two, run_peer(prefix, one) as three:
         tell(one, three, RunAttestation(prefix=prefix, flags=shared))
         command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
         # the first trainer chooses the settings that no peer has
@@ -158,11 +131,11 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch):
 def test_untrusted_contract_blocks_no_peer():
     prefix, terms, flags = make_prefix(), {"learning_rate": "0.1"}, "--learning_rate 0.1"
     with (
-        run_peer(prefix) as (monitor, _),
-        run_peer(prefix, monitor) as (stranger, key),
-        run_peer(prefix, monitor) as (newcomer, own_key),
+        run_peer(prefix) as monitor,
+        run_peer(prefix, monitor) as stranger,
+        run_peer(prefix, monitor) as newcomer,
     ):
-        other, own = Swarm(SwarmConfig(prefix), stranger, key), Swarm(SwarmConfig(prefix), newcomer, own_key)
+        other, own = (Swarm(SwarmConfig(prefix), dht, dht.public_key) for dht in (stranger, newcomer))
         other.contract = make_contract(learning_rate="9")
         other.renew_contract(300).result(timeout=30)
         mine = make_contract(**terms).copy(update={"flags": flags})
@@ -187,36 +160,25 @@ def test_untrusted_contract_blocks_no_peer():
 
 def test_untrusted_samples_are_capped():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
-    prefix = make_prefix()
-    with run_dhts([], [], [], []) as dhts:
-        one, partner, *strangers = trackers = [make_tracker(dht, prefix, 10**6, **periods) for dht in dhts]
-        try:
-            for tracker, samples in zip(trackers, (30, 10, 10, 10), strict=True):
-                tracker.report_local_progress(5, samples)
-
-            def counts(samples: range) -> bool:
-                return one.view.samples in samples
-
-            wait_until(lambda: counts(range(60, 61)), 20, "all count, as nobody is known to have worked")
-            one.trust.partners.add(dhts[1].peer_id.to_bytes())
-            strangers[0].report_local_progress(5, 10_000)
-            liar = dhts[2].peer_id.to_bytes()
-            wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
-            wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
-            with one.pause_updates():
-                one.refresh_now()
-                # a new peer knows the length of an epoch by the contributors' records
-                grace = dhts[0].uplink.timeouts.partition_grace
-                assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
-        finally:
-            for tracker in trackers:
-                tracker.shutdown()
+    with run_dhts([], [], []) as dhts, run_trackers(dhts, 10**6, **periods) as trackers:
+        one, _, stranger = trackers
+        for tracker, samples in zip(trackers, (30, 10, 10), strict=True):
+            tracker.report_local_progress(5, samples)
+        wait_until(lambda: one.view.samples == 50, 20, "all count, because no peer is known to have worked")
+        one.trust.partners.add(dhts[1].peer_id.to_bytes())
+        stranger.report_local_progress(5, 10_000)
+        wait_until(lambda: one.view.samples == 80, 20, "40 of those that have worked, and as many of the stranger")
+        with one.pause_updates():
+            one.refresh_now()
+            # a new peer knows the length of an epoch by the contributors' records
+            grace = dhts[0].uplink.timeouts.partition_grace
+            assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
 
 
 def test_early_peer_learns_contributors_later():
     """It joined before any peer had contributed, so it would never trust the others."""
     prefix = make_prefix()
-    with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
+    with run_peer(prefix) as monitor, run_peer(prefix, monitor) as early:
         tracker = make_tracker(early, prefix, 10**6)
         try:
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))

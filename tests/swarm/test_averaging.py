@@ -29,10 +29,7 @@ def joint_epochs(a, b) -> list[int]:
 
 @pytest.mark.parametrize(
     "flags, tolerance",
-    [
-        pytest.param((), 1e-5, id="exact"),
-        pytest.param(("--eight_bit",), 3e-2, id="8bit", marks=pytest.mark.slow),
-    ],
+    [pytest.param((), 1e-5, id="exact"), pytest.param(("--eight_bit",), 3e-2, id="8bit", marks=pytest.mark.slow)],
 )
 def test_average_is_weighted_by_samples(start, flags, tolerance):
     """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1). Then kill -9 of the
@@ -143,13 +140,7 @@ def test_next_chunk_timeout_and_min_vector_size_apply(start):
     """--next_chunk_timeout and --min_vector_size, each by its effect."""
     settings = [{"next_chunk_timeout": 1}, {"next_chunk_timeout": 4, "min_vector_size": 600}]
     rounds = [
-        start(
-            f"rounds{number}",
-            "-m",
-            "tests.programs.silent_round",
-            make_prefix(),
-            json.dumps(setting),
-        )
+        start(f"rounds{number}", "-m", "tests.programs.silent_round", make_prefix(), json.dumps(setting))
         for number, setting in enumerate(settings)
     ]
     facts = []
@@ -232,6 +223,7 @@ def test_overlap_averages_and_confirms_states(start):
     assert sum(1 < step < 3 for step in steps) >= 4, steps
 
 
+@pytest.mark.slow
 def test_late_peer_joins_next_round(start):
     """Of four peers, one takes less time for matchmaking than before (note 82), and later cancels a step (note 84).
     Another is refused whenever it first asks a leader (note 83), and misses a round, whose step it downloads slowly."""
@@ -334,18 +326,10 @@ def test_invalid_state_is_refused_and_retried(start):
     prefix = make_prefix()
     good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
     maddrs = good.json_lines()[0]["maddrs"]
-    bad = start("bad", "-m", "tests.programs.bad_donor", "--experiment_prefix", prefix, "--initial_peers", *maddrs)
+    bad = start("bad", "-m", "tests.programs.bad_donor", prefix, *maddrs)
     bad.wait_for('"maddrs"')
     wait_until(lambda: epochs(good), 60, "an epoch")
-    taker = start(
-        "taker",
-        "-m",
-        "tests.programs.state_taker",
-        prefix,
-        len(KINDS),
-        100_000,
-        *maddrs,
-    )
+    taker = start("taker", "-m", "tests.programs.state_taker", prefix, len(KINDS), 100_000, *maddrs)
     taker.assert_clean_end(120)
     # asked at least once for each, and once more where the good peer was just between two epochs
     assert [line["gave"] for line in bad.json_lines() if "gave" in line][: len(KINDS)] == list(KINDS)
@@ -359,15 +343,7 @@ def test_invalid_state_is_refused_and_retried(start):
 
     # with the bad donor alone, nothing is taken over, and it takes bounded time
     assert_its_helpers_end_with_it(good)
-    alone = start(
-        "alone",
-        "-m",
-        "tests.programs.state_taker",
-        prefix,
-        1,
-        100_000,
-        *bad.json_lines()[0]["maddrs"],
-    )
+    alone = start("alone", "-m", "tests.programs.state_taker", prefix, 1, 100_000, *bad.json_lines()[0]["maddrs"])
     alone.assert_clean_end(120)
     assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
 

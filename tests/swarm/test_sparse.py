@@ -37,7 +37,7 @@ def test_sparse_keeps_largest_of_each_chunk(shape, density):
         is_sent = own != 0
         count = math.ceil(density * min(CHUNK, tensor.numel()))
         assert is_sent.sum() == min(count, len(numbers))
-        assert is_sent.all() or numbers[is_sent].abs().min() >= numbers[~is_sent].abs().max()
+        assert is_sent.all() or numbers[is_sent].abs().min() >= (1 - 2**-11) * numbers[~is_sent].abs().max()
         spread = numbers.abs().max() - numbers[is_sent].abs().min()
         assert (own - numbers)[is_sent].abs().max() <= spread / 128 + 0.005 * numbers.abs().max()
 

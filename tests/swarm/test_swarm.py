@@ -27,7 +27,7 @@ def test_late_trainer_loads_state_and_learns(start, tmp_path, tiny_data):
     are paced, so that the epochs do not end before it is there."""
     prefix, epochs = make_prefix(), 12
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.4) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")

@@ -7,8 +7,8 @@ from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, get_dht_time
-from processes import make_prefix, wait_until
-from records import make_tracker, run_dhts
+from processes import wait_until
+from records import run_dhts, run_trackers
 
 from swarm.averager import PeersUnreachableError
 from swarm.epoch import WAIT_RETRY_EPOCHS
@@ -22,7 +22,6 @@ from swarm.trust import (
     MAX_MISSED_ROUNDS,
     PeerTrust,
     RoundTrust,
-    find_majority_epoch,
 )
 from swarm.uplink import Uplink
 
@@ -85,7 +84,16 @@ def test_untrusted_peer_cannot_raise_the_epoch():
     assert trust.select_believable(near, own_epoch=5) == near
     assert trust.find_swarm_epoch(near, own_epoch=5) == 5
     two = make_records(b"a", b"b") | make_records(b"c", b"d", epoch=7)
-    assert trust.find_swarm_epoch(two, own_epoch=4) == find_majority_epoch([5, 5, 7, 7]) == 5
+    assert trust.find_swarm_epoch(two, own_epoch=4) == 5
+
+
+@pytest.mark.parametrize(
+    "epochs, expected", [([], 0), ([7], 7), ([8, 7], 7), ([9, 9, 7, 7], 7), ([8, 8, 7], 8), ([0, 0, 0, 7, 6], 6)]
+)
+def test_swarm_epoch_needs_more_than_half(epochs, expected):
+    """Two of four others that claim a later epoch do not lift it. New peers, at epoch 0, have no say."""
+    records = {bytes([number]): SimpleNamespace(epoch=epoch) for number, epoch in enumerate(epochs)}
+    assert make_trust().find_swarm_epoch(records, own_epoch=0) == expected
 
 
 def test_untrusted_claims_are_capped():
@@ -163,96 +171,69 @@ def test_averages_without_own_gradients_are_detected():
     assert trust.scores[peer] == 0.5, "it has another chance once it is back"
 
 
-def test_lone_peer_counts_samples_and_no_estimate():
+@pytest.fixture(scope="module")
+def dhts():
+    with run_dhts([], []) as dhts:
+        yield dhts
+
+
+def test_lone_peer_counts_samples_and_no_estimate(dhts):
     """By hivemind's estimate, an epoch could end a batch early on a busy machine."""
-    with run_dhts([]) as (dht,):
-        tracker = make_tracker(dht, make_prefix(), 40, min_refresh_period=0.1, max_refresh_period=0.1)
-        try:
-            tracker.report_local_progress(0, 30)
-            wait_until(lambda: get_dht_time() > tracker.view.ends_at, 20, "the end by the estimate")
-            assert tracker.view.samples == 30 and not tracker.ready_to_update_epoch
-            tracker.report_local_progress(0, 40)
-            assert tracker.ready_to_update_epoch
-        finally:
-            tracker.shutdown()
+    with run_trackers(dhts[:1], 40, min_refresh_period=0.1, max_refresh_period=0.1) as [tracker]:
+        tracker.report_local_progress(0, 30)
+        wait_until(lambda: get_dht_time() > tracker.view.ends_at, 20, "the end by the estimate")
+        assert tracker.view.samples == 30 and not tracker.ready_to_update_epoch
+        tracker.report_local_progress(0, 40)
+        assert tracker.ready_to_update_epoch
 
 
-def test_quick_second_report_is_delayed():
-    prefix = make_prefix()
-    with run_dhts([], []) as dhts:
-        one, other = trackers = [make_tracker(dht, prefix, 10**6, max_refresh_period=0.5) for dht in dhts]
-        try:
-            for samples in (10, 20, 30):
-                other.report_local_progress(0, samples)
-            wait_until(lambda: [it.samples_accumulated for it in one.others.values()] == [30], 20, "the last report")
-        finally:
-            for tracker in trackers:
-                tracker.shutdown()
+def test_reports_and_steps_without_a_pause_are_seen(dhts):
+    """A quick second report is delayed. The samples of steps that take no time are averaged before the thread of the
+    tracker looks at them."""
+    with run_trackers(dhts, 16, max_refresh_period=0.5) as [one, other]:
+        for samples in (5, 10, 15):
+            other.report_local_progress(0, samples)
+        wait_until(lambda: [it.samples_accumulated for it in one.others.values()] == [15], 20, "the last report")
+        for epoch in range(5):
+            other.report_local_progress(epoch, 16)
+            with other.pause_updates():
+                other.update_epoch(epoch + 1)
+        wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
 
 
-def test_dht_without_an_answer_changes_nothing():
+def test_dht_without_an_answer_changes_nothing(dhts):
     """No peer is forgiven, and the quorum stays, until the records that are known would have expired."""
-    with run_dhts([]) as (dht,):
-        tracker = make_tracker(dht, make_prefix(), 40, metadata_expiration=30.0)
-        try:
-            with tracker.pause_updates():
-                tracker.update_epoch(5)
-                tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
-                tracker.trust.mark_unresponsive([b"a"])
-                for _ in range(2):
-                    tracker.apply_records(None, 0.0)
-                    assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
-                    assert tracker.view.num_peers == 4 and tracker.count_min_group_size(awaits_all=False) == 3
-                tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
-                tracker.apply_records(None, 0.0)
-                assert not tracker.others and tracker.view.num_peers == 1
-        finally:
-            tracker.shutdown()
+    with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.pause_updates():
+        tracker.update_epoch(5)
+        tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
+        tracker.trust.mark_unresponsive([b"a"])
+        for _ in range(2):
+            tracker.apply_records(None, 0.0)
+            assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
+            assert tracker.view.num_peers == 4 and tracker.count_min_group_size(awaits_all=False) == 3
+        tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
+        tracker.apply_records(None, 0.0)
+        assert not tracker.others and tracker.view.num_peers == 1
 
 
-def test_aux_peer_excludes_unresponsive_peers():
-    with run_dhts([]) as (dht,):
-        tracker = make_tracker(dht, make_prefix(), 40)
-        try:
-            tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
-            gradients = SimpleNamespace(restore_pending=lambda: None)
-            rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
-            rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
-            assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
-        finally:
-            tracker.shutdown()
+def test_aux_peer_excludes_unresponsive_peers(dhts):
+    with run_trackers(dhts[:1], 40) as [tracker]:
+        tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
+        gradients = SimpleNamespace(restore_pending=lambda: None)
+        rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
+        rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
+        assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 
 
-def test_peer_whose_steps_take_no_time_is_seen():
-    """Its samples are averaged before the tracker's thread looks at them."""
-    prefix = make_prefix()
-    with run_dhts([], []) as dhts:
-        one, other = trackers = [make_tracker(dht, prefix, 16, max_refresh_period=0.5) for dht in dhts]
-        try:
-            for epoch in range(5):
-                other.report_local_progress(epoch, 16)
-                with other.pause_updates():
-                    other.update_epoch(epoch + 1)
-            wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
-        finally:
-            for tracker in trackers:
-                tracker.shutdown()
-
-
-def test_straggler_is_awaited_again_some_epochs_later():
-    with run_dhts([]) as (dht,):
-        tracker = make_tracker(dht, make_prefix(), 40)
-        try:
-            with tracker.pause_updates():
-                tracker.update_epoch(5)
-                tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
-                assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
-                tracker.stop_waiting_for_stragglers(5)
-                assert tracker.peers_at_epoch == [b"b"] and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
-                tracker.update_epoch(6)
-                tracker.others = make_records(b"b", epoch=5)
-                assert tracker.peers_at_epoch == [b"b"], "it may make the step of the others just now"
-                tracker.stop_waiting_for_stragglers(6)
-                assert not tracker.peers_at_epoch and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
-        finally:
-            tracker.shutdown()
+def test_straggler_is_awaited_again_some_epochs_later(dhts):
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.pause_updates():
+        tracker.update_epoch(5)
+        tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
+        assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
+        tracker.stop_waiting_for_stragglers(5)
+        assert tracker.peers_at_epoch == [b"b"] and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
+        tracker.update_epoch(6)
+        tracker.others = make_records(b"b", epoch=5)
+        assert tracker.peers_at_epoch == [b"b"], "it may make the step of the others just now"
+        tracker.stop_waiting_for_stragglers(6)
+        assert not tracker.peers_at_epoch and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS

@@ -8,6 +8,7 @@ from transformers import AlbertTokenizer
 
 from common.console import UserError
 from finetune_mlm import load_folder
+from text.instances import TEXT
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 
@@ -21,6 +22,8 @@ def test_missing_tokenizer_names_command(tmp_path, tokenizer):
     ):
         with pytest.raises(UserError, match="^[^\n]*python tokenize_wikitext103.py[^\n]*$"):
             load()
+    with pytest.raises(UserError, match="--objective clm --dataset_path"):
+        load_tokenized_dataset(tmp_path / "none", tokenizer, TEXT)
 
 
 def test_tokenizer_without_special_tokens_is_refused(tmp_path):

@@ -56,28 +56,29 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    "config, sharded",
+    "config, kinds",
     [
-        ("demo", []),
-        ("demo", ["sharded"]),  # tied embeddings, and a layer that is called several times
+        ("demo", ["whole", "sharded"]),  # tied embeddings, and a layer that is called several times
         pytest.param("lean-demo", ["sharded"], marks=pytest.mark.slow),  # layers that share matrices
     ],
 )
-def test_two_ranks_match_one_rank(tmp_path, tiny_data, config, sharded):
+def test_two_ranks_match_one_rank(tmp_path, tiny_data, config, kinds):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
     paths = tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path, f"configs/{config}.json"
-    run_python("-m", "tests.programs.steps_of_ranks", *paths, *sharded, expect=0)
-    alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
-    assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert first["losses"] == second["losses"]
-    for name, weight in alone["weights"].items():
-        torch.testing.assert_close(first["weights"][name], weight, atol=1e-6, rtol=0)
-        assert second["weights"][name].equal(first["weights"][name]), name
-    assert second["told"] == {"told": 5}
-    # sharded, each rank holds a half of the model
-    total = sum(weight.numel() for weight in alone["weights"].values()) / (2 if sharded else 1)
-    assert [first["elements"], second["elements"]] == pytest.approx([total, total], rel=0.01)
-    assert second["waited"] > 2.5 and second["used"] < 0.5
+    run_python("-m", "tests.programs.steps_of_ranks", *paths, *kinds, expect=0)
+    alone = torch.load(tmp_path / "alone.pt")
+    for kind in kinds:
+        first, second = (torch.load(tmp_path / f"{kind}{number}.pt") for number in (0, 1))
+        assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        assert first["losses"] == second["losses"]
+        for name, weight in alone["weights"].items():
+            torch.testing.assert_close(first["weights"][name], weight, atol=1e-6, rtol=0)
+            assert second["weights"][name].equal(first["weights"][name]), name
+        assert second["told"] == {"told": 5}
+        # sharded, each rank holds a half of the model
+        total = sum(weight.numel() for weight in alone["weights"].values()) / (2 if kind == "sharded" else 1)
+        assert [first["elements"], second["elements"]] == pytest.approx([total, total], rel=0.01)
+        assert second["waited"] > 2.5 and second["used"] < 0.5
 
 
 @pytest.mark.slow
@@ -217,7 +218,7 @@ def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
 # --- memory, and waiting for data -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     """And data that comes too slowly is measured, and its cure named."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
@@ -325,17 +326,14 @@ class OneLayer(torch.nn.Module):
         return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
 
 
-def test_failing_compiler_leaves_model_unchanged(trial, caplog):
+def test_failing_compiler_is_one_line(trial):
     _, batch = trial
     model = OneLayer()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    names, before = list(model.state_dict()), model(**move_batch(batch, CPU))["loss"]
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}),
+        pytest.raises(UserError, match="--torch_compile: the compiler failed"),
+    ):
         devices.compile_model(model, batch, CPU, contextlib.nullcontext())
-    assert caplog.text.count("--torch_compile: the compiler failed (") == 1
-    assert model(**move_batch(batch, CPU))["loss"].equal(before)
-    assert list(model.state_dict()) == names and not any(param.grad.any() for param in model.parameters())
 
 
 SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
@@ -412,18 +410,32 @@ def test_device_choice_needs_no_cuda_context():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(device="cuda:9"), ["--device cuda:9", "nvidia-smi"]),
-        (dict(device="mps"), ["--device mps"]),
-        (dict(device="mps", num_devices=2), ["--device mps"]),
-        (dict(device="cpu", fp16=True), ["--fp16 needs a CUDA GPU", "--bf16"]),
+        (dict(device="cuda:9"), "--device cuda:9.*nvidia-smi"),
+        (dict(device="mps"), "--device mps"),
+        (dict(device="mps", num_devices=2), "--device mps"),
+        (dict(device="cpu", fp16=True), "--fp16 needs a CUDA GPU.*--bf16"),
+        (dict(device="cpu", sharded=True), "--sharded needs several devices"),
+        (dict(device="gpu"), "--device gpu"),
+        (dict(device="xla"), "--device xla: not supported"),
+        (dict(num_devices=0), "--num_devices"),
+        (dict(max_steps=-1), "--max_steps"),
+        (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
+        (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
+        (dict(per_device_train_batch_size="auto", sharded=True), "--sharded"),
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else None,
+    ids=str,
 )
-def test_missing_device_is_one_line(options, words):
-    with pytest.raises(UserError) as error:
-        devices.choose_devices(TrainerArguments(**options))
-    [said] = str(error.value).splitlines()
-    assert all(word in said for word in words), said
+def test_wrong_device_is_one_line(monkeypatch, options, words):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match=words):
+        start_ranks(TrainerArguments(**options))
+
+
+def test_device_flags_set_ranks_and_size():
+    assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
+    assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
+    assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
+    assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"
 
 
 def test_out_of_memory_errors_are_recognized():
@@ -457,36 +469,6 @@ def test_torchrun_and_num_devices_must_match(monkeypatch, variables, expected):
     else:
         ranks = start_ranks(args)
         assert (ranks.number, ranks.count) == expected
-
-
-def test_sharded_peer_with_one_device_is_refused(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(UserError, match="--sharded needs several devices"):
-        start_ranks(TrainerArguments(device="cpu", sharded=True))
-
-
-def test_num_devices_sets_cpu_ranks():
-    assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
-    assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(device="gpu"), "--device gpu"),
-        (dict(device="xla"), "--device xla: not supported"),
-        (dict(num_devices=0), "--num_devices"),
-        (dict(max_steps=-1), "--max_steps"),
-        (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
-        (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
-        (dict(per_device_train_batch_size="auto", sharded=True), "--sharded"),
-    ],
-)
-def test_wrong_device_value_is_refused(options, words):
-    with pytest.raises(UserError, match=words):
-        TrainerArguments(**options)
-    assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
-    assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"
 
 
 def test_fused_adamw_matches_plain():

@@ -26,7 +26,7 @@ from swarm.addresses import diagnose_unreachable
 from swarm.config import AveragingConfig, make_config
 from swarm.uplink import Uplink
 from training.checks import Check, check_disk, check_epoch_time, check_machine, check_step_time
-from training.preflight import check_bandwidth, check_clock, check_connection, run_preflight
+from training.preflight import check_bandwidth, check_connection, run_preflight
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 
@@ -51,10 +51,6 @@ def test_preflight_compares_epoch_with_matchmaking():
 
 def test_preflight_separates_errors_and_warnings(tmp_path):
     assert [check_step_time(seconds, 8).level for seconds in (0.1, 0.5, 10, 11)] == ["warning", "ok", "ok", "warning"]
-    assert [check_clock(s).level for s in (0.1, -2.0, 3600.0, -3.5, None)] == [
-        *("ok", "warning", "fatal", "fatal", "warning")
-    ]
-    assert "3,600.0 s ahead" in check_clock(3600.0).message
     seen = [(True, False), (False, True), (False, False), (None, False)]
     assert [check_connection(["11.0.0.1"], *facts).level for facts in seen] == ["ok", "warning", "warning", "warning"]
     assert "--client_mode" in check_connection(["11.0.0.1"], False, True).hint
@@ -67,9 +63,9 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
 
 
 def test_preflight_formats_table_line():
-    assert str(Check("clock", "fine", "no hint")) == "ok      clock           fine"
-    lines = str(Check("clock", "it is late", "set it", is_fatal=True)).splitlines()
-    assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
+    assert str(Check("disk", "fine", "no hint")) == "ok      disk            fine"
+    lines = str(Check("disk", "it is full", "free some", is_fatal=True)).splitlines()
+    assert lines == ["fatal   disk            it is full", " " * 24 + "-> free some"]
 
 
 def test_file_limit_is_raised_if_allowed():
@@ -172,7 +168,7 @@ def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
     good = start("good", *preflight, "--initial_peers", peers)
     assert good.wait(90) == 0, good.text
     table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
-    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
+    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "connection", "settings"):
         assert table[what] == "ok", good.text
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
     assert re.search("bandwidth: measured .* Mbit/s up", good.text), good.text

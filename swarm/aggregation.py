@@ -1,0 +1,208 @@
+"""The arithmetic of rounds of local steps: encode an update, check the blocks of other peers, and apply a commit.
+
+The numbers of the model's tensors are cut into blocks. Each block of an update is a message of `swarm/sparse.py`. All
+peers apply the same blocks, so their anchors stay equal to the last bit (DiLoCo's outer step, arXiv 2311.08105; all
+updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in instruction sets and threads, so:
+
+- tensors change by single float32 multiplications and additions in a fixed order, because `add_(alpha=)`, `addcmul`,
+  `lerp`, `sum` and `@` round differently on different machines;
+- norms come from counts of equal numbers and `math.fsum`, cosines from integers, weights from Python's floats;
+- numbers below TINY become 0, because some programs make the processor treat numbers below 1.2e-38 as 0.
+
+Each offer is decoded twice: a first pass measures all offers, because each weight depends on the
+others. Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do
+anything. In the demo's model, honest offers have cosines below 0.1 with each other, and of 0.16 at most with the signs
+of the outer momentum; the largest entries of the last sum or of the momentum have 1.00 with it.
+"""
+
+import hashlib
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from swarm.sparse import CHUNK, TINY, TopKCompression, decode
+
+BLOCK = 2**20  # numbers
+MAX_SAMPLES = 2  # of an offer, relative to the median
+MAX_COSINE = 0.9  # of the signs of two offers, or of an offer and the momentum; with a larger one, it is a copy
+BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
+
+
+class Numbers:
+    """The numbers of a list of tensors, in blocks. The blocks are views, so the tensors must keep their memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        """:param tensors: contiguous float32 tensors; of an update on any device, else in host memory"""
+        self.total = sum(tensor.numel() for tensor in tensors)
+        self.num_blocks = -(-self.total // BLOCK)
+        self._pieces: list[list[torch.Tensor]] = [[] for _ in range(self.num_blocks)]
+        end = 0
+        for tensor in tensors:
+            rest = tensor.detach().view(-1)
+            while len(rest):
+                piece, rest = rest.tensor_split([BLOCK - end % BLOCK])
+                self._pieces[end // BLOCK].append(piece)
+                end += len(piece)
+
+    def count(self, block: int) -> int:
+        """Return the number of numbers in a block; only the last block has less than BLOCK."""
+        return min(BLOCK, self.total - block * BLOCK)
+
+    def read(self, block: int) -> torch.Tensor:
+        """Return a copy of a block in host memory, of shape (count,)."""
+        return torch.cat(self._pieces[block]).cpu()
+
+    def write(self, block: int, values: torch.Tensor) -> None:
+        """Change the numbers of a block to these values, of shape (count,)."""
+        pieces = self._pieces[block]
+        for piece, part in zip(pieces, values.split([len(piece) for piece in pieces]), strict=True):
+            piece.copy_(part)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An offer of a commit: an encoded update and what its weight depends on."""
+
+    peer: bytes
+    samples: int
+    epochs_late: int  # between the offer's base and the parent of the commit
+    blocks: Sequence[bytes]  # all have passed `check_block`; may be a reader of files
+
+
+def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[bytes]:
+    """Return the encoded blocks of update + residual; the residual becomes what they lack (error feedback).
+
+    :raises ValueError: a number is not finite, or too large for the codec; the residual is then partly changed
+    """
+    blocks = []
+    for index in range(residual.num_blocks):
+        values = update.read(index).add_(residual.read(index))
+        blocks.append(codec.compress(values).buffer)
+        positions, kinds, decoded = decode(blocks[-1], len(values))
+        values.numpy()[positions] -= decoded[kinds]
+        residual.write(index, values)
+    return blocks
+
+
+def restore(blocks: Sequence[bytes], residual: Numbers) -> None:
+    """Add an update that no commit contains to the residual."""
+    for index, block in enumerate(blocks):
+        values = residual.read(index)
+        positions, kinds, decoded = decode(block, len(values))
+        values.numpy()[positions] += decoded[kinds]
+        residual.write(index, values)
+
+
+def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
+    """Check a block of another peer on arrival: `aggregate` is defined for all blocks that pass.
+
+    :param numbers: the count of numbers in the block
+    :raises ValueError: the block is invalid, or has more entries or bits than the codec sends
+    """
+    positions, _, values = decode(data, numbers)
+    chunks = -(-numbers // CHUNK)
+    if len(values) != chunks << codec.bits or len(positions) > chunks * math.ceil(codec.density * CHUNK):
+        raise ValueError(f"a block of {numbers} numbers has {len(positions)} entries in {len(values)} kinds")
+
+
+class Measures(NamedTuple):
+    """What the weights of contributions depend on, apart from samples."""
+
+    norms: list[float]
+    products: list[list[int]]  # of two contributions' sketches
+    agreements: list[float]  # share of the entries that have the momentum's sign, minus that with the other sign
+
+
+def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measures:
+    """Measure each contribution, and how similar it is to the others and to the outer momentum.
+
+    A sketch holds the sum of the signs in each bucket, where a hash of the position chooses the bucket, and whether the
+    sign is reversed (count sketch, Charikar et al., 2002). All products are integers, and therefore exact.
+    """
+    squares: list[list[float]] = [[] for _ in contributions]
+    counts, agreements = [0] * len(contributions), [0] * len(contributions)
+    sketches = np.zeros((len(contributions), BUCKETS))
+    for block in range(momentum.num_blocks):
+        direction = momentum.read(block).sign_().to(torch.int8).numpy()
+        for index, contribution in enumerate(contributions):
+            positions, kinds, values = decode(contribution.blocks[block], len(direction))
+            of_kind = np.bincount(kinds, minlength=len(values))
+            squares[index].append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
+            signs = np.sign(values).astype(np.int8)[kinds]
+            counts[index] += len(positions)
+            agreements[index] += int((signs * direction[positions]).sum(dtype=np.int64))
+            hashes = (positions + block * BLOCK).astype(np.uint32) * np.uint32(2654435761)  # Knuth's, modulo 2 ** 32
+            signs *= 1 - 2 * (hashes >> 31).astype(np.int8)
+            sketches[index] += np.bincount(hashes >> 8 & BUCKETS - 1, weights=signs, minlength=BUCKETS)
+    return Measures(
+        [math.sqrt(math.fsum(terms)) for terms in squares],
+        [[int(product) for product in row] for row in sketches @ sketches.T],
+        [agreement / max(1, count) for agreement, count in zip(agreements, counts, strict=True)],
+    )
+
+
+def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:
+    """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
+
+    Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
+    to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
+    of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum do
+    not count either, unless half of the offers are.
+    """
+    norms, products, agreements = measures
+    indices = range(len(contributions))
+    counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
+    originals = [i for i in counted if agreements[i] <= MAX_COSINE]
+    if 2 * len(originals) > len(counted):  # in a tiny model, all offers may point where the momentum does
+        counted = originals
+    if not counted:
+        return [0.0] * len(contributions)
+    most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in counted)
+    most_norm = statistics.median_low(norms[i] for i in counted)
+    heaviness = {
+        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].epochs_late) for i in counted
+    }
+    lengths = [math.sqrt(products[i][i]) for i in indices]
+    copies = {
+        i: [j for j in counted if i == j or products[i][j] > MAX_COSINE * lengths[i] * lengths[j]] for i in counted
+    }
+    weights = {i: max(heaviness[j] for j in copies[i]) / len(copies[i]) for i in counted}
+    total = math.fsum(weights.values())
+    return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in indices]
+
+
+@torch.no_grad()
+def aggregate(
+    anchor: Numbers, momentum: Numbers, contributions: Sequence[Contribution], *, lr: float, outer_momentum: float
+) -> list[float]:
+    """Make the outer step of a commit in place: SGD with Nesterov momentum, with the weighted sum of the updates.
+
+    :returns: the factor of each contribution in the sum, see `compute_weights`
+    """
+    weights = compute_weights(contributions, measure(contributions, momentum))
+    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
+    for block in range(anchor.num_blocks):
+        total = np.zeros(anchor.count(block), np.float32)
+        for index in order:
+            if weights[index] > TINY:
+                positions, kinds, values = decode(contributions[index].blocks[block], len(total))
+                values = values * np.float32(weights[index])
+                values[np.abs(values) < TINY] = 0
+                total[positions] += values[kinds]
+        update = torch.hardshrink(torch.from_numpy(total), TINY)
+        velocity = torch.hardshrink(momentum.read(block).mul_(outer_momentum).add_(update), TINY)
+        momentum.write(block, velocity)
+        step = velocity.mul_(outer_momentum).add_(update).mul_(lr)
+        anchor.write(block, torch.hardshrink(anchor.read(block).sub_(step), TINY))
+    return weights
+
+
+def compute_digest(anchor: Numbers, momentum: Numbers) -> bytes:
+    """Return the SHA-256 of the SHA-256 of each block of the anchor, then of the momentum (little-endian float32)."""
+    blocks = (numbers.read(block).numpy() for numbers in (anchor, momentum) for block in range(numbers.num_blocks))
+    return hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).digest()

@@ -1,0 +1,441 @@
+"""Blobs and messages between the peers of a run, on hivemind's transport without its averagers and matchmaking.
+
+A blob is a list of blocks. Its id is the SHA-256 of its block hashes, so any peer can serve it, and each block is
+checked when it arrives. Each peer fetches all blobs of a round, and serves blocks as soon as it has them:
+
+- A block comes from the owner of its blob, or from a relay: another peer that fetches the same blob. All peers choose
+  the same source, by the uplinks (`plan_loads`, `choose_source`). So a slow owner sends each block once, to the relay.
+- If a source fails, its blocks come from the owner, and then from the other holders.
+- A client accepts no connections, but serves its blobs over those that it has opened: by a message to each holder.
+
+A stream is a request and its answer: the blob's id, a count, and numbers of blocks; then the hashes and these blocks,
+each after a header (number, bytes). It is raw: hivemind's streams hold as much memory as the other side claims.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import math
+import random
+import struct
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import hivemind
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.errors import SwarmError
+
+logger = logging.getLogger("swarm")
+
+HASH_BYTES = 32
+REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
+HASHES = -1  # the number of the hashes in a header
+PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
+
+# What a participant may do in a period of this many seconds, and all other peers together: requests, messages, copies
+# of a blob that it fetches.
+COUNT_PERIOD, MAX_REQUESTS, MAX_MESSAGES, MAX_COPIES = 60.0, 500, 2000, 2
+MAX_MESSAGE_BYTES = 2**16
+MIN_MBITS, MAX_MBITS = 0.1, 1000.0  # of a peer, as far as its claim counts
+
+MIN_STALL, MAX_STALL = 4.0, 60.0  # seconds in which a source has to deliver a block
+RETRY_PAUSE = 1.0  # seconds until all holders are tried again
+UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 5.0, 0.2  # seconds; others may have heard of a blob before this peer
+EXCLUSION = 600.0  # seconds for which a peer that has failed is the last choice
+FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob
+START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
+
+#: failures of a peer or of the network
+PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)
+
+
+def hash_bytes(data: bytes) -> bytes:
+    """Return the SHA-256 of a block, or of the joined hashes of a blob, which is the blob's id."""
+    return hashlib.sha256(data).digest()
+
+
+class BlobStore:
+    """Blobs on disk: a file for each block, and one for the hashes of each blob, named by their SHA-256. Blobs of an
+    earlier process are kept, and a blob may be incomplete. The class is thread-safe.
+
+    :param folder: a folder for this store only
+    :param max_bytes: the limit of all files together; above it, the oldest ones are deleted
+    """
+
+    def __init__(self, folder: str | Path, max_bytes: int):
+        self.folder, self.max_bytes = Path(folder), max_bytes
+        self._lock = threading.Lock()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_room()
+
+    def add(self, blocks: list[bytes]) -> bytes:
+        """Store a blob and return its id."""
+        return self.put(b"".join(map(self.put, blocks)))
+
+    def put(self, data: bytes) -> bytes:
+        """Store a block, or the joined hashes of a blob, and return its SHA-256."""
+        name = hash_bytes(data)
+        with self._lock:
+            unfinished = self.folder / "unfinished"
+            unfinished.write_bytes(data)
+            unfinished.rename(self.folder / name.hex())
+            self._bytes += len(data)
+            if self._bytes > self.max_bytes:
+                self._make_room()
+        return name
+
+    def _make_room(self) -> None:
+        stats = {path: path.stat() for path in self.folder.iterdir()}
+        self._bytes = sum(stat.st_size for stat in stats.values())
+        for path in sorted(stats, key=lambda path: stats[path].st_mtime_ns):
+            if self._bytes <= 0.9 * self.max_bytes:
+                break
+            self._bytes -= stats[path].st_size
+            path.unlink()
+
+    def get(self, name: bytes) -> bytes:
+        """Return the data with this SHA-256, or raise a KeyError if it is not here or damaged."""
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            data = (self.folder / name.hex()).read_bytes()
+            if hash_bytes(data) == name:
+                return data
+            (self.folder / name.hex()).unlink()
+        raise KeyError(name.hex())
+
+    def has_file(self, name: bytes) -> bool:
+        """Return whether the data with this SHA-256 is here."""
+        return (self.folder / name.hex()).exists()
+
+    def has(self, blob: bytes) -> bool:
+        """Return whether all blocks of a blob are here."""
+        return self.has_file(blob) and all(map(self.has_file, self.list_hashes(blob)))
+
+    def list_hashes(self, blob: bytes) -> list[bytes]:
+        """Return the hashes of a blob's blocks, or raise a KeyError."""
+        hashes = self.get(blob)
+        return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+
+    def read(self, blob: bytes) -> list[bytes]:
+        """Return all blocks of a blob, or raise a KeyError."""
+        return list(map(self.get, self.list_hashes(blob)))
+
+
+def plan_loads(uplinks: Mapping[PeerID, float], num_bytes: int, seconds: float) -> dict[PeerID, float]:
+    """Return how many copies of a blob each holder should send, so that each holder gets the blobs of all others.
+
+    All lines keep the same Mbit/s free, as many as possible: the fast ones work first. If this takes longer than
+    `seconds`, all work in proportion to their uplinks, which is the fastest way.
+
+    :param uplinks: the Mbit/s of the peers that accept connections
+    """
+    rates = {peer: min(max(uplinks[peer], MIN_MBITS), MAX_MBITS) for peer in sorted(uplinks, key=PeerID.to_bytes)}
+    copies = len(rates) * max(1, len(rates) - 1)
+    needed = 8e-6 * num_bytes * copies / seconds if seconds else math.inf  # Mbit/s
+    sums = itertools.accumulate(sorted(rates.values(), reverse=True))
+    level = max([0.0, *((total - needed) / count for count, total in enumerate(sums, 1))])
+    spare = {peer: max(0.0, rate - level) for peer, rate in rates.items()}
+    return {peer: copies * rate / sum(spare.values()) for peer, rate in spare.items()}
+
+
+def choose_source(owner: PeerID, position: float, loads: Mapping[PeerID, float]) -> PeerID:
+    """Return the holder from which all others fetch a block: its owner, or a relay, which fetches it from the owner.
+
+    An owner that should send more copies than its own blob needs is a relay for the others.
+
+    :param position: of the block in its blob, from 0 to 1; the owner serves the first ones itself
+    :param loads: see `plan_loads`
+    """
+    relayed = max(1, len(loads) - 2)  # copies that a relay sends
+    direct = {peer: min(1.0, max(0.0, (load - 1) / relayed)) for peer, load in loads.items()}
+    own = direct.pop(owner, 0.0)
+    if position < own:
+        return owner
+    spare = {peer: max(0.0, loads[peer] - 1 - relayed * direct[peer]) for peer in direct}
+    spare = spare if any(spare.values()) else {peer: loads[peer] for peer in direct}
+    place = (position - own) / (1 - own) * sum(spare.values())
+    sums = itertools.accumulate(spare.values())
+    return next((peer for peer, end in zip(spare, sums, strict=True) if place < end), owner)
+
+
+class InvalidBlobError(Exception):
+    """The error that the blocks of a blob match their hashes, but are invalid: its owner has made them."""
+
+
+class Download:
+    """A blob on its way to this peer."""
+
+    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int):
+        self.blob, self.owner, self.num_bytes, self.num_blocks = blob, owner, num_bytes, num_blocks
+        self.missing = set(range(num_blocks))
+        #: the Mbit/s of each holder, and the copies of a blob that it should send
+        self.uplinks: dict[PeerID, float] = {}
+        self.loads: dict[PeerID, float] = {}
+        #: set when a block arrives, and then replaced
+        self.arrival = asyncio.Event()
+
+    def list_sources(self, number: int, own_id: PeerID) -> list[PeerID]:
+        """Return the peers from which this one may fetch a block, the best one first."""
+        rank = sum(peer.to_bytes() < self.owner.to_bytes() for peer in self.uplinks)
+        # over all blobs of a round, the positions are spread evenly
+        position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
+        others = random.sample(list(self.uplinks), len(self.uplinks))
+        sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others])
+        if not {self.owner, own_id} & self.uplinks.keys():
+            del sources[self.owner]  # two clients cannot connect
+        return [peer for peer in sources if peer != own_id]
+
+    def compute_stall(self, source: PeerID) -> float:
+        """Return the seconds in which a source should deliver a block: twice those in which it and the owner should
+        send all their copies."""
+        peers = {self.owner, source} & self.uplinks.keys()
+        loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
+        return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
+
+
+async def get_daemon_maddr(_: hivemind.DHT, node: DHTNode) -> Multiaddr:
+    """Return the address at which this machine's processes reach the libp2p daemon. Runs in the DHT's process."""
+    return node.p2p.daemon_listen_maddr
+
+
+class Exchange:
+    """A thread that fetches and serves blobs, and carries messages, at the uplink's pace.
+
+    :param dht: this peer's DHT, with its `uplink`
+    :param prefix: the run's name
+    :param num_blocks: the number of blocks of each blob
+    :param max_block_bytes: the limit of a block's size
+    :param check_block: raises a ValueError if a block, given its number, is invalid; called in a thread
+    :param on_message: returns the answer to a message, given its sender; called in a thread, perhaps twice at a time
+    """
+
+    def __init__(
+        self,
+        dht: hivemind.DHT,
+        prefix: str,
+        store: BlobStore,
+        num_blocks: int,
+        max_block_bytes: int,
+        check_block: Callable[[bytes, int], None],
+        on_message: Callable[[PeerID, bytes], bytes],
+    ):
+        self.store, self.num_blocks, self.max_block_bytes = store, num_blocks, max_block_bytes
+        self.check_block, self.on_message = check_block, on_message
+        self.uplink, self.peer_id = dht.uplink, dht.peer_id
+        #: the peers of the log, whose requests come before those of all other peers; set by the caller
+        self.participants: frozenset[PeerID] = frozenset()
+        self._message_name, self._fetch_name = f"{prefix}::Exchange.message", f"{prefix}::Exchange.fetch"
+        self._downloads: dict[bytes, Download] = {}
+        self._excluded: dict[PeerID, float] = {}  # until this time
+        self._counts, self._period_end = Counter(), 0.0
+        self._locks: dict[PeerID, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._workers, started = ThreadPoolExecutor(2, "exchange worker"), Future()
+        # not dht.replicate_p2p: an averager that this process forks would replace that object, and unlink its socket
+        main = self._run(dht.run_coroutine(get_daemon_maddr), started)
+        self._thread = threading.Thread(target=asyncio.run, args=(main,), name="exchange", daemon=True)
+        self._thread.start()
+        started.result(START_TIMEOUT)
+
+    async def _run(self, daemon: Multiaddr, started: Future) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            self._p2p = await P2P.replicate(daemon)
+            await self._p2p.add_protobuf_handler(self._message_name, self._serve_message, BytesValue)
+            await self._p2p.add_binary_stream_handler(self._fetch_name, self._serve)
+        except Exception as e:
+            started.set_exception(e)
+            return
+        started.set_result(None)
+        await self._stopped.wait()
+        with contextlib.suppress(*PEER_ERRORS):  # the DHT may have ended before
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self._p2p.remove_protobuf_handler(self._message_name)
+                await self._p2p.remove_binary_stream_handler(self._fetch_name)
+        await self._p2p.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop the thread, and cancel the futures of all calls."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+        self._workers.shutdown()
+
+    def _count(self, act: str | bytes, peer: PeerID, limit: int) -> None:
+        """Count an act of a peer, and raise a ValueError if there are too many."""
+        if time.monotonic() > self._period_end:
+            self._period_end = time.monotonic() + COUNT_PERIOD
+            self._counts.clear()
+        key = act, peer if peer in self.participants else None
+        self._counts[key] += 1
+        if self._counts[key] > limit:
+            raise ValueError("too many requests")
+
+    # --- messages
+
+    def send(self, peer: PeerID, message: bytes) -> Future[bytes]:
+        """Send a message of up to MAX_MESSAGE_BYTES, and return the future of its answer."""
+        return asyncio.run_coroutine_threadsafe(self._send(peer, message), self._loop)
+
+    async def _send(self, peer: PeerID, message: bytes) -> bytes:
+        self.uplink.reserve(len(message), is_round=True)  # data waits for messages, but they do not wait
+        timeout = self.uplink.timeouts.request + self.uplink.compute_transfer_timeout(len(message))
+        call = self._p2p.call_protobuf_handler(peer, self._message_name, BytesValue(value=message), BytesValue)
+        answer = (await asyncio.wait_for(call, timeout)).value
+        if len(answer) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"peer {peer} has sent an answer of {len(answer)} bytes")
+        return answer
+
+    async def _serve_message(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        sender = context.remote_id
+        self._count("message", sender, MAX_MESSAGES)
+        if len(request.value) > MAX_MESSAGE_BYTES:
+            raise ValueError("the message is too large")
+        answer = await self._loop.run_in_executor(self._workers, self.on_message, sender, request.value)
+        if sender in self.participants:
+            self.uplink.reserve(len(answer), is_round=True)
+        else:
+            await self.uplink.pace(len(answer), is_round=False)
+        return BytesValue(value=answer)
+
+    # --- serving
+
+    async def _serve(self, info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send the hashes and the requested blocks of a blob, each as soon as it is here; then close the stream."""
+        peer, names, unknown_at = info.peer_id, [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        # asyncio logs a traceback for a handler that is cancelled at the shutdown
+        with contextlib.closing(writer), contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError):
+            async with asyncio.timeout(FETCH_TIMEOUT):
+                self._count("request", peer, MAX_REQUESTS)
+                blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
+                if count > self.num_blocks:
+                    raise ValueError("too many blocks requested")
+                numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
+                while numbers:
+                    if not names and self.store.has_file(blob):
+                        names = self.store.list_hashes(blob)
+                        await self._send_block(peer, HASHES, b"".join(names), writer)
+                    ready = {number for number in numbers if names and self.store.has_file(names[number])}
+                    for number in sorted(ready):
+                        self._count(blob, peer, MAX_COPIES * self.num_blocks)
+                        async with self._locks[peer]:  # so each peer gets the same share of the uplink
+                            await self._send_block(peer, number, self.store.get(names[number]), writer)
+                    numbers -= ready
+                    if numbers and blob in self._downloads:
+                        await self._downloads[blob].arrival.wait()
+                    elif peer not in self.participants or time.monotonic() > unknown_at:
+                        return
+                    elif numbers:
+                        await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
+
+    async def _send_block(self, peer: PeerID, number: int, data: bytes, writer: asyncio.StreamWriter) -> None:
+        data = HEADER.pack(number, len(data)) + data
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            await self.uplink.pace(len(piece), is_round=peer in self.participants)
+            writer.write(piece)
+            await writer.drain()
+
+    # --- fetching
+
+    def fetch(
+        self, blob: bytes, owner: PeerID, holders: Mapping[PeerID, float], num_bytes: int, seconds: float = 0.0
+    ) -> Future[None]:
+        """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
+        with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time.
+
+        :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
+            the owner if they do; another call for the same blob adds more
+        :param num_bytes: the sum of the blocks' sizes
+        :param seconds: the time that the exchange of all blobs may take; the more, the less slow lines send
+        """
+        fetching = self._fetch(blob, owner, holders, num_bytes, seconds)
+        return asyncio.run_coroutine_threadsafe(fetching, self._loop)
+
+    async def _fetch(self, blob, owner, holders, num_bytes, seconds) -> None:
+        if self.store.has(blob):
+            return
+        download = self._downloads.get(blob) or Download(blob, owner, num_bytes, self.num_blocks)
+        download.uplinks |= holders
+        download.loads = plan_loads(download.uplinks, num_bytes, seconds)
+        if blob not in self._downloads:
+            self._downloads[blob] = download
+            download.task = asyncio.create_task(self._download(download))
+        await asyncio.shield(download.task)
+
+    async def _download(self, download: Download) -> None:
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT):
+                while download.missing:
+                    async with asyncio.TaskGroup() as tasks:
+                        self._start_fetching(tasks, download, download.missing, frozenset())
+                    await asyncio.sleep(RETRY_PAUSE if download.missing else 0)
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        finally:
+            del self._downloads[download.blob]
+            download.arrival.set()
+
+    def _start_fetching(self, tasks: asyncio.TaskGroup, download: Download, numbers: Iterable[int], tried) -> None:
+        """Fetch each block from its best source that has not been tried."""
+        groups, now = defaultdict(list), time.monotonic()
+        for number in numbers:
+            sources = [peer for peer in download.list_sources(number, self.peer_id) if peer not in tried]
+            if sources:
+                groups[min(sources, key=lambda peer: self._excluded.get(peer, 0.0) > now)].append(number)
+        for peer, group in groups.items():
+            tasks.create_task(self._fetch_from(tasks, download, peer, group, tried | {peer}))
+
+    async def _fetch_from(self, tasks, download: Download, peer: PeerID, numbers: list[int], tried) -> None:
+        """Fetch these blocks from a peer, and those that do not arrive from the next one."""
+        try:
+            async with asyncio.timeout(self.uplink.timeouts.request):
+                _, reader, writer = await self._p2p.call_binary_stream_handler(peer, self._fetch_name)
+            with contextlib.closing(writer):
+                writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
+                await self._receive(download, peer, {HASHES, *numbers}, reader)
+        except PEER_ERRORS as e:
+            if not isinstance(e, EOFError):  # it has closed the stream, because it does not have the blob
+                self._excluded[peer] = time.monotonic() + EXCLUSION
+            logger.debug(f"peer {peer} does not send blob {download.blob.hex()}: {e!r:.200}")
+        self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
+
+    async def _receive(self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader) -> None:
+        """Receive the hashes and these blocks, and store each."""
+        while wanted:
+            async with asyncio.timeout(download.compute_stall(peer)):
+                number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+                expected = wanted & {HASHES} or wanted  # the hashes come first
+                if number not in expected or size > max(self.max_block_bytes, HASH_BYTES * self.num_blocks):
+                    raise ValueError(f"it has sent block {number} of {size} bytes")
+                data = await reader.readexactly(size)
+            self.uplink.count_received(size)
+            wanted.remove(number)
+            await self._loop.run_in_executor(self._workers, self._store, download, number, data)
+            download.missing.discard(number)
+            download.arrival.set()
+            download.arrival = asyncio.Event()
+
+    def _store(self, download: Download, number: int, data: bytes) -> None:
+        """Check and store the hashes or a block; runs in a thread."""
+        name = download.blob if number == HASHES else self.store.list_hashes(download.blob)[number]
+        if hash_bytes(data) != name:
+            raise ValueError("its data has another hash")
+        try:
+            if number != HASHES:
+                self.check_block(data, number)
+            elif len(data) != HASH_BYTES * self.num_blocks:
+                raise ValueError(f"the blob has {len(data) / HASH_BYTES:g} blocks instead of {self.num_blocks}")
+        except ValueError as e:
+            raise InvalidBlobError(str(e)) from None
+        try:
+            self.store.put(data)
+        except OSError as e:  # not this peer's failure
+            raise SwarmError(f"{self.store.folder} cannot be written ({e.strerror}): free some space") from None

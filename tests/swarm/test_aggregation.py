@@ -1,0 +1,151 @@
+"""The outer step of a commit: the same bits on every machine, and limits to what one peer can change."""
+
+import dataclasses
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import ROOT
+
+from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, compute_digest, encode, restore
+from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression
+
+CODEC = TopKCompression(0.03, 2)
+SIZES = (3, 3 * CHUNK + 5, BLOCK)  # two blocks, and tensors that cross their limits
+
+
+def make_numbers(seed: int | None = None, sizes: tuple[int, ...] = SIZES, scale: float = 1e-3) -> Numbers:
+    generator = torch.Generator().manual_seed(seed or 0)
+    return Numbers([torch.randn(n, generator=generator) * scale if seed else torch.zeros(n) for n in sizes])
+
+
+def make_offer(seed: int, sizes: tuple[int, ...] = SIZES, scale: float = 1e-3, **fields) -> Contribution:
+    blocks = encode(make_numbers(seed, sizes, scale), make_numbers(None, sizes), CODEC)
+    return Contribution(**dict(peer=bytes([seed]), samples=10, epochs_late=0, blocks=blocks) | fields)
+
+
+def read_all(numbers: Numbers) -> torch.Tensor:
+    return torch.cat([numbers.read(block) for block in range(numbers.num_blocks)])
+
+
+def apply(offers: list[Contribution], sizes: tuple[int, ...] = SIZES) -> tuple[list[float], torch.Tensor]:
+    anchor, momentum = make_numbers(None, sizes), make_numbers(None, sizes)
+    weights = aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.0)
+    return weights, read_all(anchor)
+
+
+def compute_digests(path: str) -> str:
+    anchor, momentum = (
+        Numbers([(torch.arange(size) * factor % 1999 - 999).float() * scale for size in SIZES])
+        for factor, scale in ((7, 2e-5), (11, 1e-40))
+    )
+    digests = []
+    for offers in json.loads(Path(path).read_text()):
+        offers = [Contribution(bytes([i]), i + 5, 0, [*map(bytes.fromhex, offer)]) for i, offer in enumerate(offers)]
+        aggregate(anchor, momentum, offers, lr=0.7, outer_momentum=0.6)
+        digests.append(compute_digest(anchor, momentum).hex())
+    return " ".join(digests)
+
+
+def test_digest_same_for_threads_and_instructions(tmp_path):
+    path = tmp_path / "offers.json"
+    offers = [[make_offer(seed, scale=seed * scale).blocks for seed in range(1, 5)] for scale in (1e-3, 1e-3, 1e-29)]
+    path.write_text(json.dumps([[[block.hex() for block in blocks] for blocks in epoch] for epoch in offers]))
+    outputs = {compute_digests(path)}
+    for threads, capability, flush in ((1, "default", False), (2, "avx2", True)):
+        program = "import sys, torch; sys.path[:0] = ['tests', 'tests/swarm']; import test_aggregation as t; "
+        program += f"torch.set_num_threads({threads}); torch.set_flush_denormal({flush}); "
+        program += f"print(t.compute_digests({str(path)!r}), end='')"
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        outputs.add(subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True))
+    assert len(outputs) == 1 and len(set(outputs.pop().split())) == 3
+
+
+def test_aggregate_matches_numpy_in_any_order():
+    sizes = (2 * CHUNK,)
+    offers = [make_offer(seed, sizes, samples=samples) for seed, samples in ((1, 3), (2, 4), (3, 40))]
+    anchor, momentum = make_numbers(8, sizes), make_numbers(9, sizes)
+    offers[2] = dataclasses.replace(offers[2], epochs_late=1)
+    total = np.zeros(2 * CHUNK, np.float32)
+    expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
+    weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
+    updates = [CODEC.extract(CODEC.compress(read_all(make_numbers(seed, sizes)))).numpy() for seed in (1, 2, 3)]
+    norms = [float(np.linalg.norm(update.astype(np.float64))) for update in updates]
+    for update, norm, weight, samples in zip(updates, norms, weights, (3, 4, 4), strict=True):
+        assert weight == pytest.approx(samples / 11 * min(1, sorted(norms)[1] / norm), rel=1e-12)
+        total += np.float32(weight) * update
+    velocity = np.float32(0.5) * velocity + total
+    assert np.array_equal(read_all(momentum).numpy(), velocity)
+    assert np.array_equal(read_all(anchor).numpy(), expected - np.float32(0.5) * (np.float32(0.5) * velocity + total))
+
+
+def test_encode_and_restore_lose_nothing():
+    update, residual = make_numbers(1), make_numbers(2)
+    before = read_all(update) + read_all(residual)
+    blocks = encode(update, residual, CODEC)
+    assert read_all(residual).norm() < 0.9 * before.norm()
+    restore(blocks, residual)
+    assert torch.allclose(read_all(residual), before, atol=1e-9)
+
+
+def test_aggregate_limits_outlier_to_median():
+    offers = [make_offer(seed) for seed in range(1, 4)]
+    updates = [apply([offer])[1] for offer in offers]
+    weights, anchor = apply([*offers, make_offer(4, scale=1e25, samples=10**9)])
+    moved = anchor - sum(weight * update for weight, update in zip(weights, updates, strict=False))
+    assert moved.norm() <= 2 / 5 * max(update.norm() for update in updates) * 1.0001
+    assert apply([*offers, make_offer(4, scale=0.0)])[0][3] == 0
+
+
+def test_copies_share_weight_of_heaviest():
+    original, other = make_offer(1), make_offer(2)
+    copies = [dataclasses.replace(original, peer=bytes([peer]), samples=peer) for peer in (3, 4)]
+    weights, _ = apply([original, other, *copies])
+    assert weights[0] == weights[2] == weights[3] == pytest.approx(weights[1] / 3, rel=1e-12)
+
+
+def test_copy_of_momentum_has_no_weight():
+    anchor, momentum = make_numbers(), make_numbers()
+    aggregate(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], lr=1.0, outer_momentum=0.5)
+    free_rider = Contribution(b"f", 10, 0, encode(momentum, make_numbers(), CODEC))
+    weights = aggregate(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], lr=1.0, outer_momentum=0.5)
+    assert weights[0] == 0 and sum(weights) > 0.9
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 2e30, -1.0])
+def test_check_block_refuses_scale(scale):
+    data = bytearray(make_offer(1, (CHUNK,)).blocks[0])
+    data[HEADER.size : HEADER.size + 2] = struct.pack("<f", scale)[2:]
+    with pytest.raises(ValueError, match="not a sparse tensor"):
+        check_block(bytes(data), CHUNK, CODEC)
+
+
+def test_check_block_refuses_other_codec():
+    with pytest.raises(ValueError, match="entries"):
+        check_block(make_offer(1, (CHUNK,)).blocks[0], CHUNK, TopKCompression(0.02, 2))
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.integers(1, 2 * CHUNK), st.data())
+def test_any_bytes_raise_or_stay_finite(size, data):
+    offer = make_offer(1, (size,))
+    block = bytearray(offer.blocks[0])
+    for place in data.draw(st.lists(st.integers(0, len(block) - 1), max_size=6)):
+        block[place] = data.draw(st.integers(0, 255))
+    try:
+        check_block(bytes(block), size, CODEC)
+    except ValueError:
+        return
+    for offers in ([offer], [make_offer(1, (size,)), make_offer(2, (size,))], []):
+        changed = dataclasses.replace(offer, peer=b"x", samples=10**12, blocks=[bytes(block)])
+        anchor = apply([*offers, changed], (size,))[1]
+        assert anchor.isfinite().all() and not ((anchor != 0) & (anchor.abs() < TINY)).any()
