@@ -46,7 +46,7 @@ import msgpack
 
 MAX_MESSAGE_BYTES = 128 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_ANSWER_BYTES = 48 * 1024
-MAX_MESSAGES = 64  # from one peer between two ticks
+MAX_TRAFFIC = 512 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
 MAX_OFFERS, RESERVED_OFFERS = 16, 12  # in a commit, and those of them for voters if there are more
 MAX_VOTERS = 64
 MAX_POOL = 64  # offers of other peers than voters
@@ -272,7 +272,7 @@ class Decision(NamedTuple):
                 asked = {(answer.decision, answer.attempt) for answer in answers}
                 if not self.has_quorum(answers) or asked != {(self.name, vote.attempt - 1)} or newest < before:
                     return False
-                if lists != ({name} if before >= 0 else set()):
+                if (lists and before < 0) or (before >= 0 and name not in lists):
                     return False
             before = vote.attempt
         return True
@@ -396,8 +396,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Key:
-    """A public key; the peer id is its digest."""
+    """A public key, of which the peer id is the digest."""
 
+    peer: Peer
     key: Annotated[bytes, 1, 600]
 
 
@@ -470,7 +471,7 @@ class Log:
         """
         :param state: that of a Genesis, of a checkpoint, or of a peer that this one trusts
         :param identity: has `peer`, `sign(data)`, `verify(peer, data, signature)`, `find_key(peer)`, which is None for
-            an unknown key, and `add_key(key)`; the keys of voters must stay known as long as their votes
+            an unknown key, and `add_key(peer, key)`, which checks the digest. Keys of past voters must stay known
         :param holds: returns whether a blob is here, complete and valid
         :param memory: of the last action `save`; without it, a restarted peer may only use a new key
         :param commits: after the state, as `append` wrote them; those of another branch may follow and are ignored
@@ -493,7 +494,7 @@ class Log:
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
         self.holders: dict[bytes, set[bytes]] = {}  # of blobs, as they say
         self.heard: dict[bytes, float] = {}  # the times of the last messages
-        self.budget: dict[bytes, int] = {}  # the messages that each peer may send until the next tick
+        self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
         self.fetching: dict[bytes, Action] = {}  # by blob
         self.missing_keys: set[bytes] = set()
         self.actions: list[Action] = []
@@ -531,19 +532,20 @@ class Log:
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; call this about once a second."""
-        self.now, self.budget, self.tip_epoch = now, {}, 0
+        self.now, self.traffic, self.tip_epoch = now, {}, 0
         self.find_decision(self.head.head, self.find_absent())
         self.settle()
         self.fetch()
         if self.is_dirty or now >= self.status_time + STATUS_INTERVAL:
             self.is_dirty, self.status_time = False, now
             self.send_status()
+        self.missing_keys = set()
         return self.finish()
 
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
         """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
-        self.now, tip_epoch = now, self.tip_epoch
-        if len(message) > MAX_MESSAGE_BYTES or not self.spend(sender, 1):
+        self.now, tip_epoch, missing = now, self.tip_epoch, set(self.missing_keys)
+        if len(message) > MAX_MESSAGE_BYTES or not self.spend(sender, message):
             return []
         try:
             records = decode(message)
@@ -551,10 +553,9 @@ class Log:
             return []
         if sender in self.head.voters:
             self.heard[sender] = now
-        self.missing_keys = set()
         for record in records:
             HANDLERS[type(record)](self, sender, record)
-        if self.missing_keys or self.tip_epoch > tip_epoch:
+        if self.missing_keys - missing or self.tip_epoch > tip_epoch:
             self.send_status(sender, is_answer=True)
         return self.finish()
 
@@ -564,14 +565,16 @@ class Log:
         actions, self.actions = self.actions, []
         return actions
 
-    def spend(self, sender: bytes, cost: int) -> bool:
-        """Charge a peer for messages, and return whether it sent no more than allowed since the last tick."""
-        self.budget[sender] = self.budget.get(sender, MAX_MESSAGES) - cost
-        return self.budget[sender] >= 0
+    def spend(self, peer: bytes, message: bytes) -> bool:
+        """Count the bytes of a message, and return whether a peer stays below its limit."""
+        self.traffic[peer] = self.traffic.get(peer, 0) + len(message)
+        return self.traffic[peer] <= MAX_TRAFFIC
 
     def send(self, *records: object, to: bytes | None = None) -> None:
-        """Send a message to a peer, or to all."""
-        self.actions.append(Action("send", encode(*records), (to,) if to else ()))
+        """Send a message to a peer that stays below its limit, or to all."""
+        message = encode(*records)
+        if to is None or self.spend(to, message):
+            self.actions.append(Action("send", message, (to,) if to else ()))
 
     def sign(self, kind: type, *values) -> object:
         """Return a record of this kind with this peer's signature."""
@@ -611,13 +614,11 @@ class Log:
 
     def take_status(self, sender: bytes, status: Status) -> None:
         """Send a peer all that it lacks."""
-        if not self.spend(sender, 3):
-            return
         for name in status.complete:
             if isinstance(offer := self.records.get(name), Offer):
                 holders = self.holders.setdefault(offer.blob, set())
                 holders |= {sender} if len(holders) < MAX_HOLDERS else set()
-        answer = [Key(key) for peer in status.missing_keys if (key := self.identity.find_key(peer))]
+        answer = [Key(peer, key) for peer in status.missing_keys if (key := self.identity.find_key(peer))]
         epochs = [self.chain[head].state.epoch for head in status.heads if head in self.chain]
         if epochs:
             limit = MAX_COMMITS if status.is_answer else MAX_UNASKED
@@ -640,8 +641,10 @@ class Log:
             self.send_status(sender, is_answer=True)
 
     def take_key(self, sender: bytes, record: Key) -> None:
-        """Remember a public key."""
-        self.identity.add_key(record.key)
+        """Remember a public key that was missing."""
+        if record.peer in self.missing_keys:
+            self.missing_keys.discard(record.peer)
+            self.identity.add_key(record.peer, record.key)
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
         """Keep a valid offer, and one more for the same base as evidence."""
@@ -816,6 +819,11 @@ class Log:
         terms = decision.name, attempt, attempt, proposal
         return {vote.peer: vote for vote in self.select(Vote) if list_fields(vote)[:4] == terms}
 
+    def list_proposals(self, decision: Decision) -> dict[tuple[int, bytes], Proposal]:
+        """Return the proposals in a decision, by attempt and list."""
+        proposals = [it for it in self.select(Proposal) if it.steps[0].vote.decision == decision.name]
+        return {(proposal.attempt, proposal.commit.hash): proposal for proposal in proposals}
+
     def list_offers(self) -> list[Offer]:
         """Return the offers for the next commit without those of which there are two."""
         counts = Counter(offer.key for offer in self.select(Offer))
@@ -897,18 +905,19 @@ class Log:
                 self.answer(decision, attempt)
                 self.asks[decision.name] = Ask(self.head.head, decision.absent, attempt)
                 self.send(self.asks[decision.name])
-            lists = {proposal.commit.hash: proposal for proposal in self.select(Proposal)}
+            lists = self.list_proposals(decision)
             answers = tuple(
                 vote
                 for vote in self.select(Vote)
                 if (vote.decision, vote.attempt) == (decision.name, attempt - 1)
-                and (vote.last < 0 or vote.proposal in lists)  # an unknown list may not exist
+                and (vote.last < 0 or (vote.last, vote.proposal) in lists)  # a liar may name one that does not exist
             )
             if not decision.has_quorum(answers):
                 return
             newest = max(answers, key=lambda vote: vote.last)
             if newest.last >= 0:
-                commit, steps = lists[newest.proposal].commit, lists[newest.proposal].steps[:1]
+                proposal = lists[newest.last, newest.proposal]
+                commit, steps = proposal.commit, proposal.steps[:1]
         if commit and self.holds_all(commit) and (attempt > 0 or self.is_complete(decision, commit)):
             vote = self.sign_vote(decision, attempt, attempt, commit.hash)
             proposal = Proposal(commit, (*steps, Step(vote, answers)))
@@ -918,9 +927,8 @@ class Log:
 
     def vote(self, decision: Decision) -> None:
         """Vote for the newest proposal, if this peer may and holds its blobs."""
-        memory = self.recall(decision)
-        options = [it for it in self.select(Proposal) if it.steps[0].vote.decision == decision.name]
-        newest = max(options, key=lambda proposal: proposal.attempt, default=None)
+        memory, proposals = self.recall(decision), self.list_proposals(decision).values()
+        newest = max(proposals, key=lambda proposal: proposal.attempt, default=None)
         if not newest or newest.attempt < memory.promised or newest.attempt <= memory.last:
             return
         if self.holds_all(newest.commit) and (newest.attempt > 0 or self.is_complete(decision, newest.commit)):
@@ -955,14 +963,14 @@ class Log:
             self.send(*memory.choice, self.answer(decision, ask.attempt), to=sender)
 
     def take_proposal(self, sender: bytes, proposal: Proposal) -> None:
-        """Keep a valid proposal, of each list the newest, with the records in it."""
-        commit = proposal.commit
-        decision, known = self.find_decision(commit.parent, commit.absent), self.select(Proposal)
-        same = [other for other in known if other.commit.hash == commit.hash]
-        if not decision or commit.votes or any(other.attempt >= proposal.attempt for other in same):
+        """Keep a valid proposal with the records in it."""
+        commit, known = proposal.commit, self.select(Proposal)
+        decision = self.find_decision(commit.parent, commit.absent)
+        if not decision or commit.votes or (proposal.attempt, commit.hash) in self.list_proposals(decision):
             return
         votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
-        if proposal.attempt > self.find_slot(MAX_SKEW) or not decision.allows(proposal):
+        has_two = sum(other.attempt == proposal.attempt for other in known) >= 2 * len(self.decisions)
+        if has_two or proposal.attempt > self.find_slot(MAX_SKEW) or not decision.allows(proposal):
             return
         try:
             self.head.check(commit, self.is_signed)
@@ -970,10 +978,8 @@ class Log:
             return
         if not all(map(self.is_signed, votes)):
             return
-        if len(known) - len(same) >= MAX_PROPOSALS:
-            same.append(min(known, key=lambda other: other.attempt))
-        for other in same:
-            self.drop_record(other)
+        if len(known) >= MAX_PROPOSALS:
+            self.drop_record(min(known, key=lambda other: other.attempt))
         self.add_record(proposal)
         for vote in votes:
             self.take_vote(sender, vote)

@@ -29,9 +29,9 @@ class FakeIdentity:
     def find_key(self, peer: bytes) -> bytes | None:
         return b"key" + peer if peer in self.known else None
 
-    def add_key(self, key: bytes) -> None:
-        if key.startswith(b"key"):
-            self.known.add(key[3:])
+    def add_key(self, peer: bytes, key: bytes) -> None:
+        if key == b"key" + peer:
+            self.known.add(peer)
 
 
 class ForgetfulLog(Log):
@@ -84,7 +84,10 @@ class Trainer:
         network = self.network
         for kind, content, peers in actions:
             if kind == "send":
-                for peer in peers or network.trainers:
+                is_lie = self.kind is ForgetfulLog and not peers  # half of the peers see half of its lists
+                for peer in (
+                    network.random.sample(network.names, len(network.names) // 2) if is_lie else peers or network.names
+                ):
                     network.post(self.peer, peer, content)
             elif kind == "save":
                 self.memory = content
@@ -246,4 +249,5 @@ def run_schedule(seed: int, has_liar: bool = False, emergency: float = 1e6) -> N
     assert all(lowest.head.head in log.chain for log in logs), "the chains differ"
     if network.is_safe:
         network.check_samples()
+    assert has_liar or not lowest.head.banned
     return network
