@@ -1,0 +1,361 @@
+"""The replicated log: each rule, and random faults. `python tests/swarm/test_log.py 1000` runs more of them."""
+
+import contextlib
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logs import DIGEST, TIMEOUTS, FakeIdentity, Network, name_peer, run_schedule
+
+from swarm.log import (
+    KINDS,
+    MAX_ANSWER_BYTES,
+    MAX_POOL,
+    SLOT,
+    Commit,
+    Entry,
+    Genesis,
+    Leave,
+    Log,
+    Memory,
+    Offer,
+    Proof,
+    Proposal,
+    State,
+    Status,
+    Vote,
+    decode,
+    encode,
+    get_signed_part,
+    pack,
+    rank,
+    unpack,
+)
+
+PEERS = [name_peer(index) for index in range(40)]
+
+
+def make_state(num_members: int = 4) -> State:
+    return Genesis("run", 0, DIGEST, tuple(PEERS[:num_members])).make_state()
+
+
+def make_log(num_members: int = 4, state: State | None = None, index: int = 0) -> Log:
+    """A log that holds all blobs."""
+    state = state or make_state(num_members)
+    return Log(state, FakeIdentity(PEERS[index], PEERS), TIMEOUTS, lambda blob: True, now=1e6)
+
+
+def sign(record: object) -> object:
+    return replace(record, signature=FakeIdentity(record.peer).sign(get_signed_part(record)))
+
+
+def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool = True) -> Offer:
+    return sign(Offer(base, DIGEST, peer, 8, blob, 100, accepts, 20.0, b""))
+
+
+def make_vote(attempt: int, last: int, proposal: bytes, peer: bytes = PEERS[1], decision: bytes = bytes(32)) -> Vote:
+    return sign(Vote(decision, attempt, last, proposal, peer, b""))
+
+
+def make_commit(state: State, owners, leaves=(), proofs=(), absent=()) -> Commit:
+    offers = sorted((make_offer(peer, state.head) for peer in owners), key=lambda offer: offer.key)
+    return Commit(state.head, state.epoch + 1, tuple(offers), tuple(leaves), tuple(proofs), tuple(absent))
+
+
+def advance(state: State, owners, times: int = 1, **notices) -> State:
+    for _ in range(times):
+        state = state.advance(make_commit(state, owners, **notices))
+    return state
+
+
+def list_sent(actions: list, kind: type) -> list:
+    """The records of a kind in the messages."""
+    return [it for action in actions if action.kind == "send" for it in decode(action.content) if type(it) is kind]
+
+
+def run_until(network: Network, condition, seconds: int = 120) -> None:
+    for _ in range(seconds):
+        if condition():
+            return
+        network.run(1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_log_with_faults_stays_one(seed):
+    run_schedule(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_log_with_many_faults_stays_one(seed):
+    run_schedule(seed)
+    run_schedule(seed, has_liar=True)
+    run_schedule(seed, emergency=60.0)
+
+
+def test_log_with_liar_converges():
+    run_schedule(1, has_liar=True)
+
+
+def test_log_with_emergencies_converges():
+    run_schedule(1, emergency=60.0)
+
+
+def test_log_without_faults_counts_all():
+    network = Network(0, 5, clients=[3, 4], pace=4.0)
+    network.run(100)
+    network.check_samples()
+    commits = [entry.commit for entry in network.honest[0].log.list_entries(0)]
+    assert len(commits) >= 8 and all(len(commit.offers) == 5 for commit in commits)
+
+
+def test_liar_with_two_votes_is_banned():
+    network = Network(3, 5, liars=[0])
+    run_until(network, lambda: all(PEERS[0] in trainer.log.head.banned for trainer in network.honest), 600)
+    assert all(PEERS[0] not in trainer.log.head.voters for trainer in network.honest)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_lie"),
+    [
+        ((3, 3, b"a"), (3, 3, b"b"), True),  # two votes in one attempt
+        ((3, 3, b"a"), (4, 3, b"a"), False),  # the same vote in an answer
+        ((3, 3, b"a"), (4, -1, b""), True),  # an answer that hides a vote
+        ((4, -1, b""), (3, 3, b"a"), True),
+        ((4, -1, b""), (5, 5, b"a"), False),  # a later vote
+        ((4, -1, b""), (6, 3, b"a"), True),  # a vote after the promise not to
+        ((3, 3, b"a"), (7, 6, b"b"), False),
+    ],
+)
+def test_proof_needs_contradiction(first, second, is_lie):
+    assert Proof(make_vote(*first), make_vote(*second)).is_valid() == is_lie
+    other = make_vote(*second, decision=bytes([1]) * 32), make_vote(*second, peer=PEERS[2])
+    assert not any(Proof(make_vote(*first), it).is_valid() for it in other)
+
+
+def test_proof_in_commit_ends_vote():
+    state = make_state()
+    proof = Proof(make_vote(3, 3, b"a"), make_vote(3, 3, b"b"))
+    after = advance(advance(state, PEERS[:4], proofs=[proof]), PEERS[:4], times=9)
+    assert after.voters == (PEERS[0], PEERS[2], PEERS[3]) and after.banned == (PEERS[1],)
+    with pytest.raises(ValueError, match="does not fit"):
+        after.check(make_commit(after, PEERS[:1], proofs=[proof]), lambda record: True)
+
+
+def test_voter_follows_from_counted_offers():
+    state = advance(make_state(), PEERS[:5], times=3)
+    assert PEERS[4] not in state.voters
+    state = advance(state, PEERS[:5])
+    assert PEERS[4] in state.voters
+    state = advance(state, PEERS[:3], times=4)
+    assert state.voters == tuple(PEERS[:5])
+    assert advance(state, PEERS[:3]).voters == tuple(PEERS[:3])
+
+
+def test_new_voters_are_quarter():
+    state = advance(make_state(8), PEERS[:16], times=8)
+    assert set(state.voters) == set(PEERS[:10])
+    assert len(advance(state, PEERS[:16], times=4).voters) == 12
+
+
+def test_last_voters_stay():
+    state = make_state(3)
+    for index in range(12):
+        state = advance(state, [PEERS[index % 3]])
+    assert state.voters
+
+
+def test_leave_reduces_voters_at_once():
+    network = Network(0, 4)
+    leaving = network.trainers[PEERS[2]]
+    leaving.run(leaving.log.leave(network.now))
+    run_until(network, lambda: leaving.log.head.epoch == 1)
+    assert leaving.log.head.voters == (PEERS[0], PEERS[1], PEERS[3])
+    assert advance(leaving.log.head, PEERS[:2]).voters == (PEERS[0], PEERS[1], PEERS[3])
+
+
+def test_two_offers_of_one_base_cancel():
+    log = make_log(1)
+    for blob in (b"a" * 32, b"b" * 32, b"c" * 32):
+        log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head, blob)))
+    assert len(log.select(Offer)) == 2
+    log.add_offer(1e6, log.head.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.tick(1e6 + 60)
+    (entry,) = log.list_entries(0)
+    assert [offer.peer for offer in entry.commit.offers] == [PEERS[0]]
+
+
+def test_late_offer_counts_once_or_returns():
+    log = make_log(1)
+    genesis, commits = log.head.head, []
+    for index in range(3):
+        log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
+        actions = log.add_offer(1e6, log.head.head, DIGEST, 1, bytes([index]) * 32, 1, True, 1.0)
+        actions += log.tick(log.now + 60)
+        commits += [action.content for action in actions if action.kind == "apply"]
+    assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
+    actions = log.add_offer(1e6, genesis, DIGEST, 1, b"z" * 32, 1, True, 1.0) + log.tick(log.now + 1)
+    actions += log.add_offer(log.now, log.head.head, DIGEST, 1, b"y" * 32, 1, True, 1.0) + log.tick(log.now + 60)
+    assert [action.content.blob for action in actions if action.kind == "return"] == [b"z" * 32]
+
+
+def test_turns_reserve_room_for_voters():
+    log = make_log(20)
+    offers = [make_offer(peer, log.head.head) for peer in PEERS[:40]]
+    chosen = {offer.peer for offer in log.choose(offers)}
+    assert len(chosen) == 16 and len(chosen & set(PEERS[:20])) == 12
+    state = log.head.advance(Commit(log.head.head, 1, tuple(it for it in offers if it.peer in chosen), (), (), ()))
+    other = make_log(state=state)
+    again = {offer.peer for offer in other.choose(make_offer(peer, state.head) for peer in PEERS[:40])}
+    assert set(PEERS[:20]) - chosen <= again and len(again & chosen & set(PEERS[20:])) == 0
+
+
+def test_next_leader_replaces_crashed_one():
+    network = Network(1, 3)
+    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    network.trainers[leader].crash()
+    network.honest.remove(network.trainers[leader])
+    run_until(network, lambda: all(trainer.log.head.epoch == 1 for trainer in network.honest))
+    votes = network.honest[0].log.list_entries(0)[0].commit.votes
+    assert votes[0].attempt >= 1e6 // SLOT
+
+
+def test_restarted_voters_choose_same_list():
+    """All votes are lost but for one voter, which then starts again from its disk."""
+    network = Network(2, 3)
+    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    run_until(network, lambda: network.trainers[leader].memory)
+    (memory,) = unpack(Annotated[tuple, 1, 1, Memory], network.trainers[leader].memory)
+    for trainer in network.honest:
+        if not trainer.log.head.epoch:
+            trainer.crash()
+    network.queue.clear()
+    network.heal()
+    run_until(network, lambda: network.trainers[leader].log.head.epoch)
+    assert memory.choice[0].commit.hash in network.trainers[leader].log.chain
+
+
+def test_emergency_commit_names_absent_and_gives_way():
+    network = Network(4, 5, timeouts=TIMEOUTS._replace(emergency=60.0))
+    network.is_safe = False
+    network.groups = {name: int(index > 2) for index, name in enumerate(PEERS[:5])}
+    network.run(300)
+    majority, minority = network.trainers[PEERS[0]].log, network.trainers[PEERS[4]].log
+    assert minority.list_entries(0)[0].commit.absent == tuple(PEERS[:3]) and minority.head.voters == tuple(PEERS[3:5])
+    assert not any(entry.commit.absent for entry in majority.list_entries(0))
+    kept = majority.head.head
+    network.heal()
+    network.run(60)
+    assert len({trainer.log.applied for trainer in network.honest}) == 1 and network.forks >= 2
+    assert all(kept in trainer.log.chain for trainer in network.honest)
+
+
+def test_rank_orders_branches_by_content():
+    state = make_state(5)
+
+    def make_branch(owners, absent=()) -> list[Entry]:
+        first = make_commit(state, owners, absent=absent)
+        after = state.advance(first)
+        second = make_commit(after, owners)
+        return [Entry(first, after), Entry(second, after.advance(second))]
+
+    small, large = make_branch(PEERS[:2]), make_branch(PEERS[1:4])
+    assert rank(large, state) < rank(small, state)
+    assert rank(large + make_branch(PEERS[5:30]), state) == rank(large, state)  # owners that are not voters
+    assert rank(small, state) < rank(make_branch(PEERS[:5], absent=PEERS[4:5]), state)
+
+
+def test_late_peer_catches_up_and_asks_for_keys():
+    network = Network(5, 4, members=3)
+    late = network.trainers[PEERS[3]]
+    late.crash()
+    network.honest.remove(late)
+    network.run(400)
+    late.start()
+    late.log.identity.known = {PEERS[3]}
+    network.run(20)
+    assert late.log.applied == late.log.head.epoch >= network.honest[0].log.head.epoch - 1 > 10
+
+
+def list_messages() -> list[bytes]:
+    """Valid messages of every kind."""
+    network = Network(6, 3)
+    messages, post = [], network.post
+    network.post = lambda sender, receiver, content: (messages.append(content), post(sender, receiver, content))
+    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    network.trainers[leader].crash()
+    network.run(100)
+    messages = [message for message in messages if isinstance(message, bytes)]
+    assert {type(it) for message in messages for it in decode(message)} >= {*KINDS} - {Leave, Proof} - {KINDS[1]}
+    return messages
+
+
+def test_random_bytes_are_ignored():
+    messages = list_messages()
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.sampled_from(messages), st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), max_size=4))
+    def check(message, changes):
+        log = make_log(3)
+        for position, values in changes:
+            start = int(position * len(message))
+            message = message[:start] + values + message[start + len(values) :]
+        log.receive(1e6, PEERS[1], message)
+        log.tick(1e6 + 1)
+        for record in (*log.select(Offer), *log.select(Vote)):
+            assert log.is_signed(record)
+
+    check()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_decode_raises_value_errors_only(data):
+    with contextlib.suppress(ValueError):
+        assert isinstance(decode(data), list)
+
+
+def test_forged_records_are_ignored():
+    log = make_log()
+    offer = make_offer(PEERS[1], log.head.head)
+    forged = replace(offer, peer=PEERS[2])
+    commit = make_commit(log.head, PEERS[:4])
+    votes = tuple(make_vote(0, 0, commit.hash, peer, log.head.head) for peer in PEERS[:3])
+    for few in (votes[:2], (*votes[:2], votes[1]), (*votes[:2], replace(votes[2], peer=PEERS[3])), ()):
+        log.receive(1e6, PEERS[3], encode(replace(commit, votes=few)))
+    log.receive(1e6, PEERS[3], encode(forged, replace(offer, samples=9)))
+    log.receive(1e6, PEERS[3], encode(sign(Leave(log.head.head, PEERS[30], b""))))
+    log.receive(1e6, PEERS[3], encode(Proof(votes[0], votes[0])))
+    assert log.head.epoch == 0 and not log.records
+
+
+def test_flood_stays_small():
+    """Offers of new peers, votes, proposals and questions of one voter without an end."""
+    log, now = make_log(), 1e6
+    keys = FakeIdentity(b"x")
+    log.identity.verify = lambda peer, data, signature: True
+    log.identity.find_key = keys.sign
+    sent = 0
+    for index in range(300):
+        now += 1
+        name = b"%08d" % index
+        vote = make_vote(index, index - 1, name * 4, decision=log.head.head)
+        commit = make_commit(log.head, [PEERS[1], name])
+        records = [make_offer(name, log.head.head), vote, make_offer(PEERS[1], log.head.head, name * 4)]
+        records += [Proposal(commit, ()), Status((name * 4,), (name,), (name,), (name,), False)]
+        actions = [it for _ in range(20) for it in log.receive(now, PEERS[1], encode(*records))]
+        sent += sum(len(action.content) for action in actions if action.kind == "send")
+        log.tick(now)
+    assert len(log.records) <= MAX_POOL + 20 and len(log.holders) <= 2 * MAX_POOL
+    assert sent < 300 * 16 * MAX_ANSWER_BYTES and len(pack(tuple(log.records.values()))) < 64_000
+
+
+if __name__ == "__main__":
+    for number in range(int(sys.argv[1])):
+        run_schedule(number)
+        run_schedule(number, has_liar=True)
+        run_schedule(number, emergency=60.0)
