@@ -554,7 +554,7 @@ class Log:
         if sender in self.head.voters:
             self.heard[sender] = now
         for record in records:
-            HANDLERS[type(record)](self, sender, record)
+            TAKERS[KINDS.index(type(record))](self, sender, record)
         if self.missing_keys - missing or self.tip_epoch > tip_epoch:
             self.send_status(sender, is_answer=True)
         return self.finish()
@@ -848,11 +848,13 @@ class Log:
 
     def make_list(self, decision: Decision) -> Commit | None:
         """Return a list with all that this peer holds, or None if there is no offer."""
-        offers = self.choose(offer for offer in self.list_offers() if self.holds(offer.blob))
+        offers = [offer for offer in self.list_offers() if self.holds(offer.blob)]
+        # if all peers restart, each may have two offers, and without a commit there is no base for new ones
+        offers = offers or list({it.key: it for it in self.select(Offer) if self.holds(it.blob)}.values())
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         if not offers:
             return None
-        ordered = tuple(sorted(offers, key=lambda offer: offer.key))
+        ordered = tuple(sorted(self.choose(offers), key=lambda offer: offer.key))
         return Commit(self.head.head, self.head.epoch + 1, ordered, *map(tuple, notices), decision.absent)
 
     def is_complete(self, decision: Decision, commit: Commit) -> bool:
@@ -1007,14 +1009,6 @@ def rank(entries: list[Entry], fork: State) -> tuple:
     return len(entries[0].commit.absent), -len(owners & set(fork.voters)), entries[0].commit.hash
 
 
-HANDLERS = {
-    Status: Log.take_status,
-    Key: Log.take_key,
-    Commit: Log.take_commit,
-    Offer: Log.take_offer,
-    Leave: Log.take_notice,
-    Proof: Log.take_notice,
-    Ask: Log.take_ask,
-    Proposal: Log.take_proposal,
-    Vote: Log.take_vote,
-}
+# for each of KINDS
+TAKERS = [Log.take_status, Log.take_key, Log.take_commit, Log.take_offer, Log.take_notice, Log.take_notice]
+TAKERS += [Log.take_ask, Log.take_proposal, Log.take_vote]

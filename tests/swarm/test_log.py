@@ -189,6 +189,15 @@ def test_two_offers_of_one_base_cancel():
     assert [offer.peer for offer in entry.commit.offers] == [PEERS[0]]
 
 
+def test_second_offer_counts_if_no_other():
+    """Otherwise peers that all restarted could never commit."""
+    log = make_log(2)
+    for blob in (b"a" * 32, b"b" * 32):
+        log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head, blob)))
+    (decision,) = log.decisions.values()
+    assert [offer.peer for offer in log.make_list(decision).offers] == [PEERS[1]]
+
+
 def test_late_offer_counts_once_or_returns():
     log = make_log(1)
     genesis, commits = log.head.head, []
