@@ -849,8 +849,9 @@ class Log:
     def make_list(self, decision: Decision) -> Commit | None:
         """Return a list with all that this peer holds, or None if there is no offer."""
         offers = [offer for offer in self.list_offers() if self.holds(offer.blob)]
-        # if all peers restart, each may have two offers, and without a commit there is no base for new ones
-        offers = offers or list({it.key: it for it in self.select(Offer) if self.holds(it.blob)}.values())
+        # if all voters restart, each may have two offers, and without a commit there is no base for new ones
+        twins = [offer for offer in self.select(Offer) if offer.peer in decision.voters and self.holds(offer.blob)]
+        offers = offers or list({offer.key: offer for offer in twins}.values())
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         if not offers:
             return None
