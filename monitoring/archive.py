@@ -192,7 +192,7 @@ class CheckpointHandler:
             logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
-            remove_outdated(self.folder, self.args.save_total_limit)
+            remove_outdated(folder, self.args.save_total_limit)
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""

@@ -12,6 +12,7 @@ A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), 
 state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
 """
 
+import contextlib
 import json
 import logging
 import pickle
@@ -114,7 +115,7 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
     card = {"README.md": write_readme(model, folder)}
     is_saved = save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card)
     if is_saved:
-        remove_outdated(output_dir, save_total_limit)
+        remove_outdated(folder, save_total_limit)
     return is_saved
 
 
@@ -152,10 +153,16 @@ def write_readme(model, folder: str | Path) -> bytes:
 # --- find and load states ---------------------------------------------------------------------------------------------
 
 
-def remove_outdated(output_dir: str | Path, limit: int) -> None:
-    """Remove all but the newest `limit` checkpoints; `check_files` detects one that is removed in part only."""
-    for folder in find_checkpoints(output_dir)[:-limit]:
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_outdated(saved: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beyond the limit, each completely or not at all, but not the saved one: after a
+    resume from an earlier state, it is not the newest."""
+    others = [path for path in find_checkpoints(saved.parent) if path != saved]
+    for folder in others[: max(0, len(others) + 1 - limit)]:
+        # rename it first, so that a process that is killed here leaves no half of a checkpoint
+        outdated = folder.with_name(f".{folder.name}.outdated")
+        with contextlib.suppress(OSError):
+            folder.rename(outdated)
+        shutil.rmtree(outdated, ignore_errors=True)
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -170,7 +177,9 @@ def read_epoch(folder: Path) -> int:
 
 
 def put_back(output_dir: Path) -> None:
-    """Restore the names of folders that a killed process was replacing."""
+    """Restore the names of folders that a killed process was replacing, and finish its removals."""
+    for outdated in output_dir.glob(".*.outdated"):
+        shutil.rmtree(outdated, ignore_errors=True)
     for replaced in output_dir.glob(".*.replaced"):
         folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if folder.exists():

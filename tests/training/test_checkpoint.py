@@ -31,8 +31,18 @@ from training.checkpoint import (
     choose_state,
     find_checkpoints,
     load_state,
+    remove_outdated,
 )
 from utils import SwarmMetrics
+
+
+def test_saved_checkpoint_outlives_newer_ones(tmp_path):
+    """A trainer that has resumed from an earlier state saves at a lower epoch than its old checkpoints."""
+    saved, _, newest = folders = [tmp_path / f"checkpoint-{epoch}" for epoch in (10, 20, 30)]
+    for folder in folders:
+        folder.mkdir()
+    remove_outdated(saved, 2)
+    assert find_checkpoints(tmp_path) == [saved, newest]
 
 
 @pytest.mark.parametrize("optims", [["adamw", "lamb_8bit", "muon"], pytest.param(["lamb"], marks=pytest.mark.slow)])
