@@ -36,8 +36,10 @@ LONE_TRIES = 3  # the first passes, in which a single donor's state is not loade
 MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
-MAX_REQUEST = 2**19  # elements; long requests hide the latency
+# Seconds of upload per request. Long requests hide the latency, but the download ends with the slowest request.
+MIN_REQUEST_SECONDS, MAX_REQUEST_SECONDS = 0.1, 0.5
 SILENT_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is dropped, if other donors remain
+FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measured
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
@@ -74,6 +76,7 @@ class Donor:
     digests: torch.Tensor  # one row per block, then one per plain number of the optimizer
     rank: tuple = ()  # a larger tuple is better
     elements: int = 0  # elements received
+    since: float = 0.0  # time of the first request
     silence: asyncio.Timeout | None = None  # the end of the wait for the next message
 
     def __post_init__(self):
@@ -359,10 +362,12 @@ class BlockDownload:
 
     async def fetch_from(self, donor: Donor) -> None:
         """Download blocks from one donor until the queue is empty or the donor fails."""
+        donor.since = donor.since or time.monotonic()
         try:
             async with asyncio.timeout(self.max_silence) as donor.silence, asyncio.TaskGroup() as requests:
-                for _ in range(REQUESTS_PER_DONOR):
-                    requests.create_task(self.work(donor))
+                for i in range(REQUESTS_PER_DONOR):
+                    # different sizes, so that the requests do not finish at the same moment
+                    requests.create_task(self.work(donor, 1 - 0.4 * i))
         except Exception as e:  # untrusted bytes and a broken network can raise any exception
             self.donors.remove(donor)
             self.note_failure(donor.peer, e.exceptions[0] if isinstance(e, ExceptionGroup) else e)
@@ -372,20 +377,22 @@ class BlockDownload:
         """The time without a message until a donor is dropped, in seconds."""
         return SILENT_DONOR_TIMEOUT if len(self.donors) > 1 else self.averager.donor_timeout
 
-    async def work(self, donor: Donor) -> None:
+    async def work(self, donor: Donor, share: float) -> None:
         """Send one request after the other to a donor; blocks that do not arrive return to the queue."""
-        while numbers := self.take():
+        while numbers := self.take(donor, share):
             try:
                 await self.fetch_blocks(donor, numbers)
             finally:
                 self.queue.extendleft(reversed(numbers))
 
-    def take(self) -> list[int]:
+    def take(self, donor: Donor, share: float) -> list[int]:
         """Remove the blocks of the next request from the queue: fewer at the end, so that all donors end together."""
         sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
-        goal = min(MAX_REQUEST, sum(sizes) / (2 * REQUESTS_PER_DONOR * len(self.donors)))
+        speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
+        rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
+        goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
         numbers, elements = [], 0
-        while self.queue and len(numbers) < MAX_BLOCKS and elements <= goal:
+        while self.queue and len(numbers) < MAX_BLOCKS and (not numbers or elements + sizes[len(numbers)] <= goal):
             elements += sizes[len(numbers)]
             numbers.append(self.queue.popleft())
         return numbers
