@@ -156,6 +156,7 @@ def download(url: str, partial: Path, patience: float, is_shown: bool, restarts:
     facts_file = partial.with_suffix(".part.json")
     if not (facts := read_json(facts_file)):
         discard(partial)
+    total = 0
     try:
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(HttpFile(url, patience, facts=facts))

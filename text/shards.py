@@ -110,8 +110,14 @@ class ShardedSplit:
         folder = self.find_folder(number)
         with contextlib.suppress(OSError):  # the cache is read-only
             os.utime(folder)
-        path, _ = locate_dataset(folder)
-        corpus = json.loads((path / "corpus.json").read_text())
+        try:
+            path, _ = locate_dataset(folder)
+            corpus = json.loads((path / "corpus.json").read_text())
+            shard = load_from_disk(str(path))["train"].select_columns(self.columns)
+        except (OSError, UserError):
+            if folder.exists() or stop.is_set():
+                raise
+            return self.load(number, stop)  # another trainer has removed it since
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
             raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell its publisher")
-        return load_from_disk(str(path))["train"].select_columns(self.columns)
+        return shard

@@ -55,7 +55,7 @@ from text.documents import (
     split_sentences,
     take_text,
 )
-from text.http import HttpFile, is_url
+from text.http import HttpError, HttpFile, is_url
 from text.instances import InstanceKind
 
 logger = logging.getLogger("streams")
@@ -77,6 +77,10 @@ class Broken(Exception):
     """The error of an unusable record or rest of a file; its text is the reason."""
 
 
+READ_ERRORS = (
+    *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
+    pyarrow.ArrowException,
+)
 RawRecord = tuple[object, int]  # a record as its file holds it, and the offset after it
 
 
@@ -119,9 +123,9 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
     """Yield (line, offset after it) for lines that begin in the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
-    if path.endswith(".zst"):  # cannot seek
-        for at in range(0, position, 2**20):
-            file.read(min(2**20, position - at))
+    if path.endswith(PACKED):
+        if sum(len(file.read(min(2**20, position - at))) for at in range(0, position, 2**20)) < position:
+            raise Broken("shorter than it was before")
     else:
         file.seek(position)
     if begin and not start:
@@ -159,6 +163,16 @@ def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, st
         yield value, row
 
 
+def read_examples(shard, start: int) -> Iterator[RawRecord]:
+    """Yield the records of a datasets.IterableDataset, from record `start` on."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield from zip(shard.skip(start), itertools.count(start + 1))
+    except DatasetsError as e:
+        raise Broken(str(e)) from e
+
+
 # ---------------------------------------------------------------- sources
 
 
@@ -192,7 +206,7 @@ class Source:
         """Open a file; yield its parts, and a function (part, position in it) that yields its RawRecords."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
-            yield [0], lambda _, position: zip(shard.skip(position.record), itertools.count(1))
+            yield [0], lambda _, position: read_examples(shard, position.record)
             return
         path = self.files[index]
         with open_file(path, stop, patience) as file:
@@ -253,7 +267,7 @@ class Source:
                                 where = f"{self.files[index]}, record {position.record} of part {which + 1}"
                                 text = Broken(f"{where} is broken ({e}): see its format and text_column")
                             yield text, position
-            except Exception as e:  # the errors of the libraries that read damaged files are many
+            except READ_ERRORS as e:
                 reason = getattr(e, "strerror", None) or e or type(e).__name__
                 yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
@@ -278,14 +292,16 @@ class Source:
 
     def find_problem(self, seed: int) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
-        problem = ""
+        problem, deadline = "", time.monotonic() + START_PATIENCE
         try:
             records = self.read_pass(seed, Position(), threading.Event(), START_PATIENCE)
             for text, _ in itertools.islice(records, BAD_START):
                 if not isinstance(text, Broken) and text.strip():
                     return None
                 problem = problem or str(text).strip()
-        except Exception as e:  # of any library that opens a dataset
+                if time.monotonic() > deadline:
+                    break
+        except READ_ERRORS as e:  # from the Hub
             problem = first_line(e)
         return problem or f"there is no text in {self.path}"
 
