@@ -111,7 +111,7 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
 
 
 class Measures(NamedTuple):
-    """What the weights of contributions depend on, apart from samples."""
+    """The measures of contributions from which their weights follow, apart from samples."""
 
     norms: list[float]
     products: list[list[int]]  # of two contributions' sketches

@@ -42,8 +42,8 @@ REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
 HASHES = -1  # the number of the hashes in a header
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
-# What a participant may do in a period of this many seconds, and all other peers together: requests, messages, copies
-# of a blob that it fetches.
+# Limits of a participant, and of all other peers together, in a period of this many seconds: requests, messages, and
+# copies of a blob that it fetches.
 COUNT_PERIOD, MAX_REQUESTS, MAX_MESSAGES, MAX_COPIES = 60.0, 500, 2000, 2
 MAX_MESSAGE_BYTES = 2**16
 MIN_MBITS, MAX_MBITS = 0.1, 1000.0  # of a peer, as far as its claim counts

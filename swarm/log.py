@@ -361,7 +361,7 @@ class State:
 
 @dataclass(frozen=True)
 class Genesis:
-    """The beginning of a log: the state of the members of the last dense round, who are the first voters."""
+    """The beginning of a log: the state of the members of the last dense round, which are the first voters."""
 
     run: Annotated[str, 1, 200]
     epoch: Number
@@ -847,7 +847,7 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def make_list(self, decision: Decision) -> Commit | None:
-        """Return a list with all that this peer holds, or None if there is no offer."""
+        """Return a list with all offers and notices that this peer holds, or None if there is no offer."""
         offers = [offer for offer in self.list_offers() if self.holds(offer.blob)]
         # if all voters restart, each may have two offers, and without a commit there is no base for new ones
         twins = [offer for offer in self.select(Offer) if offer.peer in decision.voters and self.holds(offer.blob)]

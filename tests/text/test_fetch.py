@@ -118,7 +118,7 @@ NO_RANGE = b"HTTP/1.1 416 No\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 NESTED = '{"common":' + 100_000 * "[" + 100_000 * "]" + "}"
 PART = [".part", ".part.json"]
 SLOW, NO_INDEX = "fewer than 1,000 bytes a second came; gave up", "is not an index of shards .{,200}$"
-# what the server does, words of the error, and the files that may stay; drips are in time for each read
+# the behavior of the server, words of the error, and the files that may stay; drips are in time for each read
 ATTACKS = {
     "drips body": (drip(OK, b"Content-Length: 9999\r\n\r\n"), SLOW, PART),
     "drips body without a length": (drip(OK, b"\r\n"), SLOW, PART),

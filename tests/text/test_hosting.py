@@ -123,7 +123,7 @@ def test_dataset_folder_is_left_unchanged(tiny_data, cache):
         expect_stop("is not an http(s) address", address, None, cache)
 
 
-CUTS = {  # what the server supports, and the requests
+CUTS = {  # the features of the server, and the requests
     "tag": ({}, [None, "bytes=1000000-", "bytes=2000000-"]),
     "time": ({"validator": "Last-Modified"}, [None, "bytes=1000000-", "bytes=2000000-"]),
     "ranges": ({"validator": None}, [None, "bytes=1000000-", "bytes=2000000-"]),
