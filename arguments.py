@@ -245,14 +245,12 @@ class DataArguments(FlagGroup):
 
     dataset_path: str = flag(
         DEFAULT_DATASET_PATH,
-        "Folder from tokenize_wikitext103.py, or its archive (.tar, .tar.gz) or index of shards (.json), or their URL.",
+        "Folder from tokenize_wikitext103.py, or its archive (.tar, .tar.gz), or the URL of one.",
     )
     dataset_sha256: str | None = flag(
-        None, "SHA-256 that the archive or index must have, as tokenize_wikitext103.py --archive prints it."
+        None, "SHA-256 that the archive must have, as tokenize_wikitext103.py --archive prints it."
     )
-    dataset_cache_dir: str = flag(
-        "data/cache", "Folder for downloads, which trainers may share; on a full disk, the oldest shards are deleted."
-    )
+    dataset_cache_dir: str = flag("data/cache", "Folder for downloads, which trainers may share.")
     dataset_name: str | None = flag(
         None, "Text to train on instead: a folder, or NAME or NAME:CONFIG on the Hub.", excludes="train_file"
     )

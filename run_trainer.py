@@ -18,7 +18,6 @@ With several GPUs, each has its own process, a rank, and together they are one p
 """
 
 import math
-import time
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +44,6 @@ from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
-from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
@@ -89,8 +87,6 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
         # hivemind forks its helpers. This must precede any CUDA context and the data loader's workers (note 38).
         swarm = Swarm.join(make_swarm_config(swarm_args), membership)
         require_attested(swarm, groups)
-        if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
-            dataset["train"].begin(data_seed(f"{swarm.dht.peer_id} {time.time()}", model_args.seed))
         contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
         swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)

@@ -87,12 +87,6 @@ class TokenizeArguments(FlagGroup):
     dataset_path: str = flag(DEFAULT_DATASET_PATH, "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag(DEFAULT_TOKENIZER_PATH, "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(None, "Archive for dataset and tokenizer, also existing ones: NAME.tar.gz or NAME.tar.")
-    archive_shards: int = flag(
-        1,
-        "With --archive NAME.tar.gz: number of parts, NAME-00000-of-0000N.tar.gz, with an index, NAME.json.",
-        requires="archive NAME.tar.gz",
-        ge=1,
-    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -112,10 +106,10 @@ def main():
     # a second dataset for an existing tokenizer, which stays in its folder
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
     if args.archive:
-        check_archive(Path(args.archive), args)
+        check_archive(Path(args.archive))
         if dataset_path.is_dir() and tokenizer_path.is_dir() and not args.text_files and not args.train_tokenizer:
             print(f"{dataset_path} and {tokenizer_path} exist already: packing them unchanged")
-            return make_archive(dataset_path, tokenizer_path, args)
+            return make_archive(dataset_path, tokenizer_path, Path(args.archive))
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
     load_sentence_splitter(args.language)
 
@@ -151,7 +145,7 @@ def main():
         f"{corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies"
     )
     if args.archive:
-        make_archive(dataset_path, tokenizer_path, args)
+        make_archive(dataset_path, tokenizer_path, Path(args.archive))
     paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
     print(
         "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to start one:\n"

@@ -11,17 +11,14 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from torch.utils.data import IterableDataset
-
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.batches import BatchLoader, IndexedBatches, ShardedBatches, StreamedBatches, choose_multiple, list_batches
+from text.batches import BatchLoader, IndexedBatches, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
 from text.fetch import FetchedDataset, fetch_data
 from text.instances import PAIRS, InstanceKind
-from text.shards import ShardedSplit
 from text.stored import load_tokenized_dataset
 from text.streams import TrainingDataset, read_sources
 from text.tokenization import load_hub_splits, tokenize_for_trainer
@@ -51,9 +48,8 @@ def load_documents(args: DataArguments, kind: InstanceKind) -> tuple[str, dict[s
 def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = PAIRS) -> TrainingDataset:
     """Return the train split of --streaming: endless sequences from a mixture of sources (see text/streams.py).
 
-    It yields dictionaries with input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and
-    sentence_order_label (0 or 1), or with the columns of another kind. Its `seed`, which make_train_batches sets for
-    each peer, decides order, mixture, cuts and swaps. To select or change documents, edit ChunkTokenizer.
+    Its `seed`, which make_train_batches sets for each peer, decides order, mixture, cuts and swaps. To select or change
+    documents, edit ChunkTokenizer.
 
     :raises UserError: if a source yields no text
     """
@@ -86,7 +82,7 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
         else:
             found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
             tokenizer = load_tokenizer(choose_tokenizer(found, model_args), kind)
-        splits, corpus = load_tokenized_dataset(found, tokenizer, kind)
+        splits, corpus = load_tokenized_dataset(found.dataset, tokenizer, kind)
     if args.streaming:
         splits["train"] = make_training_dataset(tokenizer, args, kind)
         corpus["seq_length"] = args.max_sequence_length
@@ -120,25 +116,18 @@ def make_train_batches(
     token_type_ids, all [batch_size, longest sequence]; for pairs, sentence_order_label [batch_size] (1: swapped). Call
     its set_sequence_length(sequence_length_at(epoch, args)) to change the length of sequences.
 
-    :param dataset: a Dataset, a ShardedSplit, which starts its order of shards with this seed unless it has started,
-        or the result of make_training_dataset
+    :param dataset: a Dataset, or the result of make_training_dataset
     :param stop: an event that ends the iteration while it waits for data
     :param state: the state of StreamedBatches, with the position and the seed to continue with
     """
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, TrainingDataset):
         dataset.seed = state["seed"] if state else seed
         collator = collate(dataset.kind.columns, choose_multiple(dataset.max_sequence_length))
         return StreamedBatches(
             dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
         )
-    if isinstance(dataset, ShardedSplit):
-        if dataset.seed is None:
-            dataset.begin(seed)
-        batches = ShardedBatches(dataset, collate, args, stop or threading.Event())
-    else:
-        batches = IndexedBatches(dataset, collate, args)
-    return BatchLoader(batches, batch_size, seed, num_workers)
+    return BatchLoader(IndexedBatches(dataset, collate, args), batch_size, seed, num_workers)
 
 
 def make_eval_batches(

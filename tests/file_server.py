@@ -50,6 +50,12 @@ class FileHandler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def do_HEAD(self):
+        path = self.owner.folder / self.path.lstrip("/")
+        self.send_response(200 if path.is_file() else 404)
+        self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
+        self.end_headers()
+
     def do_GET(self):
         owner = self.owner
         owner.requests.append((self.path, self.headers["Range"]))
@@ -61,13 +67,15 @@ class FileHandler(BaseHTTPRequestHandler):
             return self.send_error(code if code != 200 else 404)
         body, start, version = path.read_bytes(), 0, f'"{owner.version}"'
         modified = formatdate(path.stat().st_mtime, usegmt=True)
-        match = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
         if match and owner.has_ranges:
             start = int(match[1])
             if start >= len(body):
                 return self.send_error(416)
+            whole = len(body)
+            body = body[: int(match[2]) + 1] if match[2] else body
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{whole}")
         else:
             self.send_response(200)
         if owner.validator == "ETag":

@@ -20,7 +20,6 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
 from arguments import TRAINER_ARGS, parse_arguments
 from text.hosting import make_archive
-from tokenize_wikitext103 import TokenizeArguments
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [
@@ -71,8 +70,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     prefix, output_dir = make_prefix(), tmp_path / "notebook"
     hosted = tmp_path / "hosted"
     hosted.mkdir()
-    args = TokenizeArguments(archive=str(hosted / "tiny.tar.gz"))
-    make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
+    make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], hosted / "tiny.tar.gz")
     monitor = start(
         *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
         *("--output_dir", tmp_path / "monitor", "--status_port", 0),

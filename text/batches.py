@@ -1,6 +1,5 @@
-"""Endless batches of sequences of similar length, from a stored split, its shards, or a stream of text."""
+"""Endless batches of sequences of similar length, from a stored split or a stream of text."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -18,7 +17,6 @@ from common.console import UserError
 from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, to_tensors
 from text.documents import count_within
 from text.instances import KINDS, PAIRS
-from text.shards import ShardedSplit
 from text.streams import ChunkTokenizer, list_instances, stream_documents
 from text.workers import prepare_in_workers
 
@@ -179,33 +177,10 @@ def group_by_length(
     return [batches[number] for number in generator.permutation(len(batches))]
 
 
-class ShardedBatches:
-    """Random access like IndexedBatches, but of a ShardedSplit; each process opens one shard at a time.
-
-    :param stop: an event that ends the wait for a shard
-    """
-
-    def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments, stop: threading.Event):
-        self.split, self.stop = split, stop
-        self.open = functools.lru_cache(1)(lambda shard: IndexedBatches(split.load(shard, stop), make_collator, args))
-
-    def order(self, batch_size: int, seed: int) -> Iterator[tuple[int, np.ndarray, list[int]]]:
-        """Yield IndexedBatches' keys after the shard's number, endlessly: a pass over one shard, then the next."""
-        number = itertools.count()
-        for visit, shard in enumerate(self.split.visit(self.stop)):
-            lengths, generator = self.open(shard).padded_lengths, np.random.default_rng([seed, visit])
-            for rows in group_by_length(lengths, batch_size, generator):
-                yield shard, rows, [seed, next(number)]
-
-    def __getitem__(self, key: tuple[int, np.ndarray, list[int], int | None]) -> Columns:
-        shard, *rest = key
-        return self.open(shard)[tuple(rest)]
-
-
 class BatchLoader:
     """Endless batches as tensors, prepared by num_workers processes, or by this process if there are none."""
 
-    def __init__(self, batches: IndexedBatches | ShardedBatches, batch_size: int, seed: int, num_workers: int):
+    def __init__(self, batches: IndexedBatches, batch_size: int, seed: int, num_workers: int):
         self.batches, self.batch_size, self.seed, self.num_workers = batches, batch_size, seed, num_workers
         self.sequence_length: int | None = None
 

@@ -1,4 +1,4 @@
-"""Pack a dataset and its tokenizer for volunteers to download: one archive, or shards and an index.
+"""Pack a dataset and its tokenizer into one archive for volunteers to download.
 
 python tokenize_wikitext103.py --archive wikitext.tar.gz        # prints the sha256
 """
@@ -7,78 +7,39 @@ import contextlib
 import gzip
 import json
 import os
-import shutil
 import tarfile
 from pathlib import Path
 
-from common.console import UserError, format_bytes, format_count
+from common.console import UserError, format_bytes
 from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
-from text.stored import load_tokenized_dataset, write_dataset
+from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
 
-def list_files(archive: Path, count: int) -> list[Path]:
-    """Return the files of an archive in `count` shards: the index, the part that all peers need, and the shards."""
-    if count == 1:
-        return [archive]
-    stem, suffix = archive.name.split(".", 1)
-    shards = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
-    return [archive.with_name(name) for name in (f"{stem}.json", f"{stem}-common.{suffix}", *shards)]
-
-
-def check_archive(archive: Path, args):
-    """Raise a UserError if a file of the archive exists, or its folder does not."""
-    for path in list_files(archive, args.archive_shards):
-        if os.path.lexists(path):
-            raise UserError(f"{path} already exists: remove it, or give another --archive")
+def check_archive(archive: Path) -> None:
+    """Raise a UserError if the archive exists, or its folder does not."""
+    if os.path.lexists(archive):
+        raise UserError(f"{archive} already exists: remove it, or give another --archive")
     if not archive.parent.is_dir():
         raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
 
-def make_archive(dataset_path: Path, tokenizer_path: Path, args):
-    """Pack dataset and tokenizer into one archive, or into shards and an index, and print the flags for a trainer.
-
-    Row r goes into shard r modulo the number of shards, so that each shard represents the whole corpus.
-    """
+def make_archive(dataset_path: Path, tokenizer_path: Path, archive: Path) -> None:
+    """Pack dataset and tokenizer into an archive, and print the flags for a trainer."""
     kind = PAIRS
     with contextlib.suppress(OSError, ValueError, KeyError):  # load_tokenized_dataset reports these errors
         kind = KINDS[json.loads((dataset_path / "corpus.json").read_text()).get("objective", kind.name)]
-    tokenizer = load_tokenizer(tokenizer_path, kind)
-    dataset, corpus = load_tokenized_dataset(dataset_path, tokenizer)
-    archive, count = Path(args.archive), args.archive_shards
-    if count > len(dataset["train"]):
-        raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
+    load_tokenized_dataset(dataset_path, load_tokenizer(tokenizer_path, kind))
     with unfinished_folder(archive) as folder:
-        paths = list_files(folder / archive.name, count)
-        if count == 1:
-            sha256 = pack(paths[0], {"dataset": dataset_path, "tokenizer": tokenizer_path})
-        else:
-            sha256 = make_shards(paths, dataset, corpus, tokenizer_path)
-        size = sum(path.stat().st_size for path in paths)
-        for path in reversed(paths):  # the index comes last
-            path.rename(archive.with_name(path.name))
+        packed = folder / archive.name
+        sha256 = pack(packed, {"dataset": dataset_path, "tokenizer": tokenizer_path})
+        size = packed.stat().st_size
+        packed.rename(archive)
     print(
-        f"packed {dataset_path} and {tokenizer_path} into {format_count(len(paths), 'file')} of {format_bytes(size)}; "
-        f"put {'it' if count == 1 else 'all of them side by side'} on any web server, then for each trainer:\n"
-        f"--dataset_path https://YOUR_HOST/{paths[0].name} --dataset_sha256 {sha256}"
+        f"packed {dataset_path} and {tokenizer_path} into {format_bytes(size)}; put it on any web server, then for "
+        f"each trainer:\n--dataset_path https://YOUR_HOST/{archive.name} --dataset_sha256 {sha256}"
     )
-
-
-def make_shards(paths: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
-    """Write the files that `list_files` names, and return the sha256 of the index."""
-    index, *archives = paths
-    folder, count = index.with_name("dataset"), len(archives) - 1
-    parts = [{"validation": dataset["validation"]}]
-    parts += [{"train": dataset["train"].shard(count, number, contiguous=False)} for number in range(count)]
-    entries = []
-    for archive, splits in zip(archives, parts, strict=True):
-        write_dataset({name: split.with_format("arrow")[:] for name, split in splits.items()}, corpus, folder)
-        folders = {"dataset": folder} if entries else {"dataset": folder, "tokenizer": tokenizer_path}
-        entries.append({"name": archive.name, "sha256": pack(archive, folders), "size": archive.stat().st_size})
-        shutil.rmtree(folder)
-    index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
-    return hash_file(index)
 
 
 def pack(archive: Path, folders: dict[str, Path]) -> str:

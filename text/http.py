@@ -1,35 +1,41 @@
-"""Files on web servers, readable from any position, with retries if a connection is cut, refused or slow.
+"""A download over HTTP that continues where an earlier one stopped, and ends if the server is too slow.
 
-python -c "from text.http import HttpFile; print(HttpFile('https://example.org', patience=60).read(100))"
+python -c "from text.http import *; asyncio.run(download('https://example.org', Path('page.part'), patience=60))"
 """
 
-import contextlib
-import io
+import asyncio
+import errno
+import json
 import logging
-import re
-import threading
-import time
+import os
+import shutil
 import urllib.parse
-from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2
+from tqdm import tqdm
+
+from common.console import show_progress
+from common.files import read_json
 
 logger = logging.getLogger("http")
 
-STALL_SECONDS = 30.0  # for the headers of an answer, and for each piece of its body
+STALL_SECONDS = 30.0  # for each piece of an answer
 LEAST_SPEED = 1000  # bytes per second
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds between two attempts
+FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between two attempts
 TEMPORARY_ANSWERS = {408, 425, 429}  # also 500 to 599
 MOST_REDIRECTS = 10
+MOST_RESTARTS = 3  # of a download whose file changes
+KEEP_FREE = 10**9  # bytes of the disk that stay free for other programs
 HEADERS = {"User-Agent": "collaborative-training", "Accept-Encoding": "identity"}
 
 
 class HttpError(Exception):
-    """The error of a file that cannot be read; its text is the reason."""
+    """The error of a file that cannot be downloaded; its text is the reason."""
 
 
-class ChangedError(HttpError):
-    """The error of a file that has changed since an earlier request, or may have."""
+class ChangedError(Exception):
+    """The error of a file that has changed since an earlier request."""
 
 
 def is_url(source: str) -> bool:
@@ -40,146 +46,107 @@ def is_url(source: str) -> bool:
         return False
 
 
-class HttpFile(io.RawIOBase):
-    """A file on a web server. A read returns the bytes that have arrived, without a wait for more.
+def check_room(folder: Path, size: int) -> None:
+    """Raise the OSError of a full disk if another `size` bytes would leave less than KEEP_FREE."""
+    if shutil.disk_usage(folder).free - size < KEEP_FREE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    :param patience: the seconds without a byte, over all attempts, before a read fails; slower than LEAST_SPEED counts
-    :param stop: an event that ends the wait between two attempts
-    :param facts: the attribute `facts` of an earlier HttpFile; the file must be the same as then
-    :ivar facts: its size and its ETag (or time of change), None if the server does not report them; empty before the
-        first response
+
+async def download(url: str, partial: Path, patience: float) -> None:
+    """Download a URL to the file `partial`; an earlier attempt or process may have begun it.
+
+    :param patience: the seconds without a byte, over all attempts, before it fails; slower than LEAST_SPEED counts
+    :raises HttpError: the file cannot be downloaded
     """
+    delay, restarts, reason = FIRST_DELAY, 0, f"fewer than {LEAST_SPEED:,} bytes a second came"
+    client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
+    try:
+        # httpx's own timeouts restart at each byte
+        async with asyncio.timeout(patience) as limit, client:
+            with show_progress(f"fetching {partial.stem}", None) as bar:
+                while True:
+                    try:
+                        return await receive(client, url, partial, patience, limit, bar)
+                    except ChangedError as e:
+                        reason = str(e)
+                        discard(partial)
+                        restarts += 1
+                        if restarts > MOST_RESTARTS:
+                            raise HttpError(f"{reason}: try again later") from e
+                        continue
+                    except httpx2.HTTPStatusError as e:
+                        reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
+                        if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
+                            raise HttpError(f"{reason}: check the address") from e
+                    except (httpx2.UnsupportedProtocol, httpx2.InvalidURL, ImportError, ValueError) as e:
+                        raise HttpError(f"{e}: check the address, and the proxy if there is one") from e
+                    except httpx2.HTTPError as e:
+                        reason = str(e) or type(e).__name__
+                        if "CERTIFICATE_VERIFY_FAILED" in reason:
+                            raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
+                    logger.warning(f"{url}: {reason}; trying again in {delay:g} s")
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, LONGEST_DELAY)
+    except TimeoutError as e:
+        raise HttpError(f"{reason}; gave up") from e
 
-    def __init__(self, url: str, patience: float, stop: threading.Event | None = None, facts: dict | None = None):
-        self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), dict(facts or {})
-        self.client: httpx2.Client | None = None
-        self.late = self.deadline = 0.0  # late: seconds behind LEAST_SPEED, over all connections
-        self.position = self.arrived = 0
-        self.pieces, self.rest = self.receive(0), b""  # bytes from `arrived` on; rest: of the piece that came last
 
-    def readable(self) -> bool:
-        """Return True: this file can be read, and so can any position of it."""
-        return True
-
-    seekable = readable
-
-    def find_size(self) -> int | None:
-        """Return the size in bytes, or None if the server does not report it."""
-        if not self.facts:
-            self.rest = next(self.pieces, b"")
-        return self.facts.get("size")
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position of the next read; the request follows with that read."""
-        if whence == io.SEEK_END and self.find_size() is None:
-            raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
-        self.position = offset + {io.SEEK_CUR: self.position, io.SEEK_END: self.facts.get("size")}.get(whence, 0)
-        return self.position
-
-    def readinto(self, buffer) -> int:
-        """Read at most `len(buffer)` bytes; return their number, 0 at the end."""
-        if self.arrived != self.position:
-            self.pieces.close()
-            self.pieces, self.rest = self.receive(self.position), b""
-        piece = self.rest or next(self.pieces, b"")
-        count = min(len(buffer), len(piece))
-        buffer[:count], self.rest = piece[:count], piece[count:]
-        self.position += count
-        self.arrived = self.position
-        return count
-
-    def close(self) -> None:
-        """Close the connection too."""
-        self.pieces.close()
-        if self.client:
-            self.client.close()
-        super().close()
-
-    def receive(self, position: int) -> Iterator[bytes]:
-        """Yield the bytes from this position on as they arrive, over several connections if necessary."""
-        delay, since = FIRST_DELAY, time.monotonic()
-        while self.facts.get("size") is None or position < self.facts["size"]:
-            try:
-                with contextlib.closing(self.connect(position)) as response:
-                    before = position - self.check(response, position)  # bytes that a server without ranges repeats
-                    for piece in response.iter_raw():
-                        self.late = max(0.0, self.late + time.monotonic() - since - len(piece) / LEAST_SPEED)
-                        if self.late > self.patience:
-                            raise TimeoutError
-                        wanted, before = piece[before:], max(0, before - len(piece))
-                        position += len(wanted)
-                        if wanted:
-                            yield wanted
-                            delay = FIRST_DELAY
-                        since = time.monotonic()
-                        self.deadline = since + STALL_SECONDS
-                if self.facts["size"] in (None, position) and not before:
-                    return
-                reason = f"the connection was cut after {position:,} bytes"
-            except (TimeoutError, httpx2.TimeoutException):
-                reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
-            except httpx2.HTTPStatusError as e:
-                reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
-                if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
-                    raise HttpError(f"{reason}: check the address") from e
-            except (httpx2.HTTPError, httpx2.InvalidURL, ImportError, ValueError) as e:
-                reason = str(e) or type(e).__name__
-                if isinstance(e, httpx2.UnsupportedProtocol) or not isinstance(e, httpx2.HTTPError):
-                    raise HttpError(f"{reason}: check the address, and the proxy if there is one") from e
-                if "CERTIFICATE_VERIFY_FAILED" in reason:
-                    raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
-            if self.late + time.monotonic() + delay - since > self.patience or self.stop.is_set():
-                raise HttpError(f"{reason}; gave up")
-            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
-            self.stop.wait(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
-
-    def connect(self, position: int) -> httpx2.Response:
-        """Request the file from this position on, and return the response, whose body is not read yet."""
-        self.client = self.client or httpx2.Client(headers=HEADERS, timeout=STALL_SECONDS)
-        headers = {"Range": f"bytes={position}-"} if position else {}
-        request = self.client.build_request("GET", self.url, headers=headers, extensions={"trace": self.watch})
-        for _ in range(MOST_REDIRECTS):
-            self.deadline = time.monotonic() + STALL_SECONDS
-            response = self.client.send(request, stream=True)
-            request = response.next_request
-            if request is None:
-                return response
-            response.close()  # unread: a body may be endless
-        raise HttpError("leads from one address to another without end: check the address")
-
-    def watch(self, event: str, details: dict) -> None:
-        """Hold a new connection to the deadline, because the timeouts of httpx restart at each byte."""
-        if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            return
-        stream = details["return_value"]
-        read = stream.read
-
-        def read_in_time(size: int, timeout: float | None = None) -> bytes:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            return read(size, left)
-
-        stream.read = read_in_time
-
-    def check(self, response: httpx2.Response, position: int) -> int:
-        """Return the position at which a response begins; raise a ChangedError if the file is not as before."""
+async def receive(
+    client: httpx2.AsyncClient, url: str, partial: Path, patience: float, limit: asyncio.Timeout, bar: tqdm
+) -> None:
+    """Make one attempt to receive the rest of a file, and put the limit off with each piece."""
+    facts_file = partial.with_suffix(".part.json")
+    facts = read_json(facts_file)  # what the server reported earlier
+    begin = partial.stat().st_size if facts and partial.exists() else 0
+    if begin and begin == facts["size"]:
+        return
+    response = await request(client, url, {"Range": f"bytes={begin}-"} if begin else {})
+    try:
         if response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
             raise ChangedError("is shorter than it was before")
         response.raise_for_status()
-        begin, size = 0, response.headers.get("Content-Length")
+        tag = response.headers.get("ETag", response.headers.get("Last-Modified"))
         if response.status_code == httpx2.codes.PARTIAL_CONTENT:
-            match = re.fullmatch(r"bytes (\d{1,19})-\d+/(?:(\d{1,19})|\*)", response.headers.get("Content-Range", ""))
-            if not match or int(match[1]) != position:
-                raise ChangedError("its server sent another range than requested")
-            begin, size = position, match[2]
-        elif position and self.facts and not self.facts.get("etag"):
-            raise ChangedError("was cut off, and its server does not tell whether it is still the same")
-        validator = response.headers.get("ETag", response.headers.get("Last-Modified"))
-        for name, value in {"size": int(size) if size else None, "etag": validator}.items():
-            if self.facts.get(name) is None:
-                self.facts[name] = value
-            elif value not in (None, self.facts[name]):
+            place = response.headers.get("Content-Range", "")
+            total = f"/{facts['size']}" if facts["size"] else ""
+            if tag != facts["tag"] or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
                 raise ChangedError("has changed in the meantime")
-        return begin
+        else:
+            length = response.headers.get("Content-Length")
+            begin, facts = 0, {"size": int(length) if length else None, "tag": tag}
+            facts_file.write_text(json.dumps(facts))
+        bar.total, bar.n = facts["size"], begin
+        with open(partial, "ab" if begin else "wb") as file:
+            async for piece in response.aiter_raw():
+                check_room(partial.parent, len(piece))
+                file.write(piece)
+                file.flush()  # keeps the bytes if this process is killed
+                bar.update(len(piece))
+                soon = asyncio.get_running_loop().time() + patience
+                limit.reschedule(min(limit.when() + len(piece) / LEAST_SPEED, soon))
+            if facts["size"] not in (None, file.tell()):
+                raise httpx2.RemoteProtocolError(f"the connection was cut after {file.tell():,} bytes")
+    except OSError:
+        if facts["size"] is None:  # the file may be endless
+            discard(partial)
+        raise
+    finally:
+        await response.aclose()
+
+
+async def request(client: httpx2.AsyncClient, url: str, headers: dict[str, str]) -> httpx2.Response:
+    """Return the response, whose body is not read yet, after redirects."""
+    following = client.build_request("GET", url, headers=headers)
+    for _ in range(MOST_REDIRECTS):
+        response = await client.send(following, stream=True)
+        if response.next_request is None:
+            return response
+        following = response.next_request
+        await response.aclose()  # unread: a body may be endless
+    raise HttpError("leads from one address to another without end: check the address")
+
+
+def discard(partial: Path) -> None:
+    """Remove a download, by its name with any suffix, that is no longer needed."""
+    for suffix in (".part", ".part.json"):
+        partial.with_suffix(suffix).unlink(missing_ok=True)

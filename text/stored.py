@@ -7,22 +7,18 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, first_line
-from text.fetch import FetchedDataset
 from text.instances import BLOCKS, IGNORED_LABEL, KINDS, PAIRS, InstanceKind
-from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 
 
-def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
+def load_tokenized_dataset(path: str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
     """Load a dataset of tokenize_wikitext103.py; return its splits, by name, and its corpus.json as a dictionary.
 
-    :param found: the result of fetch_data, or a folder
     :param kind: the kind of instances to load, None: the stored kind; stored pairs can also be loaded as blocks
     """
     from datasets import load_from_disk
 
-    found = found if isinstance(found, FetchedDataset) else FetchedDataset(Path(found))
-    path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
+    path = Path(path)
     command = f"python tokenize_wikitext103.py --objective {(kind or PAIRS).name} --dataset_path {path}"
     if not path.is_dir():
         raise UserError(f"no dataset in {path}: make it with {command}")
@@ -31,7 +27,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
         dataset, stored = load_from_disk(str(path)), KINDS[corpus.get("objective", PAIRS.name)]
         kind = kind or stored
         columns = [name for name in stored.columns if kind.has_pairs or name != "sentence_order_label"]
-        splits = {name: dataset[name].select_columns(columns) for name in names}
+        splits = {name: dataset[name].select_columns(columns) for name in ("train", "validation")}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise UserError(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
@@ -47,8 +43,6 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
             f"{path} was made for --objective {stored.name}, but the model needs {kind.name}: tokenize again with "
             f"--objective {kind.name}, or train another model"
         )
-    if found.shards:
-        splits["train"] = ShardedSplit(found, corpus, columns)
     return splits, corpus
 
 

@@ -41,7 +41,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pydantic
-from torch.utils.data import IterableDataset, get_worker_info
+from fsspec.implementations.http_sync import HTTPFileSystem
 
 from common.console import UserError, first_line, suggest
 from text.documents import (
@@ -55,7 +55,7 @@ from text.documents import (
     split_sentences,
     take_text,
 )
-from text.http import HttpError, HttpFile, is_url
+from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, is_url
 from text.instances import InstanceKind
 
 logger = logging.getLogger("streams")
@@ -64,11 +64,12 @@ FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", 
 PACKED = (".gz", ".xz", ".zst")
 PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
+HTTP_BLOCK = 2**20  # bytes of a request
 TEXT_BYTES = 10_000  # of a text file, for one document, which ends at a blank line
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # the maximum that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # the wait for a source before the others continue without it
-START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all attempts, before a file is skipped
+START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a record, over all attempts, before a file is skipped
 EMPTY_SECONDS = 60.0  # until the next pass over a source without any text
 BAD_START = 100  # broken records at the beginning of a source that make the start fail
 
@@ -78,7 +79,7 @@ class Broken(Exception):
 
 
 READ_ERRORS = (
-    *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
+    *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
 )
 RawRecord = tuple[object, int]  # a record as its file holds it, and the offset after it
@@ -98,9 +99,13 @@ class Position(NamedTuple):
 # ---------------------------------------------------------------- files, local and http
 
 
-def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
+def open_file(path: str) -> BinaryIO:
     """Open a local file or URL to read decompressed bytes; errors are of READ_ERRORS."""
-    file = io.BufferedReader(HttpFile(path, patience, stop), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
+    if is_url(path):
+        web = HTTPFileSystem(headers=HEADERS, timeout=STALL_SECONDS)
+        file = io.BufferedReader(web.open(path, block_size=HTTP_BLOCK), HTTP_BLOCK)
+    else:
+        file = open(path, "rb")  # noqa: SIM115
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=file)
     if path.endswith(".xz"):
@@ -110,13 +115,9 @@ def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
 
 def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
     """Return the parts of a file of lines as (begin, end), in bytes."""
-    size = None
-    if not path.endswith(PACKED):
-        with contextlib.suppress(io.UnsupportedOperation):
-            size = file.seek(0, io.SEEK_END)
-    if size is None:
+    if path.endswith(PACKED):
         return [(0, sys.maxsize)]
-    return [(begin, begin + PART_BYTES) for begin in range(0, size, PART_BYTES)]
+    return [(begin, begin + PART_BYTES) for begin in range(0, file.seek(0, io.SEEK_END), PART_BYTES)]
 
 
 def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
@@ -202,14 +203,14 @@ class Source:
         self.documents = self.broken = 0
 
     @contextlib.contextmanager
-    def open(self, index: int, stop: threading.Event, patience: float) -> Iterator[tuple[list, Callable]]:
+    def open(self, index: int) -> Iterator[tuple[list, Callable]]:
         """Open a file; yield its parts, and a function (part, position in it) that yields its RawRecords."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
             yield [0], lambda _, position: read_examples(shard, position.record)
             return
         path = self.files[index]
-        with open_file(path, stop, patience) as file:
+        with open_file(path) as file:
             if self.format == "parquet":
                 table = pyarrow.parquet.ParquetFile(file)
                 read = functools.partial(read_parquet, table, self.text_column)
@@ -251,25 +252,51 @@ class Source:
         for place in range(position.place, len(order)):
             if place != position.place:
                 position = Position(position.number, len(order), place)
-            index = int(order[place])
+            for text, after in self.read_file(int(order[place]), key, position, stop, patience):
+                position = after
+                yield text, position
+
+    def read_file(
+        self, index: int, key: list[int], position: Position, stop: threading.Event, patience: float
+    ) -> Iterator[tuple[str | Broken, Position]]:
+        """Yield like read_pass, to the end of a file; continue at the same position if its server fails."""
+        delay, deadline = FIRST_DELAY, time.monotonic() + patience
+        while True:
             try:
-                with self.open(index, stop, patience) as (parts, read):
-                    part_order = np.random.default_rng([*key, index]).permutation(len(parts))
-                    for part in range(position.part, len(parts)):
-                        if part != position.part:
-                            position = Position(position.number, len(order), place, part)
-                        which = int(part_order[part])
-                        for found, offset in read(parts[which], position):
-                            position = position._replace(offset=offset, record=position.record + 1)
-                            try:
-                                text = self.decode(found)
-                            except (ValueError, RecursionError) as e:
-                                where = f"{self.files[index]}, record {position.record} of part {which + 1}"
-                                text = Broken(f"{where} is broken ({e}): see its format and text_column")
-                            yield text, position
+                for text, after in self.read_parts(index, key, position):
+                    position = after
+                    yield text, position
+                    delay, deadline = FIRST_DELAY, time.monotonic() + patience
+                return
             except READ_ERRORS as e:
-                reason = getattr(e, "strerror", None) or e or type(e).__name__
-                yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
+                is_missing = isinstance(e, FileNotFoundError)
+                reason = "No such file" if is_missing else getattr(e, "strerror", None) or first_line(e)
+                problem = f"{self.files[index]}: {reason or type(e).__name__}"
+                is_temporary = is_url(self.files[index]) and isinstance(e, OSError) and not is_missing
+                if not is_temporary or time.monotonic() + delay > deadline:
+                    yield Broken(f"{problem}; skipping the rest of it"), position
+                    return
+            logger.warning(f"{problem}; trying again in {delay:g} s")
+            if stop.wait(delay):
+                return
+            delay = min(2 * delay, LONGEST_DELAY)
+
+    def read_parts(self, index: int, key: list[int], position: Position) -> Iterator[tuple[str | Broken, Position]]:
+        """Yield like read_pass, to the end of a file; errors are of READ_ERRORS."""
+        with self.open(index) as (parts, read):
+            order = np.random.default_rng([*key, index]).permutation(len(parts))
+            for part in range(position.part, len(parts)):
+                if part != position.part:
+                    position = Position(position.number, position.files, position.place, part)
+                which = int(order[part])
+                for found, offset in read(parts[which], position):
+                    position = position._replace(offset=offset, record=position.record + 1)
+                    try:
+                        text = self.decode(found)
+                    except (ValueError, RecursionError) as e:
+                        where = f"{self.files[index]}, record {position.record} of part {which + 1}"
+                        text = Broken(f"{where} is broken ({e}): see its format and text_column")
+                    yield text, position
 
     def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
         """Yield (document's text, position after it) endlessly, pass after pass; count and log broken records."""
@@ -463,9 +490,9 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-@dataclasses.dataclass(eq=False)
-class TrainingDataset(IterableDataset):
-    """Endless instances, see data.make_training_dataset. The trainer's StreamedBatches uses only its attributes."""
+@dataclasses.dataclass
+class TrainingDataset:
+    """The train split of --streaming, of which text.batches.StreamedBatches makes batches."""
 
     sources: list[Source]
     tokenizer: object
@@ -477,18 +504,3 @@ class TrainingDataset(IterableDataset):
     def count_records(self) -> dict[str, dict[str, int]]:
         """Return the numbers of documents and broken records of each source that this process has read."""
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
-
-    def __iter__(self) -> Iterator[dict]:
-        """Yield all instances, or a DataLoader worker's share: each worker reads all text, but tokenizes its share."""
-        worker = get_worker_info()
-        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.kind)
-        generator = np.random.default_rng([self.seed, number])
-        pool: list[dict] = []
-        for _, chunk in itertools.islice(stream_documents(self.sources, self.seed), number, None, count):
-            for instance in list_instances(*tokenize[self.max_sequence_length, chunk][1:]):
-                pool.append(instance)
-                if len(pool) > self.shuffle_buffer:
-                    chosen = int(generator.integers(len(pool)))
-                    pool[chosen], pool[-1] = pool[-1], pool[chosen]
-                    yield pool.pop()

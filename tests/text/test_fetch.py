@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import shutil
 import socket
 import tarfile
@@ -24,6 +23,7 @@ FOUND = b"HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: "
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
     monkeypatch.setattr(http, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def make_tar(path: Path, text: str = "{}") -> bytes:
 
 def send_one_byte(request: bytes) -> Iterator[bytes]:
     start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
-    status = b"206 No\r\nContent-Range: bytes %d-8/9" % start if start else b"200 OK\r\nContent-Length: 9"
+    status = b"206 No\r\nContent-Range: bytes %d-998/999" % start if start else b"200 OK\r\nContent-Length: 999"
     yield b"HTTP/1.1 %b\r\nConnection: close\r\n\r\nx" % status
 
 
@@ -115,9 +115,9 @@ def send_length(header: str) -> Callable:
 
 SHORT = OK + b"Content-Length: 2000\r\n\r\n" + 1000 * b"x"
 NO_RANGE = b"HTTP/1.1 416 No\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-NESTED = '{"common":' + 100_000 * "[" + 100_000 * "]" + "}"
+NESTED = '{"objective":' + 100_000 * "[" + 100_000 * "]" + "}"
 PART = [".part", ".part.json"]
-SLOW, NO_INDEX = "fewer than 1,000 bytes a second came; gave up", "is not an index of shards .{,200}$"
+SLOW = "fewer than 1,000 bytes a second came; gave up"
 # the behavior of the server, words of the error, and the files that may stay; drips are in time for each read
 ATTACKS = {
     "drips body": (drip(OK, b"Content-Length: 9999\r\n\r\n"), SLOW, PART),
@@ -140,8 +140,6 @@ ATTACKS = {
     "negative": (send_length("Content-Length: -5"), "bad Content-Length", []),
     "no number": (send_length("Content-Length: many"), "bad Content-Length", []),
     "shorter": (lambda request: iter([NO_RANGE if b"Range" in request else SHORT]), "is shorter than it was", []),
-    "nested index": (send(OK, b"\r\n", NESTED.encode()), NO_INDEX, []),
-    "large index": (send(OK, b"\r\n{", 10**7 * b" "), NO_INDEX, []),
 }
 
 
@@ -150,17 +148,8 @@ def test_hostile_server_is_dropped(cache, attack):
     answer, words, left = ATTACKS[attack]
     with serve(answer) as url:
         for _ in range(2):  # files that stay are neither the whole, nor continued with other bytes
-            patience = 1.2 if attack in ("one byte a connection", "shorter") else 0.4
+            patience = 1.5 if attack in ("one byte a connection", "shorter") else 0.4
             assert set(expect_line(words, url, cache, patience)) <= set(left)
-
-
-@pytest.mark.parametrize(
-    "name", ["../a.tar", "/a.tar", "http://a/b", "a\nb", "a\x1b[2J", ["a"], 10_000 * "/"], ids=repr
-)
-def test_index_names_only_adjacent_files(cache, tmp_path, name):
-    entry = {"name": name, "sha256": 64 * "0", "size": 1}
-    (tmp_path / "index.json").write_text(json.dumps({"common": entry, "shards": [entry]}))
-    assert expect_line(NO_INDEX, str(tmp_path / "index.json"), cache) == []
 
 
 def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
@@ -179,16 +168,16 @@ def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
 def test_fetch_stops_before_disk_full(cache, monkeypatch, tmp_path):
     content = make_tar(tmp_path / "data.tar")
     free = shutil.disk_usage(cache.parent).free
-    monkeypatch.setattr(fetch, "KEEP_FREE", free - 20_000_000)
+    monkeypatch.setattr(http, "KEEP_FREE", free - 20_000_000)
     with serve(flood(OK + b"\r\n", bytes(2**20))) as url:
         assert expect_line("no room for .* stay free", url, cache) == []
-    monkeypatch.setattr(fetch, "KEEP_FREE", 2 * free)
+    monkeypatch.setattr(http, "KEEP_FREE", 2 * free)
     head = OK + b"Content-Length: %d\r\n\r\n" % len(content)
     with serve(send(head, content), drip(head, content[:1000]), send(head, content)) as url:
         assert expect_line("no room for .* stay free", url, cache) == PART
         assert sum(path.stat().st_size for path in cache.glob("*.part")) == 0
         assert ".unfinished" not in expect_line("no room for", str(tmp_path / "data.tar"), cache)
-        monkeypatch.setattr(fetch, "KEEP_FREE", 0)
+        monkeypatch.setattr(http, "KEEP_FREE", 0)
         expect_line("continues from 1.0 kB", url, cache, 0.1)
         assert fetch.fetch(url, None, cache).is_dir()
 
@@ -219,7 +208,7 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
     make_tar(tmp_path / "data.tar", text)
     with pytest.raises(UserError, match="is not a dataset of"):
-        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache), None)
+        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache).dataset, None)
 
 
 def test_unpack_endless_headers_are_refused(cache, tmp_path):

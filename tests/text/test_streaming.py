@@ -22,7 +22,7 @@ import run_trainer
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text import http, streams
+from text import streams
 from text.batches import StreamedBatches
 from text.documents import split_sentences
 from text.instances import BLOCKS, PAIRS, TEXT
@@ -168,15 +168,14 @@ def test_stream_broken_records_log_powers_of_ten(tmp_path, caplog):
 # ---------------------------------------------------------------- http
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_stream_resumes_after_cut_connection(name, has_ranges, tmp_path, monkeypatch):
+def test_stream_resumes_after_cut_connection(name, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 10_000)
-    monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
-    size = write_format(tmp_path, name).stat().st_size
+    monkeypatch.setattr(streams, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(streams, "HTTP_BLOCK", 4096)
+    write_format(tmp_path, name)
     with FileServer(tmp_path) as server:
-        server.has_ranges = has_ranges
-        server.cuts[f"/{name}"] = [size // 3, size // 3 * 2 if not has_ranges else size // 4]
+        server.cuts[f"/{name}"] = [1000, 500]
         server.answers[f"/{name}"] = [200, 503, 200]
         source = Source(path=f"{server.url}/{name}")
         whole = list(source.read_pass(1, Position(), GO_ON))
@@ -187,33 +186,26 @@ def test_stream_resumes_after_cut_connection(name, has_ranges, tmp_path, monkeyp
 
 def test_stream_missing_file_is_skipped(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", RECORDS[:10])
-    write_jsonl(tmp_path / "b.jsonl", RECORDS * 50)
     with FileServer(tmp_path) as server:
         source = Source(path=[f"{server.url}/gone.jsonl", f"{server.url}/a.jsonl"])
         items = [text for text, _ in source.read_pass(1, Position(), GO_ON)]
         assert [text for text in items if not isinstance(text, Broken)] == RECORDS[:10]
         [problem] = [str(text) for text in items if isinstance(text, Broken)]
-        assert problem.startswith(f"{server.url}/gone.jsonl: answers 404")
-        server.cuts["/b.jsonl"] = [500_000]
-        reading = Source(path=f"{server.url}/b.jsonl").read_pass(1, Position(), GO_ON)
-        first = next(reading)[0]
-        server.version = "2"
-        *good, problem = [first, *(text for text, _ in reading)]
-        assert "has changed in the meantime" in str(problem)
-        assert 1000 < len(good) < 30_000 and not [text for text in good if isinstance(text, Broken)]
+        assert problem.startswith(f"{server.url}/gone.jsonl: No such file")
 
 
 def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(streams, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(streams, "HTTP_BLOCK", 2**16)
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     near = write_jsonl(tmp_path / "near.jsonl", ["Near."] * 100)
     with FileServer(tmp_path) as server, caplog.at_level(logging.WARNING, "streams"):
-        server.cuts["/far.jsonl"], server.is_stalling = [500_000], True
+        server.cuts["/far.jsonl"], server.is_stalling = [10**6] * 4 + [100], True
         stream = stream_documents([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
         documents = take_documents(stream, 20_000)
     counts = Counter(index for index, _ in documents)
-    # 500,000 bytes of it, but for what is in the buffers
-    assert 7000 < counts[0] < 8500
+    # what four requests bring
+    assert 7000 < counts[0] < 9500
     assert counts[0] + counts[1] == 20_000
     assert len({index for index, _ in documents[-1000:]}) == 1
     assert sum("is late" in record.getMessage() for record in caplog.records) == 1
@@ -381,16 +373,6 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
     assert ids.tolist() == expected and lengths[:-1].tolist() == [32] * (len(lengths) - 1)
 
 
-def test_training_dataset_works_in_plain_loader(tokenizer, austen):
-    dataset = open_stream(tokenizer, austen, max_sequence_length=64, shuffle_buffer=50)
-    row = next(iter(dataset))
-    assert set(row) == set(PAIRS.columns)
-    assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
-    loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=keep_rows)
-    rows = Counter(row for batch in itertools.islice(loader, 50) for row in batch if len(row) > 40)
-    assert len(rows) > 150 and max(rows.values()) == 1  # each worker has its own share
-
-
 # ---------------------------------------------------------------- sentences
 
 
@@ -428,7 +410,7 @@ def test_source_splitter_overrides_default(tmp_path):
         ({"path": "{folder}/text.txt", "format": "jsonl"}, ["record 1", "format"]),
         ({"path": "{folder}/text.txt", "format": "parquet"}, ["text.txt", "Parquet"]),
         ({"path": "{folder}/body.jsonl.gz"}, ["body.jsonl.gz", "gzip"]),
-        ({"path": "{url}/missing.jsonl"}, ["missing.jsonl", "404"]),
+        ({"path": "{url}/missing.jsonl"}, ["missing.jsonl", "No such file"]),
         ({"path": "{folder}/nothing"}, ["nothing"]),
         ({"path": "https://example.org/data"}, ["format"]),
         ({"path": "a.jsonl", "wieght": 2}, ["wieght, did you mean weight?"]),
@@ -507,7 +489,7 @@ def test_trainer_without_source_is_one_line(tiny_data, tmp_path):
 def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     with FileServer(tmp_path) as server:
-        server.cuts["/far.jsonl"], server.is_stalling = [2_000_000, 100_000], True
+        server.cuts["/far.jsonl"], server.is_stalling = [10**7, 100_000], True
         sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
         script = start("script", "-m", "tests.programs.interrupted_stream", tiny_data["--tokenizer_path"], sources)
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
