@@ -36,7 +36,7 @@ class FinetuneArguments(PrecisionArguments):
 
     task: str | None = flag(
         None,
-        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.",
+        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos; or rucola.",
         aliases=["-t"],
     )
     task_file: str | None = flag(

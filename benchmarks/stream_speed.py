@@ -55,12 +55,12 @@ def main():
         parts[name] = time.process_time() - start
         return result
 
-    tokenize = ChunkTokenizer(dataset.sources, tokenizer, seed=1, kind=dataset.kind)
+    tokenize = ChunkTokenizer(dataset)
     stream = iter(stream_documents(dataset.sources, seed=1))
-    tokenize[512, next(stream)[1]]
-    chunks = measure("reading", lambda: [chunk for _, chunk in itertools.islice(stream, 40)])
-    results = measure("a worker's work", lambda: [tokenize[512, chunk] for chunk in chunks])
-    documents = [split_paragraphs(text) for chunk in chunks for *_, text in chunk]
+    tokenize[next(stream)]
+    chunks = measure("reading", lambda: list(itertools.islice(stream, 40)))
+    results = measure("a worker's work", lambda: [tokenize[key] for key in chunks])
+    documents = [split_paragraphs(text) for _, chunk in chunks for *_, text in chunk]
     sentences = measure("of it sentences", lambda: [split_sentences(document) for document in documents])
     flat = list(itertools.chain(*sentences))
     measure("of it tokens", lambda: tokenize.encoder.encode_batch_fast(flat, add_special_tokens=False))

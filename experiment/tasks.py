@@ -11,7 +11,7 @@ import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,15 +21,13 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import save_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from common.console import UserError, first_line, suggest
+from common.console import UserError, first_line
 from common.hub import hub
 from text.documents import read_records
 
@@ -65,25 +63,21 @@ class Example:
 # ---------------------------------------------------------------- metrics
 
 Measure = Callable[[list[Example], Sequence[int]], dict[str, float]]
-
-
-def measure_labels(names: tuple[str, ...], examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    """Compute these scores from examples and predicted indices."""
-    labels = [example.label for example in examples]
-    return {name: SCORES[name](labels, predictions) for name in names}
-
-
 SCORES = {
-    "accuracy": accuracy_score,
     # the average over classes, without those that are neither in the data nor predicted
     "f1": partial(f1_score, average="macro", zero_division=0),
     "mcc": matthews_corrcoef,
+    "accuracy": accuracy_score,
 }
-METRICS = {
-    "accuracy": partial(measure_labels, ("accuracy",)),
-    "f1": partial(measure_labels, ("f1", "accuracy")),
-    "mcc": partial(measure_labels, ("mcc", "accuracy")),
-}
+
+
+def measure_labels(name: str, examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """Compute this score and the accuracy from examples and predicted indices."""
+    labels = [example.label for example in examples]
+    return {score: SCORES[score](labels, predictions) for score in dict.fromkeys((name, "accuracy"))}
+
+
+METRICS = {name: partial(measure_labels, name) for name in SCORES}
 
 
 def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
@@ -196,21 +190,6 @@ def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
     return max(words, key=lambda place: (likeness(place), -abs(place[0] - start)))
 
 
-def read_coreference(record: dict, task: "Task") -> Example:
-    """Return an RWSD example: the places of a noun phrase and a pronoun, from the numbers of their words."""
-    text = record["text"]
-    spans = [[(0, *find_phrase(text, record[f"span{i}_index"], record[f"span{i}_text"]))] for i in (1, 2)]
-    return Example(record, [(text, None)], find_label(record, task), spans)
-
-
-def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
-    """Return the place of the phrase nearest to the word with this number, or of that word if there is none."""
-    words = [match.span() for match in re.finditer(r"\S+", text)] or [(0, len(text))]
-    place = words[min(max(int(index), 0), len(words) - 1)]
-    found = [match.span() for match in re.finditer(re.escape(phrase.lower()), text.lower())] if phrase else []
-    return min(found, key=lambda span: abs(span[0] - place[0]), default=place)
-
-
 def read_gap(record: dict, task: "Task") -> Example:
     """Return a RuCoS example: the places of the gap in the query and of all entities in the passage."""
     require(record["idx"], ("passage", "query"))
@@ -250,11 +229,6 @@ def split_answers(line: dict) -> list[dict]:
         for question in passage["questions"]
         for answer in question["answers"]
     ]
-
-
-def flatten_spans(line: dict) -> list[dict]:
-    """Return an RWSD record without its nested target."""
-    return [line | line["target"]]
 
 
 def split_queries(line: dict) -> list[dict]:
@@ -325,14 +299,6 @@ TASKS = {
         head="spans",
         make_example=read_word_senses,
     ),
-    "rwsd": Task(
-        "RWSD",
-        ("text", "span1_index", "span1_text", "span2_index", "span2_text"),
-        ("False", "True"),
-        head="spans",
-        make_example=read_coreference,
-        restructure=flatten_spans,
-    ),
     "rucos": Task(
         "RuCoS",
         ("passage", "query", "entities", "idx"),
@@ -373,12 +339,11 @@ TASKS = {
 def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     """Return the examples by split: train, validation and, if it exists, test.
 
-    They come from the folder of the task's name in `data_dir` (TERRa or terra), or from the Hugging Face Hub. If data
-    are missing or malformed, a UserError says so.
+    They come from the folder of the task's name in `data_dir`, or from the Hugging Face Hub. If data are missing or
+    malformed, a UserError says so.
     """
-    here = [path for path in Path(data_dir).glob("*") if path.is_dir() and path.name.lower() == task.name.lower()]
-    folder = task.folder or max(here, key=lambda path: (path.name == task.name, path), default=None)
-    if folder is None:
+    folder = task.folder or Path(data_dir, task.name)
+    if not folder.is_dir():
         records = load_from_hub(task, data_dir)
     else:
         # the unlabelled test texts are not needed to evaluate a model
@@ -458,69 +423,51 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
 
 # ---------------------------------------------------------------- tasks of a user
 
+TASK_FILE_FIELDS = "name, train, validation, test, text, text_pair, label, labels, metric, id, head"
 
-@strict
-@dataclass
-class TaskFile:
-    """The fields of a --task_file, a classification of texts or pairs. The first four are required.
+
+def load_task_file(path: str | Path) -> Task:
+    """Return the task that a JSON file describes, a classification of texts or pairs.
 
         {"name": "spam", "train": "train.csv", "validation": "dev.csv", "test": "test.csv", "text": "subject",
          "text_pair": "body", "label": "is_spam", "labels": ["no", "yes"], "metric": "f1", "id": "number"}
 
-    The files are in the same folder and end in .csv, .tsv or .jsonl. Without `labels`, these are those of the training
-    data; without `id`, it is the number of the record. The head "spans" compares the averages of a pair's two texts,
-    and needs fewer examples to learn their similarity. The default head uses the first token, like BERT.
+    The files are in the same folder and end in .csv, .tsv or .jsonl. `train`, `validation`, `text` and `label` are
+    required. Without `labels`, these are those of the training data; without `id`, it is the number of the record. The
+    head "spans" compares the averages of a pair's two texts, and needs fewer examples to learn their similarity. The
+    default head uses the first token, like BERT.
     """
-
-    train: str
-    validation: str
-    text: str
-    label: str
-    name: str = ""
-    test: str = ""
-    text_pair: str = ""
-    labels: list = field(default_factory=list)
-    metric: Literal["accuracy", "f1", "mcc"] = "accuracy"
-    id: str = ""
-    head: Literal["classes", "spans"] = "classes"
-
-
-def load_task_file(path: str | Path) -> Task:
-    """Return the task that a JSON file with the fields of TaskFile describes."""
-    what, known = f"--task_file {path}", [item.name for item in fields(TaskFile)]
+    what = f"--task_file {path} is not the description of a task"
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-        facts = TaskFile(**given)
-    except OSError as e:
-        raise UserError(f"{what} cannot be read ({e}): check the path") from e
-    except (ValueError, TypeError, StrictDataclassError) as e:
-        unknown = sorted(given.keys() - {*known}) if isinstance(e, TypeError) and isinstance(given, dict) else []
-        problem = f"unknown field {unknown[0]}{suggest(unknown[0], known)}" if unknown else first_line(e)
-        raise UserError(f"{what} is not the description of a task: {problem} (fields: {', '.join(known)})") from e
-    if facts.head == "spans" and not facts.text_pair:
-        raise UserError(f"{what}: the head spans needs a text_pair")
-    task = Task(
-        (facts.name or Path(path).stem).replace("/", "_"),  # part of file and folder names
-        tuple(filter(None, (facts.text, facts.text_pair))),
-        tuple(facts.labels),
-        facts.head,
-        METRICS[facts.metric],
-        label_column=facts.label,
-        id_column=facts.id,
-        files={split: file for split in ("train", "validation", "test") if (file := getattr(facts, split))},
-        folder=Path(path).parent,
-        address=f"where {path} says",
-        hub="",
-    )
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        if unknown := facts.keys() - {*TASK_FILE_FIELDS.split(", ")}:
+            raise ValueError(f"unknown field {unknown.pop()}")
+        head, splits = facts.get("head", "classes"), {name: facts[name] for name in ("train", "validation")}
+        if head not in ("classes", "spans") or (head == "spans" and "text_pair" not in facts):
+            raise ValueError(f"the head {head} is not classes, or spans with a text_pair")
+        if not isinstance(facts.get("labels", []), list):
+            raise ValueError("labels is not a list")
+        task = Task(
+            facts.get("name", Path(path).stem).replace("/", "_"),  # part of file and folder names
+            tuple(facts[name] for name in ("text", "text_pair") if name in facts),
+            tuple(facts.get("labels", ())),
+            head,
+            METRICS[facts.get("metric", "accuracy")],
+            label_column=facts["label"],
+            id_column=facts.get("id", ""),
+            files=splits | ({"test": facts["test"]} if facts.get("test") else {}),
+            folder=Path(path).parent,
+            address=f"where {path} says",
+            hub="",
+        )
+        training_file = task.folder / task.files["train"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        reason = f"no {e}" if isinstance(e, KeyError) else first_line(e)
+        raise UserError(f"{what} ({reason}): the fields are {TASK_FILE_FIELDS}, see docs/finetuning.md") from e
     if not task.labels:
-        records = [record for _, record in read_file(task, task.folder / facts.train) if isinstance(record, dict)]
-        labels = {str(record[facts.label]) for record in records if record.get(facts.label) not in (None, "")}
-        if len(labels) < 2:
-            raise UserError(
-                f"{what}: {facts.label} has the values {', '.join(labels) or 'none'} in {facts.train}, whose columns "
-                f"are {', '.join(records[0]) if records else 'none'}: at least two labels are needed"
-            )
-        task = replace(task, labels=tuple(sorted(labels)))
+        records = [record for _, record in read_file(task, training_file) if isinstance(record, dict)]
+        labels = {record.get(task.label_column) for record in records} - {None, ""}
+        task = replace(task, labels=tuple(sorted(map(str, labels))))
     return task
 
 

@@ -30,6 +30,8 @@ from transformers.models.albert.modeling_albert import AlbertForPreTrainingOutpu
 
 # ---------------------------------------------------------------- configuration
 
+TANH_GELU = ("gelu_fused", "gelu_new", "gelu_fast")  # other names of gelu_pytorch_tanh, which is the fastest of them
+
 
 class LeanAlbertConfig(PreTrainedConfig):
     """The shape of a LeanALBERT; names and meanings are those of RuLeanALBERT's config.json.
@@ -99,7 +101,6 @@ class LeanAlbertConfig(PreTrainedConfig):
         # for all Auto classes, not only for the saved model's
         kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
-        choose_activation(self.hidden_act)  # raises if it is unknown, before the model is built
         layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
         sets, shares = self.num_inner_matrices, int(self.share_large_matrices)
         own_layers = groups * self.num_inner_groups
@@ -107,6 +108,9 @@ class LeanAlbertConfig(PreTrainedConfig):
         rules = {
             f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute": (
                 self.position_embedding_type in ("rotary", "absolute")
+            ),
+            f"hidden_act {self.hidden_act} is unknown: choose gelu_new, gelu, relu, silu, ...": (
+                self.hidden_act in TANH_GELU or self.hidden_act in ACT2FN
             ),
             f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}": (
                 self.hidden_size % heads == 0
@@ -143,12 +147,8 @@ class LeanAlbertConfig(PreTrainedConfig):
 
 
 def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the activation of this name; GELU's tanh approximation has four names and one fast implementation."""
-    if name in ("gelu_fused", "gelu_new", "gelu_fast"):
-        name = "gelu_pytorch_tanh"
-    if name not in ACT2FN:
-        raise ValueError(f"hidden_act {name} is unknown: choose gelu_new, gelu, relu, silu, ...")
-    return ACT2FN[name]
+    """Return the activation of this name."""
+    return ACT2FN["gelu_pytorch_tanh" if name in TANH_GELU else name]
 
 
 # ---------------------------------------------------------------- one layer
@@ -521,14 +521,12 @@ class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
         return MaskedLMOutput(loss=loss, logits=logits)
 
 
-class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
-    """The base class of models with a `classifier`."""
-
-    is_pooled: bool  # whether there is one class for the whole text, from the pooled first token
+class LeanAlbertForSequenceClassification(LeanAlbertPreTrainedModel):
+    """The model for a class per text, or a number if config.num_labels is 1."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config)
-        self.albert = LeanAlbertModel(config, add_pooling_layer=self.is_pooled)
+        self.albert = LeanAlbertModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -540,29 +538,14 @@ class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """Return the loss, if there are labels, and the logits, [batch, labels] or [batch, length, labels].
+        """Return the logits, [batch, labels], and the loss if there are labels.
 
-        :param labels: [batch] int64 classes or float numbers, see config.problem_type; or [batch, length] int64, -100:
-            no label
+        :param labels: [batch] int64 classes or float numbers, see config.problem_type
         """
-        outputs = self.albert(input_ids, attention_mask, token_type_ids)
-        logits = self.classifier(self.dropout(outputs.pooler_output if self.is_pooled else outputs.last_hidden_state))
+        logits = self.classifier(self.dropout(self.albert(input_ids, attention_mask, token_type_ids).pooler_output))
         # transformers chooses the loss by the name of the class
-        both = (labels, logits) if self.is_pooled else (logits, labels)
-        loss = None if labels is None else self.loss_function(*both, self.config)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
-
-
-class LeanAlbertForSequenceClassification(LeanAlbertForClassification):
-    """The model for a class per text, or a number if config.num_labels is 1."""
-
-    is_pooled = True
-
-
-class LeanAlbertForTokenClassification(LeanAlbertForClassification):
-    """The model for a class per token."""
-
-    is_pooled = False
 
 
 AUTO_CLASSES = {
@@ -570,7 +553,6 @@ AUTO_CLASSES = {
     "AutoModelForPreTraining": LeanAlbertForPreTraining,
     "AutoModelForMaskedLM": LeanAlbertForMaskedLM,
     "AutoModelForSequenceClassification": LeanAlbertForSequenceClassification,
-    "AutoModelForTokenClassification": LeanAlbertForTokenClassification,
 }
 transformers.AutoConfig.register(LeanAlbertConfig.model_type, LeanAlbertConfig, exist_ok=True)
 LeanAlbertConfig.register_for_auto_class()

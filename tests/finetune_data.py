@@ -21,7 +21,6 @@ LEAVES = "Осенью с клёна падают листья. Дворник �
 NEWS = "Анна Лебедева живёт в Омске. В Омске Анна Лебедева встретила Егора."
 QUERY = "Теперь Егор и @placeholder ищут квартиру."
 BOW, ONION = "Охотник взял лук и стрелы.", "На кухне резали лук."
-WINOGRAD = "Миска не влезла в шкаф, потому что она велика."
 
 SOUP, MAPLE = "Мать сказала, что суп готов.", "Падают ли листья с клёна?"
 ANSWERS = [{"idx": 7, "text": "Фёдор", "label": 1}, {"idx": 8, "text": "Клён", "label": 0}]
@@ -49,10 +48,10 @@ RECORDS = {
     "danetqa": alike({"question": MAPLE, "passage": LEAVES, "label": True}, 1, [(LEAVES, MAPLE)]),
     # the cause stands before the effect
     "parus": alike(
-        {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она красная.", "question": "cause"}
+        {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она совсем красная.", "question": "cause"}
         | {"label": 0},
         0,
-        [("Её задел кот.", "Чашка упала."), ("Она красная.", "Чашка упала.")],
+        [("Её задел кот.", "Чашка упала."), ("Она совсем красная.", "Чашка упала.")],
     ),
     "muserc": (
         {"idx": 4, "passage": {"text": LEAVES, "questions": [ASKED]}},
@@ -70,15 +69,6 @@ RECORDS = {
         [(BOW, ONION)],
         ["лук"],
         ["лук"],
-    ),
-    "rwsd": (
-        {"text": WINOGRAD, "label": True, "idx": 4}
-        | {"target": {"span1_index": 0, "span1_text": "Миска", "span2_index": 7, "span2_text": "она велика"}},
-        [
-            {"text": WINOGRAD, "label": 1, "idx": 4}
-            | {"span1_index": 0, "span1_text": "Миска", "span2_index": 7, "span2_text": "она велика"}
-        ],
-        [([(WINOGRAD, None)], [1], [["Миска"], ["она велика"]])],
     ),
     "rucos": (
         {"idx": 4, "passage": {"text": NEWS, "entities": [place(NEWS, "Анна Лебедева"), *OMSK, place(NEWS, "Егора")]}}
@@ -134,17 +124,15 @@ def make_toy_choices() -> list[dict]:
 
 
 def make_toy_spans() -> list[dict]:
-    """32 records in RWSD's schema: cat and dog stand in each text, and only the span says which one is meant."""
-    return [
-        {
-            "text": f"Кот и пёс живут в {where}, и {name} знает, что он сыт.",
-            "label": who == "Кот",
-            "idx": 2 * number + i,
-        }
-        | {"target": {"span1_text": who, "span1_index": 2 * i, "span2_text": "он сыт", "span2_index": 10}}
-        for number, (name, where) in enumerate(itertools.product(NAMES[:4], PLACES))
-        for i, who in enumerate(("Кот", "пёс"))
-    ]
+    """32 records in RUSSE's schema: cat and dog stand in each text, and only the spans say which one is meant."""
+    records = []
+    for name, where in itertools.product(NAMES[:4], PLACES):
+        texts = {"sentence1": f"кот и пёс живут в {where}.", "sentence2": f"пёс и кот знают, где {name}."}
+        for word in ("кот", "пёс"):
+            places = [place(text, word) for text in texts.values()]
+            spans = {f"{edge}{number}": found[edge] for number, found in enumerate(places, 1) for edge in found}
+            records.append(texts | spans | {"word": word, "label": word == "кот", "idx": len(records)})
+    return records
 
 
 def make_toy_gaps() -> list[dict]:

@@ -125,7 +125,7 @@ def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str])
     return labels
 
 
-LEARNED = {"parus": (make_toy_choices, 4), "rwsd": (make_toy_spans, 8), "rucos": (make_toy_gaps, 8)}
+LEARNED = {"parus": (make_toy_choices, 4), "russe": (make_toy_spans, 8), "rucos": (make_toy_gaps, 8)}
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -384,7 +384,7 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
     weights = {name.removeprefix("albert."): t for name, t in load_file(toy_model / "model.safetensors").items()}
     own = AutoTokenizer.from_pretrained(toy_model)
     for path in (old_checkpoint, old_checkpoint / "state.pth"):
-        for task in ("terra", "rwsd"):
+        for task in ("terra", "russe"):
             pretrained, model = prepare(task, checkpoint=path)
             assert_begins_with(model, weights)
         tokenizer = pretrained.tokenizer
@@ -498,7 +498,7 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
         (["-t", "terra", "--dropout", "1"], ["--dropout"]),
         (["-t", "terra", "--max_length", "4"], ["--max_length"]),
         (["-t", "terra", "--lr", "1"], ["--lr"]),
-        (["--task_file", "no/such.json"], ["--task_file no/such.json", "cannot be read"]),
+        (["--task_file", "no/such.json"], ["--task_file no/such.json", "No such file"]),
         (["-t", "rucola"], ["no folder", "RuCoLA", "in_domain_train.csv", "https://github.com/RussianNLP/RuCoLA"]),
     ],
     ids=str,

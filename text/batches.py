@@ -14,8 +14,7 @@ import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, to_tensors
-from text.documents import count_within
+from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, cut_rows, to_tensors
 from text.instances import KINDS, PAIRS
 from text.streams import ChunkTokenizer, list_instances, stream_documents
 from text.workers import prepare_in_workers
@@ -68,33 +67,6 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
 def choose_multiple(longest: int) -> int:
     """Return the multiple for the width of batches: 8 suits tensor cores, but pads short rows by up to a seventh."""
     return 8 if longest >= 128 else 1
-
-
-def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: int) -> tuple[Columns, np.ndarray]:
-    """Truncate rows to sequence_length; return their columns, joined end to end, and their lengths.
-
-    [CLS] A [SEP] B [SEP] keeps this form: each segment keeps its first tokens and its [SEP], and the longer segment is
-    cut first. If the end of A were kept, text would continue from A to B only in pairs that are not swapped, which
-    would reveal the label. A block keeps its first tokens, and its [SEP] if it has one.
-    """
-    if lengths.max() <= sequence_length:
-        return flat, lengths
-    if "token_type_ids" not in flat:
-        kept = np.minimum(lengths, sequence_length)
-        positions = count_within(lengths)
-        last = int("special_tokens_mask" in flat)
-        is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
-        return {name: values[is_kept] for name, values in flat.items()}, kept
-    second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
-    first = lengths - second
-    kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
-    kept_first = np.minimum(first, sequence_length - kept_second)
-    sizes = np.stack([first, second], axis=1).ravel()
-    kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
-    positions = count_within(sizes)
-    is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
-    flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
-    return flat, kept_first + kept_second
 
 
 class IndexedBatches:
@@ -214,8 +186,8 @@ class StreamedBatches:
     fills while these batches are taken.
 
     The state is the position in the text at which the current pool begins, and the number of its batches taken. From
-    there the same batches follow, once each. If batch size, sequence length or shuffle_buffer have changed, the pool
-    starts over instead; if a source was late, part of the pool may be lost or repeated.
+    there the same batches follow, once each. If batch size or shuffle_buffer have changed, the pool starts over
+    instead; if a source was late, part of the pool may be lost or repeated.
 
     :param collator: a function (sequences, mask seed, sequence length) -> batch
     :param stop: an event that ends the iteration during a wait for data
@@ -230,49 +202,42 @@ class StreamedBatches:
         self.sequence_length = dataset.max_sequence_length
 
     def set_sequence_length(self, length: int) -> None:
-        """Set the length of the next batches; sequences prepared for another length are dropped."""
+        """Truncate sequences to this many tokens from the next batch on."""
         self.sequence_length = length
 
     def state(self) -> dict | None:
         """Return the state after the last batch taken, for JSON; None before the first batch."""
         return self.progress
 
-    def describe(self) -> dict:
-        """Return the values, other than its documents, that determine a pool's batches."""
-        own = {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
-        return {"seed": self.dataset.seed, **own, "shuffle_buffer": self.dataset.shuffle_buffer}
-
     def __iter__(self) -> Iterator[dict]:
         dataset, saved = self.dataset, self.progress
+        own = {"seed": dataset.seed, "batch_size": self.batch_size, "shuffle_buffer": dataset.shuffle_buffer}
 
         def hand_out() -> Iterator[tuple]:
             # DataLoader takes 2 keys per worker while it starts; a long wait for text there would block Ctrl-C
             for _ in range(2 * self.num_workers):
-                yield self.sequence_length, None, []
-            for begin, chunk in stream_documents(dataset.sources, dataset.seed, saved, self.stop):
-                yield self.sequence_length, begin, chunk
+                yield None, []
+            yield from stream_documents(dataset.sources, dataset.seed, saved, self.stop)
 
-        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.kind)
-        chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
+        chunks = prepare_in_workers(ChunkTokenizer(dataset), hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
             """Fill the pool up to this many sequences; return False if the stream has ended before that."""
             while len(pool["instances"]) < count and (result := next(chunks, None)):
-                length, begin, columns, lengths = result
-                if length == self.sequence_length and len(lengths):
+                begin, columns, lengths = result
+                if len(lengths):
                     pool["begin"] = pool["begin"] or begin
                     pool["instances"] += list_instances(columns, lengths)
             return len(pool["instances"]) >= count
 
-        smallest, largest = 4 * self.batch_size, max(dataset.shuffle_buffer, self.batch_size)
-        size, taken = min(smallest, largest), 0
+        largest = max(dataset.shuffle_buffer, self.batch_size)
+        size, taken = min(4 * self.batch_size, largest), 0
         if saved:
             size = max(saved["pool_size"], self.batch_size)
-            taken = saved["taken"] * all(saved[name] == value for name, value in self.describe().items())
+            taken = saved["taken"] * all(saved[name] == value for name, value in own.items())
         pool = {"begin": None, "instances": []}
         while gather(pool, size):
-            description, next_size = self.describe(), min(2 * size, largest)
-            seed = [dataset.seed, pool["begin"]["documents"]]
+            seed, next_size = [dataset.seed, pool["begin"]["documents"]], min(2 * size, largest)
             lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
             batches = group_by_length(lengths // 8, self.batch_size, np.random.default_rng(seed))
             next_pool = {"begin": None, "instances": []}
@@ -280,12 +245,8 @@ class StreamedBatches:
                 if not gather(next_pool, next_size * (number + 1) // len(batches)):
                     return
                 instances = [pool["instances"][row] for row in batches[number]]
-                batch = self.collator(instances, [*seed, number], self.sequence_length)
-                self.progress = {**description, **pool["begin"], "pool_size": size, "taken": number + 1}
-                yield batch
-                if self.describe() != description:
-                    next_pool, next_size = {"begin": None, "instances": []}, min(smallest, largest)
-                    break
+                self.progress = {**own, **pool["begin"], "pool_size": size, "taken": number + 1}
+                yield self.collator(instances, [*seed, number], self.sequence_length)
             pool, size, taken = next_pool, next_size, 0
 
 

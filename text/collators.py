@@ -24,6 +24,33 @@ def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.n
     return words * is_ordinary, int(words[-1])
 
 
+def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> tuple[Columns, np.ndarray]:
+    """Truncate rows to sequence_length; return their columns, joined end to end, and their lengths.
+
+    [CLS] A [SEP] B [SEP] keeps this form: each segment keeps its first tokens and its [SEP], and the longer segment is
+    cut first. If the end of A were kept, text would continue from A to B only in pairs that are not swapped, which
+    would reveal the label. A block keeps its first tokens, and its [SEP] if it has one.
+    """
+    if lengths.max() <= sequence_length:
+        return flat, lengths
+    if "token_type_ids" not in flat:
+        kept = np.minimum(lengths, sequence_length)
+        positions = count_within(lengths)
+        last = int("special_tokens_mask" in flat)
+        is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
+        return {name: values[is_kept] for name, values in flat.items()}, kept
+    second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
+    first = lengths - second
+    kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
+    kept_first = np.minimum(first, sequence_length - kept_second)
+    sizes = np.stack([first, second], axis=1).ravel()
+    kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
+    positions = count_within(sizes)
+    is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
+    flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
+    return flat, kept_first + kept_second
+
+
 class DataCollator:
     """The base class of the collators, which make a padded batch with labels for every kind of data.
 
@@ -40,7 +67,7 @@ class DataCollator:
         :param instances: dictionaries of lists, arrays or tensors: input_ids, and optionally token_type_ids,
             special_tokens_mask and sentence_order_label
         :param seed: the seed of the masks; None: use torch's global generator
-        :param longest: the maximum width, because a model may have no position beyond it
+        :param longest: the number of tokens to which sequences are truncated
         """
         import torch
 
@@ -54,6 +81,7 @@ class DataCollator:
         }
         if "sentence_order_label" in instances[0]:
             flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
+        flat, lengths = cut_rows(flat, lengths, longest)
         return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
     def collate(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> Columns:

@@ -453,43 +453,6 @@ def take_document(
     return None
 
 
-class ChunkTokenizer:
-    """The tokenization of stream_documents' chunks, for DataLoader's workers.
-
-    It maps (seq_length, ..., chunk) to (seq_length, ..., columns joined end to end, lengths). The last block of each
-    chunk may be shorter. Each process has its own tokenizer backend.
-    """
-
-    def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind):
-        self.sources, self.tokenizer, self.seed, self.kind = sources, tokenizer, seed, kind
-        self.encoder = None
-
-    def __getitem__(self, key: tuple) -> tuple:
-        *rest, chunk = key
-        self.encoder = self.encoder or make_text_encoder(self.tokenizer)
-        documents = [split_paragraphs(text) for *_, text in chunk]
-        if not self.kind.has_pairs:
-            ids = encode_documents([d for d in documents if d], self.kind, self.tokenizer, self.encoder)
-            return *rest, *cut_blocks(ids, rest[0], self.kind, self.tokenizer, keep_rest=True)
-        sources = [self.sources[index] for _, index, _ in chunk]
-        documents = [
-            split_sentences(paragraphs, source.language, source.sentence_splitter)
-            for paragraphs, source in zip(documents, sources, strict=True)
-        ]
-        generators = [make_document_random(self.seed, "stream", number) for number, _, _ in chunk]
-        return *rest, *make_instances(documents, generators, rest[0], self.tokenizer, self.encoder)
-
-
-def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
-    """Return a dictionary of arrays for each instance, from columns joined end to end."""
-    ends = lengths.cumsum()
-    parts = {
-        name: values.tolist() if name == "sentence_order_label" else np.split(values, ends)[:-1]
-        for name, values in columns.items()
-    }
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-
-
 @dataclasses.dataclass
 class TrainingDataset:
     """The train split of --streaming, of which text.batches.StreamedBatches makes batches."""
@@ -504,3 +467,38 @@ class TrainingDataset:
     def count_records(self) -> dict[str, dict[str, int]]:
         """Return the numbers of documents and broken records of each source that this process has read."""
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
+
+
+class ChunkTokenizer:
+    """The tokenization of stream_documents' chunks, for DataLoader's workers.
+
+    It maps (state, chunk) to (state, columns joined end to end, lengths). The last block of each chunk may be shorter.
+    """
+
+    def __init__(self, dataset: TrainingDataset):
+        self.dataset, self.encoder = dataset, make_text_encoder(dataset.tokenizer)
+
+    def __getitem__(self, key: tuple[dict | None, list]) -> tuple:
+        (state, chunk), dataset = key, self.dataset
+        tokenizer, kind, length = dataset.tokenizer, dataset.kind, dataset.max_sequence_length
+        documents = [split_paragraphs(text) for *_, text in chunk]
+        if not kind.has_pairs:
+            ids = encode_documents([d for d in documents if d], kind, tokenizer, self.encoder)
+            return state, *cut_blocks(ids, length, kind, tokenizer, keep_rest=True)
+        sources = [dataset.sources[index] for _, index, _ in chunk]
+        documents = [
+            split_sentences(paragraphs, source.language, source.sentence_splitter)
+            for paragraphs, source in zip(documents, sources, strict=True)
+        ]
+        generators = [make_document_random(dataset.seed, "stream", number) for number, _, _ in chunk]
+        return state, *make_instances(documents, generators, length, tokenizer, self.encoder)
+
+
+def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
+    """Return a dictionary of arrays for each instance, from columns joined end to end."""
+    ends = lengths.cumsum()
+    parts = {
+        name: values.tolist() if name == "sentence_order_label" else np.split(values, ends)[:-1]
+        for name, values in columns.items()
+    }
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

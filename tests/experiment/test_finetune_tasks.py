@@ -19,7 +19,6 @@ from common.console import UserError
 from experiment.tasks import (
     TASKS,
     Example,
-    find_phrase,
     find_word,
     format_predictions,
     load_examples,
@@ -85,7 +84,7 @@ def test_tasks_parse_both_schemas(name, tmp_path):
 
 
 def test_rucola_parses(tmp_path):
-    folder = tmp_path / "rucola"  # however it is spelled
+    folder = tmp_path / "RuCoLA"
     folder.mkdir()
     header = "id,sentence,acceptable,error_type,detailed_source\n"
     (folder / "in_domain_train.csv").write_text(
@@ -119,17 +118,6 @@ def test_russe_repairs_known_defects():
     assert find_word("лук и лук и лук", 10, 11, "лук") == (12, 15)
     assert find_word("лук и лук и лук", 4, 5, "лук") == (6, 9)
     assert find_word("...", 0, 1, "лук") == (0, 3)
-
-
-def test_rwsd_finds_phrase_by_word_index():
-    text = "Оля звала Таню, но она её не слышала: она спала."
-    assert find_phrase(text, 4, "она") == (19, 22)
-    assert find_phrase(text, 8, "она спала") == (38, 47)
-    assert find_phrase(text, 8, "она") == (38, 41)
-    assert text[slice(*find_phrase(text, 0, "оля"))] == "Оля"
-    # not in the text, as written: the word of that number, and never one that is not there
-    assert text[slice(*find_phrase(text, 2, "Таня"))] == "Таню,"
-    assert text[slice(*find_phrase(text, 99, "Таня"))] == "спала."
 
 
 def test_rucos_lists_candidate_answers():
@@ -182,7 +170,7 @@ def test_macro_f1_averages_three_classes():
     metrics = TASKS["rcb"].measure(label_examples(0, 0, 1, 1, 2, 2), [0, 1, 1, 1, 2, 0])
     assert metrics == pytest.approx({"f1": (1 / 2 + 4 / 5 + 2 / 3) / 3, "accuracy": 4 / 6})
     assert next(iter(metrics)) == "f1"  # which decides
-    for name in ("terra", "danetqa", "parus", "russe", "rwsd"):
+    for name in ("terra", "danetqa", "parus", "russe"):
         assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
 
 
@@ -243,7 +231,6 @@ SUBMISSIONS = {
     "lidirus": ([1, 0], '{"idx": 4, "label": "not_entailment"}\n{"idx": 5, "label": "entailment"}\n'),
     "danetqa": ([1, 0], '{"idx": 4, "label": "true"}\n{"idx": 5, "label": "false"}\n'),
     "russe": ([1, 0], '{"idx": 4, "label": "true"}\n{"idx": 5, "label": "false"}\n'),
-    "rwsd": ([1, 0], '{"idx": 4, "label": "True"}\n{"idx": 5, "label": "False"}\n'),
     "parus": ([1, 0], '{"idx": 4, "label": 1}\n{"idx": 5, "label": 0}\n'),
 }
 
@@ -298,20 +285,20 @@ def test_task_file_collects_labels(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"label": None}, ["'label'", "fields: train, validation"]),
-        ({"trian": "a.jsonl"}, ["unknown field trian, did you mean train?"]),
-        ({"metric": "bleu"}, ["bleu", "accuracy"]),
+        ({"label": None}, ["no 'label'", "fields are name, train"]),
+        ({"trian": "a.jsonl"}, ["unknown field trian"]),
+        ({"metric": "bleu"}, ["bleu", "metric"]),
         ({"labels": "yes"}, ["labels", "list"]),
-        ({"head": "spans"}, ["the head spans needs a text_pair"]),
-        ({"text": 3}, ["text", "str"]),
+        ({"head": "spans"}, ["the head spans is not classes, or spans with a text_pair"]),
+        ({"text": 3}, ["a.jsonl, line 1"]),
         ({"test": "gone.csv"}, ["gone.csv"]),
-        ({"label": "subject"}, ["subject has the values none", "body, topic"]),
+        ({"label": "subject"}, ["without subject", "body, topic"]),
         ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
         ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
         ({"text": "title"}, ["a.jsonl, line 1", "no title among body, topic"]),
         ({"train": "broken.jsonl"}, ["broken.jsonl, line 2 is not JSON: fix it; or get it from where"]),
         ({"train": "list.jsonl"}, ["list.jsonl"]),
-        ({"train": "empty.csv"}, ["empty.csv", "none"]),
+        ({"train": "empty.csv"}, ["topic 1 is not one of"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
         ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
@@ -434,7 +421,7 @@ def test_encode_matches_tokenizer(toy_model):
 
 HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
 HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment"])
-HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "True"])
+HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe"), ["False", "True"])
 
 
 def make_parquet(name: str, records: list[dict]) -> bytes:

@@ -12,7 +12,8 @@ from rows import are_equal, make_batches, make_rows
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import IndexedBatches, check_data_arguments, cut_rows, data_seed, sequence_length_at
+from text.batches import IndexedBatches, check_data_arguments, data_seed, sequence_length_at
+from text.collators import cut_rows
 from text.instances import BLOCKS, PAIRS, TEXT
 
 

@@ -274,9 +274,9 @@ def open_stream(tokenizer, sources, kind=PAIRS, shuffle_buffer=data.SHUFFLE_BUFF
 
 def make_batches(tokenizer, sources, count, collator=None, **options):
     """(batches, state behind the last one)"""
-    options = {"seed": 1, "num_workers": 0, "state": None, "length": 64, "buffer": 256} | options
-    dataset = open_stream(tokenizer, sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"])
-    chosen = {name: options[name] for name in ("num_workers", "state")} | {"batch_size": 16}
+    options = {"seed": 1, "num_workers": 0, "state": None, "batch_size": 16} | options
+    dataset = open_stream(tokenizer, sources, max_sequence_length=64, shuffle_buffer=256)
+    chosen = {name: options[name] for name in ("num_workers", "state", "batch_size")}
     if collator:
         dataset.seed = options["state"]["seed"] if options["state"] else options["seed"]
         batches = StreamedBatches(dataset, collator, **chosen)
@@ -318,15 +318,15 @@ def test_stream_restart_continues_after_last_batch(tokenizer, austen):
 def test_stream_restart_with_other_batch_size(tokenizer, austen):
     _, state = make_batches(tokenizer, austen, 37, keep_rows)
     assert state["documents"] > 0 and state["taken"] > 1
-    after, first = make_batches(tokenizer, austen, 1, keep_rows, state=state, length=128)
-    assert max(map(len, after[0])) > 65
+    after, first = make_batches(tokenizer, austen, 1, keep_rows, state=state, batch_size=8)
+    assert len(after[0]) == 8
     assert first["positions"] == state["positions"] and first["taken"] == 1
 
 
 def test_tiny_sources_repeat_reshuffled(tokenizer, tmp_path):
     texts = [f"It is {'so ' * number}. It is." for number in range(1, 41)]
     sources = write_sources(tmp_path / "s.json", {"path": write_jsonl(tmp_path / "a.jsonl", texts)})
-    batches, _ = make_batches(tokenizer, sources, 100, keep_rows, buffer=64)
+    batches, _ = make_batches(tokenizer, sources, 100, keep_rows)
     lengths = [len(row) for batch in batches for row in batch]
     times = Counter(lengths)
     assert len(times) == 40 and min(times.values()) > 25 and max(times.values()) < 55
@@ -335,12 +335,12 @@ def test_tiny_sources_repeat_reshuffled(tokenizer, tmp_path):
 
 def test_stream_sequence_length_changes_next_batch(tokenizer, austen):
     dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
-    batches = StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
+    batches = data.make_train_batches(dataset, tokenizer, DataArguments(), batch_size=16, seed=1, num_workers=2)
     batches.set_sequence_length(32)
     iterator = iter(batches)
     for length in (32, 96, 64, 128):
         batches.set_sequence_length(length)
-        longest = [max(len(row) - 1 for row in next(iterator)) for _ in range(30)]
+        longest = [int(next(iterator)["attention_mask"].sum(1).max()) for _ in range(10)]
         assert length - 10 < max(longest) <= length, (length, longest)
 
 
@@ -364,7 +364,8 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
 
     chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
     [source, *_] = streams.read_sources(austen)
-    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, kind)[32, chunk]
+    dataset = streams.TrainingDataset([source], tokenizer, 32, seed=0, shuffle_buffer=64, kind=kind)
+    _, columns, lengths = streams.ChunkTokenizer(dataset)[None, chunk]
     ids = columns["input_ids"]
     if kind.is_masked:
         edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
