@@ -5,9 +5,8 @@
 
 or, with everything installed, `python demo.py`. With --clients neither trainer accepts a connection, and an auxiliary
 peer averages for them. With --config_path configs/lean-demo.json they train a LeanALBERT; with configs/gpt-demo.json a
-causal model, by Muon, which then continues three sentences. The demo only starts the project's scripts and reads their
-output: it prints each command, and you can run it yourself. It ends after two to three minutes on two cores. All files
-are in --output_dir.
+causal model, by Muon. The demo only starts the project's scripts and reads their output. It prints each command, and
+you can run it yourself. It ends after two to three minutes on two cores. All files are in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
 """
@@ -23,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -51,13 +51,6 @@ CAUSAL = ("gpt2", "llama")  # model types that predict the next token
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-# From chapters of the validation split; the masked word of each is one token of the vocabulary.
-SENTENCES = (
-    "Catherine [was] disappointed and vexed.",
-    "He must have been dreadfully cruel [to] her!",
-    "The weather added what it could [of] gloom.",
-)
-
 STALL_LIMIT = 180.0  # seconds; the demo fails after this time without a new epoch
 # the first peer's output about joining, and about its status page
 JOIN, PAGE = r"--initial_peers .+$", r"status page: http://\S+:(\d+)/"
@@ -77,8 +70,9 @@ class Scripts:
         """Print and start `python {command}`; its output goes to {name}.log."""
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
-            settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-            print(wrap_command(f"{settings}{shlex.quote(os.path.relpath(sys.executable))} {command}"), flush=True)
+            settings = "".join(f"{key}={value} " for key, value in environment.items())
+            words = f"{settings}{os.path.relpath(sys.executable)} {command}"
+            print("  " + " \\\n      ".join(textwrap.wrap(words, 105, break_on_hyphens=False)), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -137,56 +131,13 @@ class Scripts:
             process.wait()
 
 
-def wrap_command(command: str) -> str:
-    """Wrap a command to the terminal's width with backslashes, and keep each flag next to its value."""
-    width = min(110, shutil.get_terminal_size().columns) - 4
-    lines = [""]
-    for words in re.findall(r"--\S+(?: (?!--)\S+)*|\S+", command):
-        if lines[-1] and len(lines[-1]) + 1 + len(words) > width:
-            lines.append("   ")
-        lines[-1] = f"{lines[-1]} {words}" if lines[-1] else words
-    return " \\\n".join(f"  {line}" for line in lines)
-
-
 def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
-    """Tokenize the sample, unless an earlier demo did so with the same scripts.
-
-    :returns: the flags with the paths of the data
-    """
-    data, command = (data / "causal", f"{TOKENIZE} --objective clm") if is_causal else (data, TOKENIZE)
+    """Tokenize the sample, and return the flags with the paths of the data."""
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
-    corpus = data / "dataset" / "corpus.json"
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("text/*.py"), ROOT / "sample_data" / "austen.txt.xz"]
-    if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-        print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
-        return flags
-    shutil.rmtree(data, ignore_errors=True)
-    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{command} {flags}")
+    command = f"{TOKENIZE} --objective clm {flags}" if is_causal else f"{TOKENIZE} {flags}"
+    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", command)
     scripts.wait("tokenize", STALL_LIMIT)
     return flags
-
-
-def show_sentences(model: Path) -> None:
-    """Print the trained model's predictions of some masked words, or its continuations of some sentences."""
-    from transformers import logging, pipeline, set_seed
-
-    import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
-
-    logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
-    logging.disable_progress_bar()
-    if json.loads((model / "config.json").read_text())["model_type"] in CAUSAL:
-        set_seed(0)
-        write = pipeline("text-generation", str(model), max_new_tokens=32, do_sample=True, temperature=0.8, top_k=40)
-        print("\nThree sentences as the model continues them:")
-        for sentence in SENTENCES:
-            print(f"  {' '.join(write(sentence.split('[')[0].strip())[0]['generated_text'].split())}", flush=True)
-        return
-    predict = pipeline("fill-mask", str(model))
-    print("\nThree sentences that the model has not read, a word masked, and what it puts there:")
-    for sentence in SENTENCES:
-        start, word, end = re.split(r"[\[\]]", sentence)
-        answer = predict(f"{start}{predict.tokenizer.mask_token}{end}")[0]["token_str"]
-        print(f"  {start}____{end}  {answer!r} ({'right' if answer == word else f'it is {word!r}'})", flush=True)
 
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
@@ -267,7 +218,8 @@ def report(output_dir: Path, epochs: int) -> None:
     print(f"checkpoint: {folders[0] / 'model'}")
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
-    show_sentences(folders[0] / "model")
+    texts = re.findall(r"sample text: (.*)", Path(f"{folders[0]}.log").read_text())
+    print("\nThree texts by the trained model:", *texts[-3:], sep="\n  ", flush=True)
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
@@ -281,7 +233,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
     lock_folder("--output_dir", output_dir)
     for path in output_dir.iterdir():
-        if path.name not in (".lock", "data"):
+        if path.name != ".lock":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
         is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL

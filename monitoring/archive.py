@@ -40,15 +40,13 @@ from training.checkpoint import (
     set_aside,
     write_code,
 )
-from training.figures import TrainingSchedule
-from utils import SwarmMetrics
+from training.figures import SwarmMetrics, TrainingSchedule
 
 logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this process
 REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
 MAX_SHOWN = 10  # checkpoints on the status page
-REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
 CARD = Path(__file__).with_name("card.md")
 #: the names of arguments that match on all peers, without paths of this machine
 PUBLIC_ARGUMENTS = {name for name in list_shared((SwarmArguments, *SHARED_ARGS)) if not name.endswith("_path")}
@@ -96,8 +94,8 @@ class CheckpointHandler:
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
         arguments = {name: value for group in groups for name, value in vars(group).items()}
         self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
-        self.download = self.arrival = self.saving = None
-        self.wanted_epoch = self.last_epoch = 0
+        self.download = self.saving = None
+        self.last_epoch = 0
         self.start = time.time()
         try:
             lock_folder("--local_path", self.folder)
@@ -126,21 +124,13 @@ class CheckpointHandler:
         if self.download is None:
             is_saving = self.saving is not None and self.saving.is_alive()
             if metrics and not is_saving and self.is_due(metrics.epoch):
-                self.wanted_epoch = metrics.epoch
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
         elif self.download.done() and history:  # empty after a run has just started over
-            loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
-            epoch = loaded[0]["epoch"] if loaded else None
-            if loaded and epoch > history[-1]["epoch"] and time.monotonic() < self.arrival + REPORT_WAIT:
-                return  # wait for the metrics of its epoch
-            self.download = self.arrival = None
+            loaded, self.download = self.download.result(), None
             if loaded is None:
                 logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
-            elif epoch <= self.last_epoch < self.wanted_epoch:
-                logger.warning(
-                    f"The swarm sent a state of epoch {epoch}, but epoch {self.last_epoch} is saved. Will try again "
-                    "at the next epoch"
-                )
+            elif self.last_epoch - REPORT_LAG <= loaded[0]["epoch"] <= self.last_epoch:
+                logger.warning(f"Epoch {self.last_epoch} is saved, and the swarm sent an older one, will try again")
             else:
                 self.save(*loaded, history, validation)
 

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import hashlib
 import http.server
-import ipaddress
 import json
 import logging
 import math
@@ -34,13 +33,12 @@ from monitoring.history import Contributions, History, describe_swarm
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
 from swarm.joining import Swarm
 from swarm.trust import ContributorRegistry
-from training.figures import fetch_records
-from training.page_client import VISIT_TIMEOUT, format_join, make_place
-from utils import SwarmMetrics, aggregate_metrics
+from training.figures import SwarmMetrics, aggregate_metrics, fetch_records
+from training.page_client import VISIT_TIMEOUT, format_join
 
 logger = logging.getLogger("status")
 
-MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
+MAX_VISITORS = 64  # visits at once
 MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted one to end
 # seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
 ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
@@ -61,8 +59,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: the network and the deadline of each open visit, oldest first
-        self.visits: dict[socket.socket, tuple[str, float]] = {}
+        #: the deadline of each open visit, oldest first
+        self.visits: dict[socket.socket, float] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         # HTTPServer would look up this machine's name on bind, which may take seconds
@@ -132,13 +130,11 @@ class StatusServer(http.server.ThreadingHTTPServer):
             logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
 
     def process_request(self, request, client_address) -> None:
-        """Start a visit. If there are too many, or too many from this network, end the oldest."""
-        network = find_network(client_address[0])
-        of_network = [visit for visit, (other, _) in list(self.visits.items()) if other == network]
-        for visit in of_network[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
+        """Start a visit. If there are too many, end the oldest."""
+        for visit in list(self.visits)[: 1 - MAX_VISITORS]:
             self.end(visit)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
-            self.visits[request] = network, time.monotonic() + MAX_VISIT
+            self.visits[request] = time.monotonic() + MAX_VISIT
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -153,7 +149,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """End visits that last too long; socketserver calls this twice a second."""
-        for visit, (_, deadline) in list(self.visits.items()):
+        for visit, deadline in list(self.visits.items()):
             if time.monotonic() > deadline:
                 self.end(visit)
 
@@ -220,12 +216,6 @@ def make_policy(html: str) -> str:
         f"default-src 'none'; script-src {find_hash('script')}; style-src {find_hash('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def find_network(ip: str) -> str:
-    """Return the network whose connections are counted together: an IPv4 address, or a customer's /64 of IPv6."""
-    _, address = make_place(ip)
-    return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
 class TrainerPage:

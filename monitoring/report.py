@@ -14,12 +14,14 @@ from arguments import ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
-from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_dashboard
+from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
 from training.figures import (
+    SwarmMetrics,
+    aggregate_metrics,
     describe_evaluation,
     fetch_progress,
     fetch_records,
@@ -28,7 +30,7 @@ from training.figures import (
     parse_schedule,
 )
 from training.progress import RECENT_EPOCHS, measure_progress
-from utils import FETCH_TIMEOUT, SwarmMetrics, aggregate_metrics, filter_plausible_records, find_peer_id
+from utils import FETCH_TIMEOUT, filter_plausible_records, find_peer_id
 
 logger = logging.getLogger("report")
 
@@ -51,7 +53,6 @@ class RunReport:
     """
 
     def __init__(self, args: ReportArguments, swarm: SwarmArguments):
-        require_wandb(args)
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
         try:
             lock_folder("--output_dir", self.output_dir)

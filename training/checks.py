@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
+from text.shards import ShardedSplit
 from training.checkpoint import choose_state
 
 logger = logging.getLogger("checks")
@@ -107,7 +109,7 @@ def warn_of(checks: list[Check]) -> None:
             logger.warning(f"{check.what}: {check.message}; {check.hint}")
 
 
-def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
+def prepare_start(groups: tuple, model, tokenizer, dataset: dict, corpus: dict) -> Path | None:
     """Check a trainer's needs before it joins, lock its folders, and keep its identity there.
 
     :param groups: instances of TRAINER_ARGS
@@ -118,4 +120,7 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     warn_of(check_machine(model.num_parameters(), args))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
-    return choose_state(args, model, swarm.experiment_prefix)
+    saved_state = choose_state(args, model, swarm.experiment_prefix)
+    if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
+        dataset["train"].begin(secrets.randbits(32))
+    return saved_state

@@ -72,13 +72,10 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     return [torch.device(device.type, number) for number in numbers]
 
 
-def log_versions(device: torch.device, count: int) -> None:
+def log_versions(devices: list[torch.device]) -> None:
     """Log the versions of the libraries, and the devices of this peer."""
-    more = f" and {count - 1} more" if count > 1 else ""
-    logger.info(
-        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}, {device}{more}"
-    )
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
+    logger.info(f"{versions}, python {platform.python_version()}, {' '.join(map(str, devices))}")
 
 
 def place_model(

@@ -35,21 +35,15 @@ CONFIGS = "configs"
 PUBLIC_IP_URL = "https://api.ipify.org"
 
 
-def begin(groups: tuple, ranks=None, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
+def begin(groups: tuple, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
     """Make this peer's identity, and inherit the run's settings.
 
     :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
-    :param ranks: a trainer's processes, see training/ranks.py; rank 0 talks to the swarm for all
     :param kept_at: see `make_identity`
-    :returns: the membership of a closed run on rank 0, and the arguments with the settings
+    :returns: the membership of a closed run, and the arguments with the settings
     """
-    if ranks and not ranks.is_main:
-        return None, apply_settings(groups, ranks.share([]))
     membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
-    settings = discover_settings(groups[0], membership)
-    if ranks:
-        ranks.share(settings)
-    return membership, apply_settings(groups, settings)
+    return membership, apply_settings(groups, discover_settings(groups[0], membership))
 
 
 def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
@@ -178,17 +172,20 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
     host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:
         protocol, host, port = get_host_port(maddr)
-        if protocol == f"ip{ip.version}" and port == 0:
-            # Choose a free port now: it must be known before the start to be announced.
-            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
-                port = free.getsockname()[1]
-            maddr = f"/{protocol}/{host}/tcp/{port}"
-        host_maddrs.append(maddr)
         if protocol == f"ip{ip.version}":
+            port = port or find_free_port(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
+            maddr = f"/{protocol}/{host}/tcp/{port}"
             announced.append(f"/{protocol}/{ip}/tcp/{port}")
+        host_maddrs.append(maddr)
     if not announced:
         raise UserError(
             f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"
         )
     logger.info(f"announcing {' '.join(announced)}: this port must be open")
     return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
+
+
+def find_free_port(family: socket.AddressFamily) -> int:
+    """Return a free port, because a port must be known before the start to be announced."""
+    with socket.create_server(("", 0), family=family) as free:
+        return free.getsockname()[1]
