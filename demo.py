@@ -27,7 +27,7 @@ import threading
 import time
 from pathlib import Path
 
-from common.console import UserError, fit_terminal, format_clock, format_epoch
+from common.console import UserError, format_clock, format_epoch
 from common.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
@@ -156,32 +156,23 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     return join.group()
 
 
-def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) -> None:
-    """Show the progress until both trainers have ended: in one line of a terminal, or in a file every ten seconds."""
+def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
+    """Print the progress every ten seconds until both trainers have ended."""
     epoch, last_change, next_time = 0, time.monotonic(), 0.0
-    try:
-        while not all([scripts.has_ended(name) for name in TRAINERS]):
-            if scripts.has_ended("monitor"):
-                raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
-            metrics = list(read_json_lines(metrics_file))
+    while not all([scripts.has_ended(name) for name in TRAINERS]):
+        if scripts.has_ended("monitor"):
+            raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
+        metrics = list(read_json_lines(metrics_file))
+        if metrics and metrics[-1]["epoch"] != epoch:
+            epoch, last_change = metrics[-1]["epoch"], time.monotonic()
+        if time.monotonic() >= next_time:
+            next_time = time.monotonic() + 10
             elapsed = format_clock(time.monotonic() - start_time)
-            line = f"the trainers start and measure their loss before training, {elapsed} elapsed"
-            if metrics:
-                if metrics[-1]["epoch"] != epoch:
-                    epoch, last_change = metrics[-1]["epoch"], time.monotonic()
-                line = format_epoch(metrics[-1]) + ("  measuring the final loss" if epoch >= epochs else "")
-            if sys.stdout.isatty():
-                print(f"\r{fit_terminal(line)}\033[K", end="", flush=True)
-            elif time.monotonic() >= next_time:
-                next_time = time.monotonic() + 10
-                print(line, flush=True)
-            if time.monotonic() - last_change > STALL_LIMIT:
-                logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
-                raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
-            scripts.pause(0.5)
-    finally:
-        if sys.stdout.isatty():
-            print(flush=True)
+            print(format_epoch(metrics[-1]) if metrics else f"the trainers start, {elapsed} elapsed", flush=True)
+        if time.monotonic() - last_change > STALL_LIMIT:
+            logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
+            raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
+        scripts.pause(0.5)
 
 
 def report(output_dir: Path, epochs: int) -> None:
@@ -237,7 +228,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
         is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL
-        epochs = args.epochs or (96 if is_causal else 128)
+        epochs = 96 if is_causal else 128
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
         what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
@@ -256,7 +247,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
         parts = "the next word" if is_causal else "masked words plus of the order of sentences (0.69 when guessed)"
         print(f"\nThe loss while they train: of {parts}")
-        watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
+        watch(scripts, output_dir / "monitor" / "metrics.jsonl", start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {format_clock(time.monotonic() - start_time)}\n")
@@ -267,12 +258,9 @@ def main() -> int:
     """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
-    parser.add_argument("--epochs", type=int, help="optimizer steps of the swarm; default: 128, of a causal model 96")
     parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
-    if args.epochs is not None and args.epochs < 1:
-        parser.error("--epochs must be at least 1")
     os.chdir(ROOT)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -113,10 +113,8 @@ def format_clock(seconds: float) -> str:
 
 
 def format_epoch(values: dict) -> str:
-    """Return `epoch 12/128  loss 5.8370  peers 2/2  1.9 s  local samples 384  ETA 1:54`, without unknown parts.
-
-    :param values: an epoch as in a trainer's history.jsonl, or as in a monitor's metrics.jsonl, without `local`
-    """
+    """Return `epoch 12/128  loss 5.8370  peers 2/2  1.9 s  local samples 384  ETA 1:54` for a line of a trainer's
+    history.jsonl; for one of a monitor's metrics.jsonl, the same without `local`. Unknown parts are omitted."""
     loss, final_epoch, seconds_left = map(values.get, ("loss", "final_epoch", "seconds_left"))
     is_local = "samples_accumulated" in values
     parts = [

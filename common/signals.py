@@ -23,10 +23,8 @@ CLEANUPS: list[Callable[[], object]] = []
 
 
 def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
-    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM.
-
-    :param pause: seconds for which the main thread then pauses, because the same signal may end its helpers
-    """
+    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM. The main thread then pauses for
+    some seconds, because the same signal may end its helpers."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 

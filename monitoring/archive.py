@@ -19,7 +19,7 @@ import torch
 from arguments import SHARED_ARGS, OptimizerArguments, SwarmArguments
 from common.console import UserError, first_line
 from common.files import lock_folder
-from common.flags import list_shared
+from common.flags import list_shared, list_values
 from experiment.model import find_objective, make_model
 from experiment.optimizer import choose_optimizer, make_contract, make_optimizer
 from experiment.samples import sample_texts
@@ -57,10 +57,9 @@ def make_auxiliary(
 ) -> tuple[AveragingHelper, "CheckpointHandler | None", RunContract]:
     """Return an optimizer of the trainers' model, an archive if --store_checkpoints is set, and this peer's contract.
 
-    The optimizer has no gradients. It averages for other peers, or only downloads states. It starts helper processes.
+    The optimizer has no gradients: it averages for other peers and passes their states on (`assists`), or only
+    downloads states. It starts helper processes.
 
-    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
-    :param assists: whether this peer averages for other peers, and passes their states on
     :raises UserError: if live trainers use different settings or the archive's folder cannot be written
     """
     _, _, archive_args, model_args, optimizer_args, averaging_args = groups
@@ -92,8 +91,7 @@ class CheckpointHandler:
         self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
         self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        arguments = {name: value for group in groups for name, value in vars(group).items()}
-        self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
+        self.settings = {name: value for name, value in list_values(groups).items() if name in PUBLIC_ARGUMENTS}
         self.download = self.saving = None
         self.last_epoch = 0
         self.start = time.time()
@@ -116,7 +114,6 @@ class CheckpointHandler:
         """Continue downloads and uploads that are due, without waiting for network or disk.
 
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
-        :param history: the run's history, see monitoring/report.py
         :param validation: the newest evaluation, as describe_evaluation returns it, or an empty dictionary
         """
         if self.publisher:
@@ -209,11 +206,7 @@ def make_texts(model: torch.nn.Module, tokenizer) -> list[str]:
 
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
-    """Return the README.md of a checkpoint, from card.md.
-
-    :param history: the run's known history up to the checkpoint's epoch
-    :param place: the model's name or folder for from_pretrained
-    """
+    """Return the README.md of a checkpoint, from card.md; `place` is the model's name for from_pretrained."""
     settings, text = stamp["settings"], CARD.read_text(encoding="utf-8")
     options = dict(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     return jinja2.Template(text, **options).render(

@@ -34,11 +34,9 @@ PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token"
 
 
 class Dashboard:
-    """A run on trackio or wandb that any thread can use, unlike the functions of these modules.
+    """A run on trackio or wandb (`module`) that any thread can use, unlike the functions of these modules.
 
     Without a run, such as after a failure, it drops all reports.
-
-    :param module: trackio or wandb
     """
 
     def __init__(self, module: ModuleType | None = None, run: Any = None):

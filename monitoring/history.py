@@ -51,10 +51,8 @@ class History(list):
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def make_points(self, since: int) -> dict:
-        """Return points for the status page, evenly downsampled: the epochs after `since`, and all evaluations.
-
-        :returns: the Unix time of the run's start, which identifies it; epochs as POINT; evaluations as epoch and loss
-        """
+        """Return points for the status page, evenly downsampled: the epochs after `since` as POINT, all evaluations as
+        epoch and loss, and the Unix time of the run's start, which identifies it."""
         entries = list(self)
         begin = entries[0]["time"] - entries[0]["epoch_seconds"] if entries else None
         return {
@@ -112,19 +110,13 @@ class Contributions:
 
     A trainer counts its samples itself. After a restart, its count may be that of an older checkpoint or zero, but its
     earlier contribution still counts.
-
-    :param saved: a result of `to_json`
     """
 
     def __init__(self, saved: dict[str, dict]):
         self.peers = {label: Contribution(**values) for label, values in saved.items()}
 
     def update(self, records: dict[str, tuple[LocalMetrics, float]], reports: dict, now: float) -> None:
-        """Add the peers' newest records, each with its expiration time.
-
-        :param reports: hivemind's LocalTrainingProgress of present peers by label
-        :param now: the Unix time
-        """
+        """Add the peers' newest records, each with its expiration time, and their reports to hivemind's tracker."""
         for label, (metrics, expiration_time) in records.items():
             known, new_samples = self.peers.get(label), metrics.total_samples
             if known and expiration_time <= known.expiration_time:  # an older or the same record

@@ -33,16 +33,15 @@ CURES = {
 class Publisher:
     """A publisher that uploads the newest checkpoint of a folder in its own thread, at most once per interval.
 
-    A failure is retried, and logged as a warning if its reason is new. `uploaded.json` records the last upload, so that
-    a restart does not repeat it and keeps to the interval.
+    A failure is retried, and logged as a warning. `uploaded.json` records the last upload, so that a restart does not
+    repeat it and keeps to the interval.
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
         require_token()
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
-        self.thread = self.last_failure = None
-        self.uploaded = {}
+        self.thread, self.uploaded = None, {}
         with contextlib.suppress(OSError):
             if (record := read_json(self.record)).get("repo_id") == repo_id:
                 self.uploaded = record
@@ -69,13 +68,11 @@ class Publisher:
         start = time.monotonic()
         try:
             self.publish(folder)
-            self.next_upload, self.last_failure = start + self.interval, None
+            self.next_upload = start + self.interval
         except Exception as e:  # client, network and server raise many types, and none may stop the run
-            wait, reason = min(self.interval, RETRY_PERIOD), explain_failure(e)
+            wait = min(self.interval, RETRY_PERIOD)
             self.next_upload = time.monotonic() + wait
-            if reason != self.last_failure:
-                logger.warning(f"{folder.name} is not on the Hub: {reason}. Will try every {wait:g} s until it works")
-            self.last_failure = reason
+            logger.warning(f"{folder.name} is not on the Hub: {explain_failure(e)}. Will try again in {wait:g} s")
 
     def publish(self, folder: Path) -> None:
         """Upload one checkpoint and record it; errors are not caught."""

@@ -4,8 +4,8 @@
     curl http://localhost:8080/
 
 A browser gets the page, which requests /status.json and /history.json?since=EPOCH. New peers can also join by
-/status.json (training/page_client.py). The server is read-only and bounded: it makes each answer at most once a second,
-and a new visit ends one that lasts too long.
+/status.json (training/page_client.py). The server is read-only, makes each answer at most once a second, and ends long
+visits.
 """
 
 import base64
@@ -22,7 +22,6 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from hivemind import DHT
@@ -40,8 +39,6 @@ logger = logging.getLogger("status")
 
 MAX_VISITORS = 64  # visits at once
 MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted one to end
-# seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
-ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
 ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
 READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for a trainer's downloads of the swarm's metrics
 HEADERS = {
@@ -76,13 +73,11 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
         """Start to answer, in a thread. Call this after all helper processes are forked.
 
-        :param read_progress: a function for that thread, which returns epoch, loss, peers and other figures (None if
-            unknown) and the shared flags of the run
-        :param history: the run's history, which may grow
+        :param read_progress: returns epoch, loss, peers and other figures (None if unknown) and the run's shared flags
         """
         self.dht, self.read_progress, self.history = dht, read_progress, history
-        # the first visitors need addresses even if the DHT's process is too busy to answer
-        self.maddrs, self.next_look = list_shareable_maddrs(dht.get_visible_maddrs()), 0.0
+        # once, because the DHT's process may be too busy to answer a visitor
+        self.maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
         self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
@@ -104,8 +99,6 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def make_status(self) -> dict:
         """Return the content of /status.json."""
-        if time.monotonic() >= self.next_look:
-            self.look_for_addresses()
         progress = self.read_progress()
         flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
         is_closed = self.dht.membership is not None
@@ -118,16 +111,6 @@ class StatusServer(http.server.ThreadingHTTPServer):
             "time": time.time(),
             **progress,
         }
-
-    def look_for_addresses(self) -> None:
-        """Update this peer's addresses, or keep the old ones if the DHT's process does not answer soon."""
-        look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
-        self.next_look = time.monotonic() + ANSWER_PERIOD
-        try:
-            self.maddrs = list_shareable_maddrs(look.result(LOOK_TIMEOUT))
-            self.next_look = time.monotonic() + ADDRESS_PERIOD
-        except Exception as e:  # the DHT's process may raise any type
-            logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
 
     def process_request(self, request, client_address) -> None:
         """Start a visit. If there are too many, end the oldest."""

@@ -17,10 +17,9 @@ FINAL_WAIT = 1.0  # seconds to wait at the end for a read that is under way
 
 
 class RunReader:
-    """A reader of a run's metrics, which reports them and attests the run's settings to new peers.
+    """A reader of a run's metrics every `period` seconds. It reports them, and attests the run's settings to new peers.
 
-    :param groups: the arguments of the whole command line, whose shared flags bind the first trainers
-    :param period: seconds between two reads
+    The shared flags in `groups`, the whole command line, bind the first trainers.
     """
 
     def __init__(self, swarm: Swarm, report: RunReport, groups: tuple, period: float):

@@ -86,10 +86,7 @@ class RunReport:
         self.write_summary()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
-        """Read and report the swarm's metrics, and return those of its newest epoch if they are new.
-
-        :param is_last: whether to hurry
-        """
+        """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
         # at the end only local records: the DHT waits for seconds for trainers that have just left

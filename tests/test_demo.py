@@ -108,9 +108,3 @@ def test_demo_fails_after_killed_trainer(start_demo, tmp_path):
     assert demo.wait(60) == 1
     assert_all_ended(processes)
     assert f"error: trainer1 ended by signal SIGKILL, see {tmp_path / 'out' / 'trainer1.log'}" in demo.text
-
-
-def test_demo_fails_without_enough_training(start_demo):
-    demo = start_demo("--epochs", 16)
-    assert demo.wait(400) == 1
-    assert "error: the model has not learned more than word frequencies" in demo.text.splitlines()[-1]

@@ -110,11 +110,8 @@ def warn_of(checks: list[Check]) -> None:
 
 
 def prepare_start(groups: tuple, model, tokenizer, dataset: dict, corpus: dict) -> Path | None:
-    """Check a trainer's needs before it joins, lock its folders, and keep its identity there.
-
-    :param groups: instances of TRAINER_ARGS
-    :returns: the state to resume from, if any
-    """
+    """Check a trainer's needs before it joins, lock its folder, keep its identity there, and return the state to resume
+    from, if any."""
     swarm, *_, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     warn_of(check_machine(model.num_parameters(), args))

@@ -21,10 +21,7 @@ VISIT_TIMEOUT = 5.0  # seconds
 
 
 def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:
-    """Return a trainer's command to join the run, for copy and paste.
-
-    :param flags: the flags that all peers of the run must share
-    """
+    """Return a trainer's command to join the run with its shared flags, for copy and paste."""
     prefix = shlex.quote(prefix) + (" --invite FILE" if is_closed else "")
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
@@ -68,12 +65,8 @@ def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
 
 
 def find_maddrs(address: str, prefix: str) -> list[str]:
-    """Return the multiaddrs of the peer at `address`, the address of its status page or of the peer itself.
-
-    :param address: host:port, or http://host:port/
-    :param prefix: the required run name, or an empty string for any run
-    :raises UserError: if neither a status page nor a peer answers there
-    """
+    """Return the multiaddrs of the peer at `address`, host:port or http://host:port/ of its status page or of the peer
+    itself, or raise a UserError. An empty prefix accepts any run."""
     try:
         host, port = split_host_port(address.removeprefix("http://").rstrip("/"))
     except ValueError:

@@ -46,10 +46,7 @@ MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # whichever is over first
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
-    """Check that other peers can connect to this one.
-
-    :param is_client: whether this peer has joined in client mode, because they cannot
-    """
+    """Check that other peers can connect to this one, which may have joined in client mode because they cannot."""
     where = " and ".join(seen_at)
     if is_reachable:
         return Check("connection", f"others reach this peer at {where}")
@@ -79,12 +76,7 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: 
 
 
 def run_preflight(membership: Membership | None, groups: tuple) -> int:
-    """Print all checks. The first error that would end a trainer ends the preflight too.
-
-    :param membership: the membership in a closed run
-    :param groups: instances of TRAINER_ARGS
-    :returns: the exit code: 2 if a check is fatal, otherwise 0
-    """
+    """Print all checks, and return the exit code. The first error that would end a trainer ends the preflight too."""
     swarm_args, model_args, optimizer_args, averaging, data_args, args = groups
     levels = Counter()
 
@@ -150,10 +142,7 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
 
 
 def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple[float, int]:
-    """Move the model to the first device, tune both, and return the seconds of a step and its samples.
-
-    :param loaded: the tokenizer, dataset and corpus of load_data
-    """
+    """Move the model to the first device, tune both, and return the seconds of a step and its samples."""
     _, model_args, _, averaging, data_args, args = groups
     (tokenizer, dataset, corpus), device, seed = loaded, devices[0], model_args.seed
     trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, seed)

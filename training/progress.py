@@ -54,10 +54,7 @@ class ProgressDisplay:
                 self.bar.set_description_str(fit_terminal(format_line()))
 
     def log_epoch(self, line: dict, is_first: bool) -> None:
-        """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead.
-
-        :param is_first: whether it is this trainer's first epoch
-        """
+        """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead."""
         is_selected = line["epoch"] % self.args.logging_steps == 0 or (is_first and self.args.logging_first_step)
         if self.bar.disable and is_selected:
             self.next_time = time.monotonic() + self.interval

@@ -1,6 +1,5 @@
 """The status page: in a real browser with a live swarm, and the answers to friendly and hostile visitors."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -46,12 +45,7 @@ def server():
     records = {f"{i:08x}": (make_metrics(total_samples=i, username="\U00020000" * 32), 1.0) for i in range(500)}
     contributors.update(records, {}, 0.0)
     maddrs = [f"/ip4/203.0.113.{i}/tcp/31337/p2p/{PEER}" for i in range(8)]
-    found = concurrent.futures.Future()
-    found.set_result(maddrs)
-    dht = SimpleNamespace(
-        run_coroutine=lambda *_, return_future: found, client_mode=False, peer_id=PEER, membership=None
-    )
-    dht.get_visible_maddrs = lambda: maddrs
+    dht = SimpleNamespace(get_visible_maddrs=lambda: maddrs, client_mode=False, peer_id=PEER, membership=None)
     server = StatusServer(0, "run")
     server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, make_history(3000))
     yield server
@@ -77,15 +71,6 @@ def test_page_serves_browsers_and_programs(server):
     # nothing that is elsewhere, and no markup made of texts
     assert not re.search(rb'(?:src|href)="(?!data:,|status\.json)|@import|url\(', body)
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", body)
-
-
-def test_page_survives_silent_dht(server, monkeypatch):
-    """A lost answer, for which no thread may wait forever."""
-    port, known = server.socket.getsockname()[1], server.make_status()["multiaddrs"]
-    monkeypatch.setattr(server.dht, "run_coroutine", lambda *_, return_future: concurrent.futures.Future())
-    server.next_look = 0.0
-    assert json.loads(ask(port)[2])["multiaddrs"] == known
-    assert json.loads(ask(port)[2])["multiaddrs"] == known
 
 
 def test_page_history_is_bounded(server):

@@ -9,9 +9,11 @@ import resource
 import shutil
 import socket
 
+from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from swarms import TRAINER, flags, start_monitor
 
+import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
 from experiment.model import make_model
 from swarm.addresses import diagnose_unreachable
@@ -103,14 +105,13 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
     cases = {
         "wrong_id": ({"--initial_peers": another}, f"its id is {peers.rpartition('/')[2]}"),
         "port": ({"--host_maddrs": f"/ip4/127.0.0.1/tcp/{port}"}, "--host_maddrs"),
-        "announce": ({"--announce_maddrs": "/ip4/11.0.0.1/tcp/0"}, "--announce_maddrs"),
-        "key": ({"--identity_path": tmp_path / "not_a_key"}, "not_a_key"),
-        "folder": ({"--identity_path": tmp_path / "nowhere" / "key"}, "nowhere"),
         "vocabulary": ({"--tokenizer_path": tmp_path / "vocabulary"}, "another tokenizer"),
     }
-    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--initial_peers": peers}
-    own |= {LOOPBACK[0]: LOOPBACK[1]}
-    waiting = []
+    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, LOOPBACK[0]: LOOPBACK[1]}
+    alone = flags({**own, "--output_dir": tmp_path / "alone"})
+    assert "--announce_maddrs" in refuse(run_trainer, *alone, "--announce_maddrs", "/ip4/11.0.0.1/tcp/0")
+    assert "not_a_key" in refuse(run_trainer, *alone, "--identity_path", tmp_path / "not_a_key")
+    own["--initial_peers"], waiting = peers, []
     for name, (wrong, words) in cases.items():
         more = {"--output_dir": tmp_path / name, **wrong}
         waiting.append((start(name, "run_trainer.py", *flags(own, more)), words))
