@@ -58,17 +58,13 @@ class SwarmArguments(FlagGroup):
         False, "Find initial peers by ids (/p2p/XXXX), through the public IPFS network.", requires="initial_peers"
     )
     host_maddrs: list[str] = flag(
-        ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddrs (or host:port) to listen on, best with a port that your router forwards (0: any).",
-        aliases=["--dht_listen_on"],
+        ["/ip4/0.0.0.0/tcp/0"], "Multiaddrs or host:port to listen on (port 0: any).", aliases=["--dht_listen_on"]
     )
     announce_maddrs: list[str] = flag(
         [], "Multiaddrs to announce instead: your public IP and forwarded port. An empty list means none."
     )
     use_google_dns: bool = flag(
-        False,
-        "Announce the public address that api.ipify.org (not Google) reports, with the ports of --host_maddrs.",
-        excludes="announce_maddrs",
+        False, "Announce the address that api.ipify.org reports, with --host_maddrs' port.", excludes="announce_maddrs"
     )
     authorize: bool = flag(False, "Require a closed run.", requires=["invite FILE", "authority_key FILE"])
     invite: str | None = flag(
@@ -115,11 +111,7 @@ class ModelArguments(FlagGroup):
         None, "Pretrained model to train on instead: folder or Hub name.", shared=True, excludes="config_path"
     )
     lora_r: int | None = flag(
-        None,
-        "Train low-rank adapters of this rank (e.g. 16) instead of the weights; needs peft.",
-        shared=True,
-        requires="model_name_or_path FOLDER_OR_NAME",
-        ge=1,
+        None, "Rank of adapters to train instead of weights.", shared=True, requires="model_name_or_path NAME", ge=1
     )
     lora_target_modules: list[str] = flag(
         [], "Ends of the names of layers with adapters. Default: all linear ones.", shared=True, requires="lora_r 16"
@@ -191,11 +183,8 @@ class AveragingArguments(FlagGroup):
     target_group_size: int = flag(
         256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True, ge=2
     )
-    bandwidth: float | None = flag(
-        None,
-        "Mbit/s up, which limit this peer's traffic and its share of the averaging. Default: measured continuously.",
-        ge=0.01,  # PLAUSIBLE_MBITS in swarm/plan.py
-        le=1e6,
+    bandwidth: float | None = flag(  # within PLAUSIBLE_MBITS of swarm/plan.py
+        None, "Mbit/s up, the limit of this peer's traffic. Default: measured continuously.", ge=0.01, le=1e6
     )
     min_vector_size: int = flag(
         0, "Minimum elements that one peer averages; raise it for fewer, larger messages.", shared=True, ge=0
@@ -253,9 +242,7 @@ class DataArguments(FlagGroup):
     )
     text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
     streaming: bool = flag(
-        False,
-        "Train on an endless stream from --sources; --dataset_path is then used by --do_eval only.",
-        excludes=["dataset_name", "train_file"],
+        False, "Train on an endless stream from --sources (docs/data.md).", excludes=["dataset_name", "train_file"]
     )
     sources: str = flag("configs/sources.json", "With --streaming: file of sources (docs/data.md).", alike=True)
     language: str = flag("english", "With --dataset_name or --train_file: language, for splitting sentences.")
@@ -414,9 +401,7 @@ class ArchiveArguments(FlagGroup):
         None, "Folder of checkpoints. Default: output_dir.", aliases=["--repo_path"], requires="store_checkpoints"
     )
     repo_url: str | None = flag(
-        None,
-        "Hugging Face Hub repository for the newest checkpoint, ORG/NAME or its URL; created, public, if missing.",
-        requires="store_checkpoints",
+        None, "Hub repository (public if new) of the newest checkpoint: ORG/NAME or URL.", requires="store_checkpoints"
     )
     upload_interval: float = flag(
         43_200.0, "Seconds between uploads, which count towards the quota.", requires="repo_url ORG/NAME", gt=0

@@ -119,17 +119,16 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
     If the disk is full, remove the unfinished files, log a warning and return False.
     """
     # a fixed name, so that the remains of a killed process are overwritten
-    unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
+    unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
         # rename does not replace a folder that is not empty; a file must not replace a folder
         if unfinished.is_dir() and target.is_dir():
-            target.rename(replaced)
+            shutil.rmtree(target)
         unfinished.rename(target)
         flush_to_disk(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     except Exception as e:
         # torch wraps the system's error; safetensors and tokenizers turn it into text
         cause = e if isinstance(e, OSError) else e.__context__

@@ -84,14 +84,13 @@ def check_flags(args: Any) -> None:
 
 def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | str]) -> None:
     """Raise a UserError if this flag's value is outside these bounds."""
-    for bound, other in bounds.items():
-        limit = getattr(args, other) if isinstance(other, str) else None
-        if limit is not None and not BOUNDS[bound][0](value, limit):
-            order = f"--{other} {limit:g} must be {'above' if bound == 'lt' else 'at least'} --{name} {value:g}"
-            raise UserError(f"{order}: raise the first or lower the second")
-    fixed = {bound: limit for bound, limit in bounds.items() if not isinstance(limit, str)}
-    if not all(BOUNDS[bound][0](value, limit) for bound, limit in fixed.items()):
-        raise UserError(f"--{name} must be " + " and ".join(f"{BOUNDS[it][1]} {fixed[it]:.10g}" for it in fixed))
+    for bound, limit in bounds.items():
+        is_inside, words = BOUNDS[bound]
+        if not isinstance(limit, str):
+            if not is_inside(value, limit):
+                raise UserError(f"--{name} must be {words} {limit:.10g}")
+        elif (other := getattr(args, limit)) is not None and not is_inside(value, other):
+            raise UserError(f"--{name} {value:g} must be {words} --{limit} {other:g}")
 
 
 def check_username(name: str, value: str | None) -> None:

@@ -33,7 +33,6 @@ from training.checkpoint import (
     collect_state,
     find_checkpoints,
     is_known,
-    put_back,
     read_epoch,
     remove_outdated,
     save_model,
@@ -97,7 +96,6 @@ class CheckpointHandler:
         self.start = time.time()
         try:
             lock_folder("--local_path", self.folder)
-            put_back(self.folder)
             saved = find_checkpoints(self.folder)
             if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
                 self.last_epoch = read_epoch(saved[-1])

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -95,8 +94,7 @@ def start_trackio(project: str, **options) -> tuple[Dashboard, str]:
 
     with contextlib.redirect_stdout(io.StringIO()):  # its greeting
         run = trackio.init(project, embed=False, auto_log_cpu=False, auto_log_gpu=False, **options)
-    # next to the interpreter if .venv is not activated
-    command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
+    command = Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
     return Dashboard(trackio, run), f"{folder}{command} show --project {shlex.quote(project)}"
 

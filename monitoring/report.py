@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import statistics
 import time
 from dataclasses import asdict
@@ -172,11 +171,7 @@ class RunReport:
 
     def find_end(self) -> float | None:
         """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
-        if not self.last:
-            return None
-        is_complete = self.last["epoch"] >= self.last.get("final_epoch", math.inf)
-        # one read of the DHT may miss records
-        if self.empty_reads < (1 if is_complete else READS_BEFORE_THE_END):
+        if not self.last or self.empty_reads < READS_BEFORE_THE_END:
             return None
         return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.history[-1]["time"])
 

@@ -48,8 +48,8 @@ def save_model(
 ) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
 
-    A reader, or a restart after a power cut, finds the old state or the new one. If the disk is full or missing, this
-    logs a warning and returns False, because training matters more than one checkpoint.
+    A reader, or a restart after a power cut, finds no half of a folder. If the disk is full or missing, this logs a
+    warning and returns False, because training matters more than one checkpoint.
 
     :param state: a training state to write instead of the model's present weights
     :param extra_files: other files by name, which users may edit without making the folder incomplete
@@ -57,7 +57,6 @@ def save_model(
     folder = Path(folder).absolute()
 
     def write(unfinished: Path) -> None:
-        put_back(folder.parent)
         for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -165,16 +164,6 @@ def read_epoch(folder: Path) -> int:
     return int(folder.name.split("-")[1])
 
 
-def put_back(output_dir: Path) -> None:
-    """Restore the names of folders that a killed process was replacing."""
-    for replaced in output_dir.glob(".*.replaced"):
-        folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
-        if folder.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(folder)
-
-
 def load_state(path: str | Path) -> dict:
     """Return the training state in a checkpoint's folder, or raise a CheckpointError."""
     path = Path(path)
@@ -209,7 +198,6 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     :raises UserError: if the state belongs to a different model or run, or the given path holds no state
     """
     output_dir = Path(args.output_dir)
-    put_back(output_dir)
     state = None
     try:
         if args.resume_from_checkpoint is None:

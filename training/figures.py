@@ -1,11 +1,4 @@
-"""Figures of a run for logs, files and dashboards: its peers' metrics and their aggregation, schedule, evaluations.
-
-To print the metrics of a live run:
-
-    python -c "import hivemind, utils; from training.figures import fetch_records; \\
-        dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], start=True, \\
-        record_validators=utils.make_validators('my_albert')[0]); print(fetch_records(dht, 'my_albert'))"
-"""
+"""Figures of a run for logs, files and dashboards: its peers' metrics and their aggregation, schedule, evaluations."""
 
 import dataclasses
 import math

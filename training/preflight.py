@@ -54,7 +54,7 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: b
     message = "no peer could test whether others can reach this one"
     if is_reachable is False:
         message = f"others cannot reach this peer at {where}: it joins {'in client mode' if is_client else 'anyway'}"
-    return Check("connection", message, hint, is_warning=True)
+    return Check("connection", message, hint, "warning")
 
 
 def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: Uplink) -> Check:
@@ -132,7 +132,7 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
     else:
         answering = dht.run_coroutine(partial(find_direct_peers, initial_peers))
         message = f"{len(answering)} of {len(initial_peers)} initial peers can be reached directly"
-        yield Check("peer", message, is_warning=len(answering) < len(initial_peers))
+        yield Check("peer", message, level="ok" if len(answering) == len(initial_peers) else "warning")
     if swarm.config.client_mode:
         yield Check("connection", "client mode: others need not reach this peer")
     elif initial_peers:

@@ -45,7 +45,7 @@ def test_saved_checkpoint_outlives_newer_ones(tmp_path):
     assert find_checkpoints(tmp_path) == [saved, newest]
 
 
-@pytest.mark.parametrize("optims", [["adamw", "lamb_8bit", "muon"], pytest.param(["lamb"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optims", [["lamb_8bit", "muon"], pytest.param(["adamw", "lamb"], marks=pytest.mark.slow)])
 def test_checkpoint_restores_state_exactly(tmp_path, tiny_data, optims):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers."""
     words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], *optims]
@@ -216,7 +216,6 @@ def test_killed_writer_leaves_complete_checkpoint(start, tmp_path, tiny_data):
         writer.process.kill()
         writer.wait()
         last = int(writer.text.split()[-1])
-        checkpoint.put_back(folder)
         states = [load_state(path) for path in find_checkpoints(folder)]
         for state in states:
             assert all((tensor == state["number"]).all() for tensor in state["model"].values())
@@ -316,7 +315,7 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
     """The same command: the saved epoch, its learning rate and loss; then from a given checkpoint."""
     prefix = make_prefix()
     own = {**tiny_data, "--overwrite_output_dir": []}
-    first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 21)
+    first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 13)
     newest = find_checkpoints(tmp_path / "out")[-1]
     epoch = json.loads((newest / "training_state.json").read_text())["epoch"]
     assert len(find_checkpoints(tmp_path / "out")) == 3
