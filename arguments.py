@@ -124,7 +124,7 @@ class ModelArguments(FlagGroup):
     )
     tokenizer_path: str | None = flag(
         None,
-        f"Folder or Hub name. Default: that of the model or the dataset's archive, or {DEFAULT_TOKENIZER_PATH}.",
+        f"Tokenizer's folder or Hub name. Default: the model's, the dataset archive's, or {DEFAULT_TOKENIZER_PATH}.",
         aliases=["--tokenizer", "--tokenizer_name"],
         shared=True,
     )

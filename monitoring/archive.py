@@ -112,7 +112,6 @@ class CheckpointHandler:
         """Continue downloads and uploads that are due, without waiting for network or disk.
 
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
-        :param validation: the newest evaluation, as describe_evaluation returns it, or an empty dictionary
         """
         if self.publisher:
             self.publisher.step()

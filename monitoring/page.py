@@ -4,8 +4,8 @@
     curl http://localhost:8080/
 
 A browser gets the page, which requests /status.json and /history.json?since=EPOCH. New peers can also join by
-/status.json (training/page_client.py). The server is read-only, makes each answer at most once a second, and ends long
-visits.
+/status.json (training/page_client.py). The server is read-only, makes each answer at most once a second, and ends the
+oldest visit if there are too many.
 """
 
 import base64
@@ -38,7 +38,7 @@ from training.page_client import VISIT_TIMEOUT, format_join
 logger = logging.getLogger("status")
 
 MAX_VISITORS = 64  # visits at once
-MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted one to end
+SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
 ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
 READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for a trainer's downloads of the swarm's metrics
 HEADERS = {
@@ -56,8 +56,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: the deadline of each open visit, oldest first
-        self.visits: dict[socket.socket, float] = {}
+        #: the address of each visitor, oldest first
+        self.visits: dict[socket.socket, tuple] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         # HTTPServer would look up this machine's name on bind, which may take seconds
@@ -117,7 +117,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         for visit in list(self.visits)[: 1 - MAX_VISITORS]:
             self.end(visit)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
-            self.visits[request] = time.monotonic() + MAX_VISIT
+            self.visits[request] = client_address
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -130,14 +130,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.visits.pop(request, None)
             self.slots.release()
 
-    def service_actions(self) -> None:
-        """End visits that last too long; socketserver calls this twice a second."""
-        for visit, deadline in list(self.visits.items()):
-            if time.monotonic() > deadline:
-                self.end(visit)
-
     def end(self, visit: socket.socket) -> None:
-        """Disconnect a visitor that has held its slot for too long."""
+        """Disconnect a visitor."""
         self.visits.pop(visit, None)
         with contextlib.suppress(OSError):  # its own thread has closed it
             visit.shutdown(socket.SHUT_RDWR)

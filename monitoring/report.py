@@ -39,7 +39,7 @@ CONTRACT_TIMEOUT = 5.0
 FINAL_FETCH_TIMEOUT = 1.0
 # reads of the DHT without any newer record, after which the run has gone back; a single read may miss records
 READS_BEFORE_GOING_BACK = 3
-READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have missed records
+READS_BEFORE_THE_END = 2  # without a trainer; one may have missed records
 #: results of measure_progress
 PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
@@ -140,10 +140,7 @@ class RunReport:
             self.contract = None  # the next run of this name has its own settings
 
     def add_entry(self, news: dict) -> None:
-        """Add an epoch to metrics.jsonl, curve and dashboard.
-
-        :param news: the metrics of a new epoch, or only an evaluation, which replaces the entry of the last epoch
-        """
+        """Add an epoch to metrics.jsonl, curve and dashboard, or an evaluation to the entry of the last epoch."""
         own = {"time": time.time(), "total_samples": self.contributions.total_samples()}
         self.last = (news if "epoch" in news else self.last | news) | own
         self.history.add(self.last)

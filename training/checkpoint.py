@@ -9,6 +9,7 @@ A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), 
 state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
 """
 
+import contextlib
 import json
 import logging
 import platform
@@ -150,7 +151,9 @@ def remove_outdated(saved: Path, limit: int) -> None:
     """Remove the oldest checkpoints beyond the limit, but not the saved one, which may be older after a resume."""
     others = [path for path in find_checkpoints(saved.parent) if path != saved]
     for folder in others[: max(0, len(others) + 1 - limit)]:
-        shutil.rmtree(folder, ignore_errors=True)
+        # under another name, so that a process that is killed here leaves no half of a checkpoint
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:

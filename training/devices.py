@@ -206,7 +206,6 @@ def find_batch_size(
     compare. Then enough batches are accumulated for a step of a second.
 
     :param batch: the longest sequence, from make_trial_batch
-    :param largest_step: the maximum number of samples per step
     :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
     """
     best, best_seconds, size = 0, float("inf"), 1
@@ -272,7 +271,6 @@ def tune_to_device(
 ) -> TrainerArguments:
     """Compile the model and choose its batch size, if --torch_compile and --per_device_train_batch_size auto are set.
 
-    :param make_trial: make_trial_batch with its arguments, called if that batch is needed
     :param target_batch_size: the swarm's, at least eight steps of this peer; None if another rank chooses
     :returns: the arguments with the chosen batch size
     """

@@ -20,10 +20,7 @@ BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between lines on a terminal, a
 def measure_progress(
     epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
 ) -> dict[str, float]:
-    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards.
-
-    :param recent_seconds: the seconds of each of its last RECENT_EPOCHS epochs
-    """
+    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards."""
     progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
     if schedule.target_batch_size:
         samples = schedule.count_samples(epoch)

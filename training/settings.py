@@ -35,11 +35,8 @@ PUBLIC_IP_URL = "https://api.ipify.org"
 
 
 def begin(groups: tuple, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
-    """Make this peer's identity, inherit the run's settings, and return the membership of a closed run with the groups.
-
-    :param groups: the parsed command line, SwarmArguments first
-    :param kept_at: see `make_identity`
-    """
+    """Make this peer's identity, kept at this path, and return the membership of a closed run, and the parsed command
+    line (SwarmArguments first) with the settings of the run."""
     membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
     return membership, apply_settings(groups, discover_settings(groups[0], membership))
 
