@@ -9,6 +9,7 @@ end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_
 """
 
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -36,6 +37,12 @@ REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json an
 TOTAL_LIMIT_HELP = "Keep N checkpoints, each three times as large as the weights (lamb_8bit: half)."
 
 
+def require_wandb(project: str | None) -> None:
+    """Raise a UserError if --wandb_project is given and wandb is missing."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
+
+
 @dataclass
 class SwarmArguments(FlagGroup):
     """The connection to the swarm. Read by every role."""
@@ -44,27 +51,20 @@ class SwarmArguments(FlagGroup):
         "", "Unique name of the run. Default: that of --initial_peers, or a new one.", aliases=["--run_id"], shared=True
     )
     initial_peers: list[str] = flag(
-        [],
-        "Peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
-        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer or its status page. Default: none, a new swarm.",
+        [], "Peers to join through: multiaddrs as the monitor prints them, or host:port of a peer or its status page."
     )
     new_run: bool = flag(False, "Start a new run, even if the initial peers serve another one.")
     use_ipfs: bool = flag(
         False, "Find initial peers by ids (/p2p/XXXX), through the public IPFS network.", requires="initial_peers"
     )
     host_maddrs: list[str] = flag(
-        ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddrs to listen on, best with a port that your router forwards (0: any); /ip6/::/tcp/0 among them for "
-        "IPv6. host:port is accepted too, with '[::]:*' for all addresses and any port.",
-        aliases=["--dht_listen_on"],
+        ["/ip4/0.0.0.0/tcp/0"], "Multiaddrs or host:port to listen on (port 0: any).", aliases=["--dht_listen_on"]
     )
     announce_maddrs: list[str] = flag(
         [], "Multiaddrs to announce instead: your public IP and forwarded port. An empty list means none."
     )
     use_google_dns: bool = flag(
-        False,
-        "Announce the public address that api.ipify.org (not Google) reports, with the ports of --host_maddrs.",
-        excludes="announce_maddrs",
+        False, "Announce the address that api.ipify.org reports, with --host_maddrs' port.", excludes="announce_maddrs"
     )
     authorize: bool = flag(False, "Require a closed run.", requires=["invite FILE", "authority_key FILE"])
     invite: str | None = flag(
@@ -103,8 +103,7 @@ class ModelArguments(FlagGroup):
 
     config_path: str | None = flag(
         None,
-        "Shape of a model to train from scratch: a JSON file (see configs/), or a folder or name on the Hugging "
-        f"Face Hub; the vocabulary is the tokenizer's. Default: {DEFAULT_CONFIG_PATH}.",
+        f"Shape of a model to train from scratch: JSON file, folder or Hub name. Default: {DEFAULT_CONFIG_PATH}.",
         aliases=["--model_config_path", "--config_name"],
         shared=True,
     )
@@ -112,28 +111,20 @@ class ModelArguments(FlagGroup):
         None, "Pretrained model to train on instead: folder or Hub name.", shared=True, excludes="config_path"
     )
     lora_r: int | None = flag(
-        None,
-        "Train low-rank adapters of this rank on --model_name_or_path, e.g. 16, instead of its weights; needs peft.",
-        shared=True,
-        requires="model_name_or_path FOLDER_OR_NAME",
-        ge=1,
+        None, "Rank of adapters to train instead of weights.", shared=True, requires="model_name_or_path NAME", ge=1
     )
     lora_target_modules: list[str] = flag(
-        [],
-        "Layers that get adapters, by the ends of their names, e.g. q_proj v_proj. Default: all linear ones.",
-        shared=True,
-        requires="lora_r 16",
+        [], "Ends of the names of layers with adapters. Default: all linear ones.", shared=True, requires="lora_r 16"
     )
     objective: OBJECTIVES | None = flag(
         None,
-        "Objective: mlm (masked tokens), mlm_sop (also the order of sentences), clm (the next token) or sft (the "
-        "assistant's tokens in conversations). Default: by the model's type, e.g. mlm_sop for ALBERT, clm for GPT-2.",
+        "mlm (masked tokens), mlm_sop (also the order of sentences), clm (the next token) or sft (the assistant's "
+        "tokens in conversations). Default: by the model's type.",
         shared=True,
     )
     tokenizer_path: str | None = flag(
         None,
-        "Folder or Hub name of the dataset's tokenizer. Default: that of --model_name_or_path or of the dataset's "
-        f"archive, or {DEFAULT_TOKENIZER_PATH}.",
+        f"Tokenizer's folder or Hub name. Default: the model's, the dataset archive's, or {DEFAULT_TOKENIZER_PATH}.",
         aliases=["--tokenizer", "--tokenizer_name"],
         shared=True,
     )
@@ -154,9 +145,8 @@ class OptimizerArguments(FlagGroup):
 
     optim: Literal["lamb", "lamb_8bit", "adamw", "muon"] = flag(
         "lamb",
-        "LAMB (arxiv.org/abs/1904.00962) for large batches, AdamW for small ones. lamb_8bit keeps moments in 2 bytes "
-        "per parameter instead of 8, to save memory and bandwidth; its step takes twice as long. Muon "
-        "(arxiv.org/abs/2502.16982) orthogonalizes the steps of hidden matrices; AdamW makes all others.",
+        "LAMB (arxiv.org/abs/1904.00962) for large batches, AdamW for small ones; lamb_8bit saves memory and bytes; "
+        "Muon (arxiv.org/abs/2502.16982) for hidden matrices, with AdamW for all others.",
         shared=True,
     )
     min_8bit_size: int = flag(
@@ -168,10 +158,7 @@ class OptimizerArguments(FlagGroup):
     )
     total_steps: int = flag(125_000, "Epoch at which the decay reaches min_learning_rate.", shared=True, ge=1)
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = flag(
-        "linear",
-        "Learning rate after the warm-up: linear or cosine decay, constant, or wsd, which decays in the last fifth of "
-        "total_steps.",
-        shared=True,
+        "linear", "Decay after the warm-up; wsd decays in the last fifth of total_steps.", shared=True
     )
     min_learning_rate: float = flag(
         0.0, "Final learning rate, also beyond total_steps.", shared=True, ge=0, le="learning_rate"
@@ -191,21 +178,13 @@ class AveragingArguments(FlagGroup):
         0, "Start matchmaking N samples early; raise it if rounds start late.", ge=0, lt="target_batch_size"
     )
     matchmaking_time: float | None = flag(
-        None,
-        "Seconds of matchmaking; an epoch should take several times as long. Default: 5 to 15, by the measured "
-        "response times and the length of an epoch.",
-        aliases=["--averaging_expiration"],
-        gt=0,
+        None, "Seconds of matchmaking. Default: 5 to 15, as measured.", aliases=["--averaging_expiration"], gt=0
     )
     target_group_size: int = flag(
         256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True, ge=2
     )
-    bandwidth: float | None = flag(
-        None,
-        "Upload bandwidth in Mbit/s, which limits this peer's traffic and its share of the averaging. Default: "
-        "measured, then adjusted continuously.",
-        ge=0.01,  # PLAUSIBLE_MBITS in swarm/plan.py
-        le=1e6,
+    bandwidth: float | None = flag(  # within PLAUSIBLE_MBITS of swarm/plan.py
+        None, "Mbit/s up, the limit of this peer's traffic. Default: measured continuously.", ge=0.01, le=1e6
     )
     min_vector_size: int = flag(
         0, "Minimum elements that one peer averages; raise it for fewer, larger messages.", shared=True, ge=0
@@ -262,10 +241,7 @@ class DataArguments(FlagGroup):
     )
     text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
     streaming: bool = flag(
-        False,
-        "Train on an endless stream from --sources, tokenized and shuffled on the fly. Needs the swarm's tokenizer in "
-        "--tokenizer_path; --dataset_path is then used by --do_eval only.",
-        excludes=["dataset_name", "train_file"],
+        False, "Train on an endless stream from --sources (docs/data.md).", excludes=["dataset_name", "train_file"]
     )
     sources: str = flag("configs/sources.json", "With --streaming: file of sources (docs/data.md).", alike=True)
     language: str = flag("english", "With --dataset_name or --train_file: language, for splitting sentences.")
@@ -275,7 +251,7 @@ class DataArguments(FlagGroup):
     whole_word_mask: bool = flag(True, "Mask whole words, if the tokenizer and the text mark them.", alike=True)
     max_sequence_length: int | None = flag(
         None,
-        "Tokens to which sequences are truncated. Default: the dataset's, or 512 for text that is tokenized here.",
+        "Maximum tokens of a sequence. Default: the dataset's, or 512 for text that is tokenized here.",
         aliases=["--block_size", "--max_seq_length"],
         alike=True,
         ge=SHORTEST_INSTANCE,
@@ -313,19 +289,12 @@ class TrainerArguments(PrecisionArguments):
 
     preflight: bool = flag(False, "Check the machine, data and connection, and print a table, without training.")
     per_device_train_batch_size: str = flag(
-        "4",
-        "Samples per forward pass of each device, also in evaluation, as many as fit into memory; auto: measure that "
-        "at the start, and choose gradient_accumulation_steps too.",
-        ge=1,
+        "4", "Samples per forward pass of each device; auto: measure, and choose gradient_accumulation_steps too.", ge=1
     )
     gradient_accumulation_steps: int = flag(
         2, "Batches (not epochs) per step of this peer, which should take 0.5 to 10 s, as reports follow steps.", ge=1
     )
-    device: str = flag(
-        "auto",
-        "Device to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them) or mps (an Apple GPU, "
-        "untested); auto: cuda if there is a GPU, otherwise cpu.",
-    )
+    device: str = flag("auto", "cpu, cuda (all visible GPUs), cuda:N or mps (untested); auto: cuda if there is a GPU.")
     num_devices: int | None = flag(
         None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU.", ge=1
     )
@@ -349,11 +318,7 @@ class TrainerArguments(PrecisionArguments):
     wandb_project: str | None = flag(
         None, "Weights & Biases project for this trainer's own curves. Default: WANDB_PROJECT, or none."
     )
-    output_dir: str = flag(
-        "outputs/trainer",
-        "Folder of this trainer alone for checkpoints, the trained model, history.jsonl and summary.json. The same "
-        "command resumes from it.",
-    )
+    output_dir: str = flag("outputs/trainer", "Folder of this trainer alone, from which the same command resumes.")
     overwrite_output_dir: bool = flag(False, "Ignored, for old commands: a run in output_dir is always resumed.")
     resume_from_checkpoint: str | None = flag(
         None, "Checkpoint to resume from, or none to start over. Default: the newest in output_dir."
@@ -362,11 +327,7 @@ class TrainerArguments(PrecisionArguments):
     save_total_limit: int = flag(2, TOTAL_LIMIT_HELP, ge=1)
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before and after training.")
     eval_steps: int | None = flag(
-        None,
-        "With --do_eval: also measure every N epochs and report to the monitor; one trainer of a swarm is enough. The "
-        "swarm does not wait: choose --max_eval_samples so that this rarely exceeds an epoch.",
-        requires="do_eval",
-        ge=1,
+        None, "Measure every N epochs too, and report that; one trainer of a swarm is enough.", requires="do_eval", ge=1
     )
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples. Default: the whole split.", ge=1)
     statistics_expiration: float = flag(
@@ -384,6 +345,7 @@ class TrainerArguments(PrecisionArguments):
         elif self.sharded:
             raise UserError("--per_device_train_batch_size auto does not work with --sharded: pass a number")
         super().__post_init__()
+        require_wandb(self.wandb_project)
 
 
 @dataclass
@@ -404,6 +366,7 @@ class ReportArguments(FlagGroup):
         super().__post_init__()
         if self.report_to == "wandb" and not self.wandb_project:
             raise UserError("--report_to wandb needs --wandb_project NAME")
+        require_wandb(self.wandb_project)
         if self.wandb_project:
             self.report_to = "wandb"
 
@@ -428,7 +391,7 @@ class ArchiveArguments(FlagGroup):
     store_checkpoints: bool = flag(False, "Save the swarm's state. Needs trainers' model, optimizer, averaging flags.")
     save_steps: int = flag(
         5,
-        "Save the swarm's state every N epochs; each time, a trainer uploads it.",
+        "Save the swarm's state every N epochs; each time, a trainer sends it.",
         aliases=["--save_checkpoint_step_interval", "--save_checkpoint_epoch_interval"],
         ge=1,
     )
@@ -437,11 +400,7 @@ class ArchiveArguments(FlagGroup):
         None, "Folder of checkpoints. Default: output_dir.", aliases=["--repo_path"], requires="store_checkpoints"
     )
     repo_url: str | None = flag(
-        None,
-        "Hugging Face Hub model repository for the newest checkpoint: ORG/NAME, its URL, or NAME in "
-        "HF_ORGANIZATION_NAME; created as a public one if missing. The token comes from HF_TOKEN, "
-        "HF_USER_ACCESS_TOKEN or `hf auth login`; a terminal prompts for a login.",
-        requires="store_checkpoints",
+        None, "Hub repository (public if new) of the newest checkpoint: ORG/NAME or URL.", requires="store_checkpoints"
     )
     upload_interval: float = flag(
         43_200.0, "Seconds between uploads, which count towards the quota.", requires="repo_url ORG/NAME", gt=0

@@ -35,8 +35,8 @@ class CollaborativeCallback:
     StatusServer       the status page
     Dashboard          this trainer's curves on wandb
 
-    The last four are optional: a trainer works without its entry in run_trainer.py ("evaluator", "display", "page"), or
-    its line in `on_train_begin` (`self.dashboard =`).
+    The last four are optional: a trainer works without evaluator, display and page, and without the line
+    `self.dashboard =` in `on_train_begin`.
     """
 
     def __init__(
@@ -58,12 +58,13 @@ class CollaborativeCallback:
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Load the state that this trainer has saved, log its address, evaluate, and catch up with the swarm."""
         optimizer, tracker, final_epoch = self.optimizer, self.optimizer.tracker, self.state.final_epoch
+        optimizer.accumulate_on(self.state.model.device)
         if saved_state:
             self.state.load(saved_state)
         self.metrics.measure_flop()
         lines = self.metrics.resume()
         self.publish_attestation()
-        self.dashboard = start_trainer_dashboard(self.args, self.swarm.prefix, self.state.arguments, bool(saved_state))
+        self.dashboard = start_trainer_dashboard(self.args, self.swarm, self.state.arguments)
         self.log_start()
         if self.page:
             for line in lines:
@@ -85,10 +86,8 @@ class CollaborativeCallback:
     def log_start(self) -> None:
         """Log the run, and how others join through this peer."""
         swarm, dht, size = self.swarm, self.swarm.dht, self.state.model.num_parameters()
-        mode = " in client mode" if dht.client_mode else ""
-        logger.info(
-            f"run {swarm.prefix} until epoch {self.state.final_epoch}, {size:,} parameters, peer {dht.peer_id}{mode}"
-        )
+        peer = f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
+        logger.info(f"run {swarm.prefix} until epoch {self.state.final_epoch}, {size:,} parameters, {peer}")
         if not dht.client_mode:
             maddr = swarm.list_maddrs()[0]
             logger.info(f"others may join through --initial_peers {maddr}")
@@ -120,9 +119,7 @@ class CollaborativeCallback:
         if not self.has_contributed and optimizer.grad_averager.samples:
             self.has_contributed = True
             seconds, next_epoch = time.time() - psutil.Process().create_time(), optimizer.local_epoch + 1
-            logger.info(
-                f"first samples computed {seconds:.1f} s after the start; they count once epoch {next_epoch} is reached"
-            )
+            logger.info(f"first samples computed {seconds:.1f} s after the start; they count in epoch {next_epoch}")
         if optimizer.local_epoch != self.stats.epoch.number:
             self.on_epoch_end()
         if self.display:

@@ -5,9 +5,8 @@
 
 or, with everything installed, `python demo.py`. With --clients neither trainer accepts a connection, and an auxiliary
 peer averages for them. With --config_path configs/lean-demo.json they train a LeanALBERT; with configs/gpt-demo.json a
-causal model, by Muon, which then continues three sentences. The demo only starts the project's scripts and reads their
-output: it prints each command, and you can run it yourself. It ends after two to three minutes on two cores. All files
-are in --output_dir.
+causal model, by Muon. The demo only starts the project's scripts and reads their output. It prints each command, and
+you can run it yourself. It ends after two to three minutes on two cores. All files are in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
 """
@@ -23,11 +22,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
 
-from common.console import UserError, fit_terminal, format_clock, format_epoch
+from common.console import UserError, format_clock, format_epoch
 from common.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
@@ -51,13 +51,6 @@ CAUSAL = ("gpt2", "llama")  # model types that predict the next token
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-# From chapters of the validation split; the masked word of each is one token of the vocabulary.
-SENTENCES = (
-    "Catherine [was] disappointed and vexed.",
-    "He must have been dreadfully cruel [to] her!",
-    "The weather added what it could [of] gloom.",
-)
-
 STALL_LIMIT = 180.0  # seconds; the demo fails after this time without a new epoch
 # the first peer's output about joining, and about its status page
 JOIN, PAGE = r"--initial_peers .+$", r"status page: http://\S+:(\d+)/"
@@ -77,8 +70,9 @@ class Scripts:
         """Print and start `python {command}`; its output goes to {name}.log."""
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
-            settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-            print(wrap_command(f"{settings}{shlex.quote(os.path.relpath(sys.executable))} {command}"), flush=True)
+            settings = "".join(f"{key}={value} " for key, value in environment.items())
+            words = f"{settings}{os.path.relpath(sys.executable)} {command}"
+            print("  " + " \\\n      ".join(textwrap.wrap(words, 105, break_on_hyphens=False)), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -137,56 +131,13 @@ class Scripts:
             process.wait()
 
 
-def wrap_command(command: str) -> str:
-    """Wrap a command to the terminal's width with backslashes, and keep each flag next to its value."""
-    width = min(110, shutil.get_terminal_size().columns) - 4
-    lines = [""]
-    for words in re.findall(r"--\S+(?: (?!--)\S+)*|\S+", command):
-        if lines[-1] and len(lines[-1]) + 1 + len(words) > width:
-            lines.append("   ")
-        lines[-1] = f"{lines[-1]} {words}" if lines[-1] else words
-    return " \\\n".join(f"  {line}" for line in lines)
-
-
 def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
-    """Tokenize the sample, unless an earlier demo did so with the same scripts.
-
-    :returns: the flags with the paths of the data
-    """
-    data, command = (data / "causal", f"{TOKENIZE} --objective clm") if is_causal else (data, TOKENIZE)
+    """Tokenize the sample, and return the flags with the paths of the data."""
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
-    corpus = data / "dataset" / "corpus.json"
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("text/*.py"), ROOT / "sample_data" / "austen.txt.xz"]
-    if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-        print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
-        return flags
-    shutil.rmtree(data, ignore_errors=True)
-    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{command} {flags}")
+    command = f"{TOKENIZE} --objective clm {flags}" if is_causal else f"{TOKENIZE} {flags}"
+    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", command)
     scripts.wait("tokenize", STALL_LIMIT)
     return flags
-
-
-def show_sentences(model: Path) -> None:
-    """Print the trained model's predictions of some masked words, or its continuations of some sentences."""
-    from transformers import logging, pipeline, set_seed
-
-    import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
-
-    logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
-    logging.disable_progress_bar()
-    if json.loads((model / "config.json").read_text())["model_type"] in CAUSAL:
-        set_seed(0)
-        write = pipeline("text-generation", str(model), max_new_tokens=32, do_sample=True, temperature=0.8, top_k=40)
-        print("\nThree sentences as the model continues them:")
-        for sentence in SENTENCES:
-            print(f"  {' '.join(write(sentence.split('[')[0].strip())[0]['generated_text'].split())}", flush=True)
-        return
-    predict = pipeline("fill-mask", str(model))
-    print("\nThree sentences that the model has not read, a word masked, and what it puts there:")
-    for sentence in SENTENCES:
-        start, word, end = re.split(r"[\[\]]", sentence)
-        answer = predict(f"{start}{predict.tokenizer.mask_token}{end}")[0]["token_str"]
-        print(f"  {start}____{end}  {answer!r} ({'right' if answer == word else f'it is {word!r}'})", flush=True)
 
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
@@ -205,32 +156,23 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     return join.group()
 
 
-def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) -> None:
-    """Show the progress until both trainers have ended: in one line of a terminal, or in a file every ten seconds."""
+def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
+    """Print the progress every ten seconds until both trainers have ended."""
     epoch, last_change, next_time = 0, time.monotonic(), 0.0
-    try:
-        while not all([scripts.has_ended(name) for name in TRAINERS]):
-            if scripts.has_ended("monitor"):
-                raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
-            metrics = list(read_json_lines(metrics_file))
+    while not all([scripts.has_ended(name) for name in TRAINERS]):
+        if scripts.has_ended("monitor"):
+            raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
+        metrics = list(read_json_lines(metrics_file))
+        if metrics and metrics[-1]["epoch"] != epoch:
+            epoch, last_change = metrics[-1]["epoch"], time.monotonic()
+        if time.monotonic() >= next_time:
+            next_time = time.monotonic() + 10
             elapsed = format_clock(time.monotonic() - start_time)
-            line = f"the trainers start and measure their loss before training, {elapsed} elapsed"
-            if metrics:
-                if metrics[-1]["epoch"] != epoch:
-                    epoch, last_change = metrics[-1]["epoch"], time.monotonic()
-                line = format_epoch(metrics[-1]) + ("  measuring the final loss" if epoch >= epochs else "")
-            if sys.stdout.isatty():
-                print(f"\r{fit_terminal(line)}\033[K", end="", flush=True)
-            elif time.monotonic() >= next_time:
-                next_time = time.monotonic() + 10
-                print(line, flush=True)
-            if time.monotonic() - last_change > STALL_LIMIT:
-                logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
-                raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
-            scripts.pause(0.5)
-    finally:
-        if sys.stdout.isatty():
-            print(flush=True)
+            print(format_epoch(metrics[-1]) if metrics else f"the trainers start, {elapsed} elapsed", flush=True)
+        if time.monotonic() - last_change > STALL_LIMIT:
+            logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
+            raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
+        scripts.pause(0.5)
 
 
 def report(output_dir: Path, epochs: int) -> None:
@@ -267,7 +209,8 @@ def report(output_dir: Path, epochs: int) -> None:
     print(f"checkpoint: {folders[0] / 'model'}")
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
-    show_sentences(folders[0] / "model")
+    texts = re.findall(r"sample text: (.*)", Path(f"{folders[0]}.log").read_text())
+    print("\nThree texts by the trained model:", *texts[-3:], sep="\n  ", flush=True)
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
@@ -281,11 +224,11 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
     lock_folder("--output_dir", output_dir)
     for path in output_dir.iterdir():
-        if path.name not in (".lock", "data"):
+        if path.name != ".lock":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with Scripts(output_dir, stop) as scripts:
         is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL
-        epochs = args.epochs or (96 if is_causal else 128)
+        epochs = 96 if is_causal else 128
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
         what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
@@ -304,7 +247,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
         parts = "the next word" if is_causal else "masked words plus of the order of sentences (0.69 when guessed)"
         print(f"\nThe loss while they train: of {parts}")
-        watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
+        watch(scripts, output_dir / "monitor" / "metrics.jsonl", start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {format_clock(time.monotonic() - start_time)}\n")
@@ -315,12 +258,9 @@ def main() -> int:
     """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
-    parser.add_argument("--epochs", type=int, help="optimizer steps of the swarm; default: 128, of a causal model 96")
     parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
-    if args.epochs is not None and args.epochs < 1:
-        parser.error("--epochs must be at least 1")
     os.chdir(ROOT)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

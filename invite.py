@@ -9,9 +9,8 @@ The second command writes one file, for one peer. Send it to Ada over a private 
 
     python invite.py --authority_key authority.pem --revoke ada
 
-A revocation reaches the run within a minute: through that monitor, if it runs on this machine, or through the peers in
---initial_peers. Without --username and --revoke, the script lists all invitations. The key decides who is a member:
-keep it, and the member list next to it, on one machine, and back both up.
+A revocation reaches the run within a minute. Without --username and --revoke, the script lists all invitations. Keep
+the key, and the member list next to it, on one machine, and back both up.
 """
 
 import re
@@ -90,9 +89,9 @@ def revoke(args: InviteArguments) -> None:
 
 
 def show_members(args: InviteArguments) -> None:
-    """Print the members of the run, or of all runs, and until when they may take part."""
+    """Print the members of all runs, and until when they may take part."""
     for prefix, run in read_members(args).items():
-        for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
+        for peer_id, member in run["members"].items():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))
             state = f"expired {expires}" if member["expires"] <= time.time() else f"expires {expires}"
             state = "revoked" if member["revoked"] else state
@@ -104,10 +103,7 @@ def read_members(args: InviteArguments) -> dict[str, dict]:
     # Authority would create a missing key
     runs = Authority(args.authority_key).read_members() if Path(args.authority_key).exists() else {}
     if not runs:
-        raise UserError(
-            f"--authority_key {args.authority_key} has served no run yet: start its monitor first, or give "
-            "--experiment_prefix"
-        )
+        raise UserError(f"--authority_key {args.authority_key} has served no run yet: start its monitor first")
     return runs
 
 
@@ -117,14 +113,17 @@ def find_run(args: InviteArguments) -> str:
         return args.experiment_prefix
     runs = sorted(read_members(args))
     if len(runs) != 1:
-        raise UserError(
-            f"--authority_key {args.authority_key} has served {' and '.join(runs)}: give --experiment_prefix"
-        )
+        raise UserError(f"--authority_key has served {' and '.join(runs)}: give --experiment_prefix")
     return runs[0]
 
 
 def main(args: InviteArguments) -> None:
-    (invite if args.username else revoke if args.revoke else show_members)(args)
+    if args.username:
+        invite(args)
+    elif args.revoke:
+        revoke(args)
+    else:
+        show_members(args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import logging
 
 from arguments import AUX_PEER_ARGS as GROUPS
 from arguments import parse_arguments
-from common.console import edge, log_to_folder, setup_logging
+from common.console import edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -38,9 +38,7 @@ logger = logging.getLogger("aux")
 
 def main(*groups) -> None:
     """Run the auxiliary peer with instances of GROUPS."""
-    setup_logging("aux")
-    if groups[1].logging_dir:
-        log_to_folder("aux peer", groups[1].logging_dir)
+    setup_logging("aux", groups[1].logging_dir)
     membership, groups = begin(groups)
     swarm_args, args, archive_args, *_ = groups
     check_flags("an auxiliary peer", swarm_args, archive_args)

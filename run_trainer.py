@@ -36,12 +36,10 @@ from common.flags import describe_shared
 from experiment.data import load_data
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
-from monitoring.dashboards import require_wandb
 from monitoring.page import open_page
 from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
-from swarm.membership import Membership
 from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.tokenizers import tokenizer_fingerprint
@@ -52,73 +50,62 @@ from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
 from training.preflight import run_preflight
 from training.progress import ProgressDisplay
-from training.ranks import RankGroup, list_gradients, start_ranks
+from training.ranks import join_ranks, list_gradients
 from training.settings import begin, make_swarm_config, require_attested
 from training.state import TrainerState
 
 
 def main(*groups) -> None:
-    """Run the preflight checks, or train. `groups` is the command line, one instance per dataclass in GROUPS."""
+    """Run the preflight checks, or train; `groups` are instances of GROUPS. Only rank 0 talks to the swarm."""
     *_, args = groups
     setup_logging("trainer", args.logging_dir)
-    require_wandb(args)
     if args.preflight:
         raise SystemExit(run_preflight(*begin(groups)))
-    with start_ranks(args) as ranks:
-        train(ranks, *begin(groups, ranks, kept_at=Path(args.output_dir) / KEY_FILE))
-
-
-def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> None:
-    """Train from loading the data to saving the model. Each rank runs this; only rank 0 talks to the swarm."""
+    ranks, optimizer = join_ranks(args), None
+    if ranks.is_main:
+        membership, groups = begin(groups, kept_at=Path(args.output_dir) / KEY_FILE)
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
-    device, optimizer = ranks.device, None
 
     # data and model
-    with ranks.main_first():  # so that rank 0 reports errors in the data or flags for all ranks
-        tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-        model = make_trained_model(model_args, args, tokenizer)
-        if ranks.is_main:
-            saved_state = prepare_start(groups, model, tokenizer, corpus)
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
+    model = make_trained_model(model_args, args, tokenizer)
 
     # swarm and optimizer
-    fingerprint = tokenizer_fingerprint(tokenizer)
     if ranks.is_main:
+        saved_state, flags = prepare_start(groups, model, tokenizer, dataset, corpus), describe_shared(groups)
+        ranks.start_others(swarm_args, flags)
         page = open_page(swarm_args)
         # hivemind forks its helpers. This must precede any CUDA context and the data loader's workers (note 38).
         swarm = Swarm.join(make_swarm_config(swarm_args), membership)
         require_attested(swarm, groups)
-        contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
+        contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args, flags)
         swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)
         optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args)
     ranks.connect()
-    ranks.require_same(tokenizer.name_or_path, fingerprint)
-    reader = ranks.broadcast(str(swarm.dht.peer_id) if ranks.is_main else None) + ranks.suffix
 
     # device
+    device = ranks.device
     trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
     with stop_when_out_of_memory(args, device, model):
         worker = ranks.distribute(model)  # the model that computes
         autocast, scaler = place_model(worker, device, args)
-        if optimizer:
-            optimizer.accumulate_on(model.device)
-        target = averaging_args.target_batch_size if ranks.is_main else None
-        args = tune_to_device(worker, trial, args, device, autocast, target, ranks.count)
-    args = ranks.broadcast(args)  # all ranks use the batch size that suits rank 0
+        target_batch_size = averaging_args.target_batch_size if ranks.is_main else None
+        args = tune_to_device(worker, trial, args, device, autocast, target_batch_size, ranks.count)
 
     # the loop
+    start = None
     if ranks.is_main:
         groups = *groups[:-1], args
         state = TrainerState(swarm, optimizer, model, tokenizer, dataset, corpus, scaler, groups, ranks.count)
-        # these three parts are optional
-        parts = {"evaluator": Evaluator(state, autocast), "display": ProgressDisplay(args), "page": page}
-        callback = CollaborativeCallback(state, **parts)
+        callback = CollaborativeCallback(state, Evaluator(state, autocast), ProgressDisplay(args), page)
         callback.on_train_begin(saved_state)
-    final_epoch = ranks.broadcast(state.final_epoch if ranks.is_main else None)
+        handle_stop_signals(unsaved="this peer's work since its last checkpoint")
+        start = args, str(swarm.dht.peer_id), state.final_epoch
+    args, peer_id, final_epoch = ranks.broadcast(start)  # all ranks use the batch size that suits rank 0
     epoch = ranks.broadcast_state(model, optimizer.local_epoch if optimizer else 0, scaler)
-    seed = data_seed(reader, model_args.seed, epoch)
+    seed = data_seed(f"{peer_id} rank {ranks.number}", model_args.seed, epoch)
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
-    handle_stop_signals(unsaved="this peer's work since its last checkpoint")
     with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < final_epoch:
             feed.begin_epoch(epoch)
@@ -145,7 +132,7 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
         callback.on_train_end()
         ranks.end()
         swarm.leave(optimizer)
-        is_saved = callback.save_results(with_evaluation=not ranks.failure)
+        is_saved = callback.save_results(with_evaluation=not ranks.exit_code)
         raise SystemExit(ranks.exit_code or not is_saved)
 
 

@@ -88,10 +88,7 @@ def main(*groups) -> None:
 
 
 def print_how_to_join(swarm: Swarm, flags: str) -> None:
-    """Print the addresses of this peer and a trainer's command that uses them, unless it accepts no connections.
-
-    :param flags: the flags that must match on all peers
-    """
+    """Print the addresses of this peer and a trainer's command with shared flags, unless it accepts no connections."""
     if swarm.dht.client_mode:
         return
     maddrs = swarm.list_maddrs()

@@ -1,4 +1,4 @@
-"""Metrics that peers publish: their schema, the signatures and validators of all records, and the aggregation.
+"""Metrics that peers publish: their schema, and the signatures and validators of all records.
 
 Each trainer publishes the metrics of its last epoch (`{prefix}_metrics`). The subkey is its public key, and the record
 is signed with the matching private key, so that no other peer can overwrite it.
@@ -10,9 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import math
 import re
-import statistics
 
 import multihash
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -47,7 +45,6 @@ FETCH_TIMEOUT = 30.0  # seconds
 MAX_WORKERS = 64  # contributors that one record may name
 WORKER_NAME = 12  # characters at the end of a peer id that name a contributor
 MAX_MEAN_LOSS = 1000.0  # nats; a random guess has ln(vocabulary), about 10
-MAX_LOSS_DEVIATION = 0.25  # relative to the median; for the mean loss over the few batches of an honest peer
 
 # hivemind's own keys: 2048 bits and the usual exponent. Other keys take long to verify. hivemind's BytesWithPublicKey
 # allows text of any length around the key, with which one owner could fill many subkeys.
@@ -245,27 +242,6 @@ def fetch_dictionary(
     return records
 
 
-@dataclasses.dataclass
-class SwarmMetrics:
-    """The swarm's metrics at its newest epoch."""
-
-    epoch: int
-    loss: float  # nats per batch, the mean over all peers' batches
-    alive_peers: int  # peers whose last report is for this epoch or the previous one
-    samples: int  # contributions of these peers
-    samples_per_second: float  # total of these peers
-    epoch_seconds: float  # median over these peers, as are the parts that it consists of:
-    compute_seconds: float  # the rest after waiting and averaging
-    waiting_seconds: float
-    averaging_seconds: float
-    bytes_sent: int  # total of these peers in this epoch
-    bytes_received: int
-    averaged_with: int  # peers in the averaged gradient: the smallest number that any of these peers reports
-    grad_norm: float  # median over these peers
-    learning_rate: float  # median over these peers
-    skipped_steps: int  # total of these peers so far
-
-
 def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
     """Return the records without those of an implausible epoch: any peer can sign "epoch 10**9" with a new key.
 
@@ -284,46 +260,3 @@ def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch
         return len(part), fits_last, newest
 
     return max(parts, key=rank) if parts else []
-
-
-def average_loss(records: list[LocalMetrics]) -> float:
-    """Return the mean loss over all peers' batches, in nats, robust to one malicious peer of at least three."""
-    losses = [(metrics.loss / metrics.mini_steps, metrics.mini_steps) for metrics in records if metrics.mini_steps]
-    if len(losses) > 2:
-        median_loss, median_count = (statistics.median_low(column) for column in zip(*losses, strict=True))
-        limit = MAX_LOSS_DEVIATION * median_loss
-        # peers far from the median do not count, and no peer counts much more than the others
-        losses = [(loss, min(count, 2 * median_count)) for loss, count in losses if abs(loss - median_loss) <= limit]
-    return math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
-
-
-def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
-    """Aggregate all peers' plausible records into the metrics of their newest epoch, or None without any batch.
-
-    Peers do not report at the same time, so the previous epoch counts too. Older records belong to peers that left.
-    """
-    plausible = [metrics for _, metrics in filter_plausible_records(records, last_epoch)]
-    newest_epoch = max((metrics.epoch for metrics in plausible), default=0)
-    current = [metrics for metrics in plausible if metrics.epoch >= newest_epoch - 1]
-    if not any(metrics.mini_steps for metrics in current):
-        return None
-    names = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
-    medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in names}
-    return SwarmMetrics(
-        epoch=newest_epoch,
-        loss=average_loss(current),
-        alive_peers=len(current),
-        samples=sum(metrics.samples_accumulated for metrics in current),
-        samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
-        compute_seconds=compute_seconds(medians),
-        averaged_with=min(metrics.averaged_with for metrics in current),
-        bytes_sent=sum(metrics.bytes_sent for metrics in current),
-        bytes_received=sum(metrics.bytes_received for metrics in current),
-        skipped_steps=sum(metrics.skipped_steps for metrics in current),
-        **medians,
-    )
-
-
-def compute_seconds(seconds: dict[str, float]) -> float:
-    """Return the seconds of an epoch without those spent waiting and averaging."""
-    return max(0.0, seconds["epoch_seconds"] - seconds["waiting_seconds"] - seconds["averaging_seconds"])

@@ -113,10 +113,8 @@ def format_clock(seconds: float) -> str:
 
 
 def format_epoch(values: dict) -> str:
-    """Return `epoch 12/128  loss 5.8370  peers 2/2  1.9 s  local samples 384  ETA 1:54`, without unknown parts.
-
-    :param values: an epoch as in a trainer's history.jsonl, or as in a monitor's metrics.jsonl, without `local`
-    """
+    """Return `epoch 12/128  loss 5.8370  peers 2/2  1.9 s  local samples 384  ETA 1:54` for a line of a trainer's
+    history.jsonl; for one of a monitor's metrics.jsonl, the same without `local`. Unknown parts are omitted."""
     loss, final_epoch, seconds_left = map(values.get, ("loss", "final_epoch", "seconds_left"))
     is_local = "samples_accumulated" in values
     parts = [
@@ -170,38 +168,35 @@ def is_ours(record: logging.LogRecord) -> bool:
     return path.is_relative_to(Path(__file__).absolute().parent.parent) and "site-packages" not in path.parts
 
 
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return False for messages below WARNING from libraries other than hivemind."""
+    return record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
+
+
 def setup_logging(role_name: str, folder: str | None = None) -> None:
     """Send all log lines to standard error: ours from INFO, libraries' from WARNING, hivemind's from HIVEMIND_LOGLEVEL.
 
-    Call this before any process is forked. With a folder, see also `log_to_folder`.
+    Call this before any process is forked.
+
+    :param folder: a folder for {role_name}.log, with dates, and for the dashboards' data
     """
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
-    handler = make_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_terminal=sys.stderr.isatty()))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    handlers = [logging.StreamHandler()]
+    handlers[0].setFormatter(RoleFormatter(role_name, is_terminal=sys.stderr.isatty()))
     if folder:
-        log_to_folder(role_name, folder)
-
-
-def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logging.Handler:
-    """Give a handler this formatter, and a filter of messages below WARNING from libraries other than hivemind."""
-    handler.setFormatter(formatter)
-    handler.addFilter(
-        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
-    )
-    return handler
-
-
-def log_to_folder(role_name: str, folder: str) -> None:
-    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in the folder."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
-    logging.getLogger().addHandler(make_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S")))
-    # trackio and wandb read these variables when they are imported
-    os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
-    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it
+        path = os.path.join(folder, f"{role_name.replace(' ', '_')}.log")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        except OSError as e:
+            raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
+        handlers[1].setFormatter(RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
+        # trackio and wandb read these variables when they are imported
+        os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
+        os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it
+    for handler in handlers:
+        handler.addFilter(is_shown)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

@@ -19,7 +19,6 @@ from common.signals import afterwards
 
 logger = logging.getLogger("files")
 
-UNWRITABLE: set[Path] = set()  # paths whose last write failed, so that retries log no further warning
 OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
@@ -76,13 +75,12 @@ def try_lock(file: TextIO) -> bool:
 
 def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
     """Write a text, or let a function write to the open file, atomically; see `write_whole`."""
-    path = Path(path).absolute()
 
     def write(unfinished: Path) -> None:
         with open(unfinished, "wb", opener=lambda name, how: os.open(name, how, mode)) as file:
             file.write(content.encode()) if isinstance(content, str) else content(file)
 
-    return write_whole(path, write, path)
+    return write_whole(Path(path).absolute(), write)
 
 
 def append_line(path: str | Path, line: str) -> None:
@@ -95,10 +93,7 @@ def append_line(path: str | Path, line: str) -> None:
     except OSError as e:
         if path.exists():
             os.truncate(path, size)
-        # no second warning if a checkpoint did not fit either
-        if not {path, path.parent} & UNWRITABLE:
-            logger.warning(f"Could not write to {path}: {e}. Will keep trying")
-        UNWRITABLE.add(path)
+        logger.warning(f"Could not write to {path}: {e}")
 
 
 def read_json(path: Path) -> dict:
@@ -118,23 +113,22 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
                     yield entry
 
 
-def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
+def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
     """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
 
-    If the disk is full, remove the unfinished files and return False. The first failure of `where` logs a warning.
+    If the disk is full, remove the unfinished files, log a warning and return False.
     """
     # a fixed name, so that the remains of a killed process are overwritten
-    unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
+    unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
         # rename does not replace a folder that is not empty; a file must not replace a folder
         if unfinished.is_dir() and target.is_dir():
-            target.rename(replaced)
+            shutil.rmtree(target)
         unfinished.rename(target)
         flush_to_disk(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     except Exception as e:
         # torch wraps the system's error; safetensors and tokenizers turn it into text
         cause = e if isinstance(e, OSError) else e.__context__
@@ -144,14 +138,8 @@ def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> boo
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
-        if where not in UNWRITABLE:
-            reason = cause if isinstance(cause, OSError) else e
-            logger.warning(f"Could not save {target}: {reason}. Will keep trying, and report when it works")
-        UNWRITABLE.add(where)
+        logger.warning(f"Could not save {target}: {cause if isinstance(cause, OSError) else e}")
         return False
-    if where in UNWRITABLE:
-        UNWRITABLE.remove(where)
-        logger.info(f"Saved {target}: writing works again")
     return True
 
 

@@ -41,10 +41,7 @@ def flag(
 ) -> Any:
     """Return a dataclass's field for HfArgumentParser, with rules that `check_flags` applies.
 
-    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C would print a traceback.
-
     :param default: the default value, or MISSING for a required flag
-    :param aliases: other names of the flag, which are added to its help
     :param shared: whether all peers of a run must use the same value, which they compare
     :param alike: whether all trainers should use the same value, which they do not compare
     :param requires: a flag that this one needs, which may show a value: "repo_url ORG/NAME"; of several, any
@@ -87,14 +84,13 @@ def check_flags(args: Any) -> None:
 
 def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | str]) -> None:
     """Raise a UserError if this flag's value is outside these bounds."""
-    for bound, other in bounds.items():
-        limit = getattr(args, other) if isinstance(other, str) else None
-        if limit is not None and not BOUNDS[bound][0](value, limit):
-            order = f"--{other} {limit:g} must be {'above' if bound == 'lt' else 'at least'} --{name} {value:g}"
-            raise UserError(f"{order}: raise the first or lower the second")
-    fixed = {bound: limit for bound, limit in bounds.items() if not isinstance(limit, str)}
-    if not all(BOUNDS[bound][0](value, limit) for bound, limit in fixed.items()):
-        raise UserError(f"--{name} must be " + " and ".join(f"{BOUNDS[it][1]} {fixed[it]:.10g}" for it in fixed))
+    for bound, limit in bounds.items():
+        is_inside, words = BOUNDS[bound]
+        if not isinstance(limit, str):
+            if not is_inside(value, limit):
+                raise UserError(f"--{name} must be {words} {limit:.10g}")
+        elif (other := getattr(args, limit)) is not None and not is_inside(value, other):
+            raise UserError(f"--{name} {value:g} must be {words} --{limit} {other:g}")
 
 
 def check_username(name: str, value: str | None) -> None:
@@ -112,6 +108,11 @@ def format_flag(name: str, value: Any) -> str:
     return f"--{name} {value}"
 
 
+def list_values(groups: Iterable[Any]) -> dict[str, Any]:
+    """Return the values of all flags in these instances by name."""
+    return {name: value for group in groups for name, value in vars(group).items()}
+
+
 def find_typed(groups: Iterable[type]) -> set[str]:
     """Return the names of the flags on the command line, also of those set to their default."""
     words = {word.split("=")[0].strip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
@@ -124,11 +125,7 @@ def find_typed(groups: Iterable[type]) -> set[str]:
 
 
 def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
-    """Return the shared flags that differ from their defaults, as they are typed.
-
-    :param groups: instances of the dataclasses
-    :param typed: names of flags to include even with their default
-    """
+    """Return the shared flags that are in `typed` or differ from their defaults, as they are typed."""
     words = []
     for group in groups:
         names = [item.name for item in fields(group) if is_shared(item) and item.name != "experiment_prefix"]

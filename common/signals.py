@@ -23,10 +23,8 @@ CLEANUPS: list[Callable[[], object]] = []
 
 
 def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
-    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM.
-
-    :param pause: seconds for which the main thread then pauses, because the same signal may end its helpers
-    """
+    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM. The main thread then pauses for
+    some seconds, because the same signal may end its helpers."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -43,8 +41,6 @@ def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
     if earlier != -1:
         os.write(earlier, b"\0")  # ends the thread of an earlier call
         os.close(earlier)
-    # blocked if another rank of this machine has started this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 # --- helper processes -------------------------------------------------------------------------------------------------
@@ -65,7 +61,7 @@ def end_fork() -> None:
 
 def init_helper_process() -> None:
     """Set up a forked process: ignore Ctrl-C, and exit once the parent has exited."""
-    # A terminal sends Ctrl-C to the whole process group, and torchrun sends SIGTERM. The parent ends its helpers.
+    # A terminal sends Ctrl-C to the whole process group. The parent ends its helpers.
     os.setpgrp()
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
@@ -74,6 +70,11 @@ def init_helper_process() -> None:
     end_fork()
     # the imports' memory is shared with the parent until a garbage collection writes to it
     gc.freeze()
+    exit_with_parent()
+
+
+def exit_with_parent() -> None:
+    """Start a thread that ends this process and its helpers once its parent has ended."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -9,7 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from models.build import find_longest_sequence
 
 PROMPTS = ("The captain was", "In the morning, she", "It is a truth universally acknowledged, that")
-SENTENCES = ("The captain was a very good ___.", "She went to the ___ at once.", "He had not seen ___ for years.")
+# from the sample corpus, but not from what the demo trains on
+SENTENCES = (
+    "Catherine ___ disappointed and vexed.",
+    "He must have been dreadfully cruel ___ her!",
+    "The weather added what it could ___ gloom.",
+)
 MAX_NEW_TOKENS = 24
 
 

@@ -19,7 +19,7 @@ import torch
 from arguments import SHARED_ARGS, OptimizerArguments, SwarmArguments
 from common.console import UserError, first_line
 from common.files import lock_folder
-from common.flags import list_shared
+from common.flags import list_shared, list_values
 from experiment.model import find_objective, make_model
 from experiment.optimizer import choose_optimizer, make_contract, make_optimizer
 from experiment.samples import sample_texts
@@ -33,22 +33,19 @@ from training.checkpoint import (
     collect_state,
     find_checkpoints,
     is_known,
-    put_back,
     read_epoch,
     remove_outdated,
     save_model,
     set_aside,
     write_code,
 )
-from training.figures import TrainingSchedule
-from utils import SwarmMetrics
+from training.figures import SwarmMetrics, TrainingSchedule
 
 logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this process
 REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
 MAX_SHOWN = 10  # checkpoints on the status page
-REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
 CARD = Path(__file__).with_name("card.md")
 #: the names of arguments that match on all peers, without paths of this machine
 PUBLIC_ARGUMENTS = {name for name in list_shared((SwarmArguments, *SHARED_ARGS)) if not name.endswith("_path")}
@@ -59,10 +56,9 @@ def make_auxiliary(
 ) -> tuple[AveragingHelper, "CheckpointHandler | None", RunContract]:
     """Return an optimizer of the trainers' model, an archive if --store_checkpoints is set, and this peer's contract.
 
-    The optimizer has no gradients. It averages for other peers, or only downloads states. It starts helper processes.
+    The optimizer has no gradients: it averages for other peers and passes their states on (`assists`), or only
+    downloads states. It starts helper processes.
 
-    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
-    :param assists: whether this peer averages for other peers, and passes their states on
     :raises UserError: if live trainers use different settings or the archive's folder cannot be written
     """
     _, _, archive_args, model_args, optimizer_args, averaging_args = groups
@@ -94,14 +90,12 @@ class CheckpointHandler:
         self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
         self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        arguments = {name: value for group in groups for name, value in vars(group).items()}
-        self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
-        self.download = self.arrival = self.saving = None
-        self.wanted_epoch = self.last_epoch = 0
+        self.settings = {name: value for name, value in list_values(groups).items() if name in PUBLIC_ARGUMENTS}
+        self.download = self.saving = None
+        self.last_epoch = 0
         self.start = time.time()
         try:
             lock_folder("--local_path", self.folder)
-            put_back(self.folder)
             saved = find_checkpoints(self.folder)
             if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
                 self.last_epoch = read_epoch(saved[-1])
@@ -118,29 +112,19 @@ class CheckpointHandler:
         """Continue downloads and uploads that are due, without waiting for network or disk.
 
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
-        :param history: the run's history, see monitoring/report.py
-        :param validation: the newest evaluation, as describe_evaluation returns it, or an empty dictionary
         """
         if self.publisher:
             self.publisher.step()
         if self.download is None:
             is_saving = self.saving is not None and self.saving.is_alive()
             if metrics and not is_saving and self.is_due(metrics.epoch):
-                self.wanted_epoch = metrics.epoch
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
         elif self.download.done() and history:  # empty after a run has just started over
-            loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
-            epoch = loaded[0]["epoch"] if loaded else None
-            if loaded and epoch > history[-1]["epoch"] and time.monotonic() < self.arrival + REPORT_WAIT:
-                return  # wait for the metrics of its epoch
-            self.download = self.arrival = None
+            loaded, self.download = self.download.result(), None
             if loaded is None:
                 logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
-            elif epoch <= self.last_epoch < self.wanted_epoch:
-                logger.warning(
-                    f"The swarm sent a state of epoch {epoch}, but epoch {self.last_epoch} is saved. Will try again "
-                    "at the next epoch"
-                )
+            elif self.last_epoch - REPORT_LAG <= loaded[0]["epoch"] <= self.last_epoch:
+                logger.warning(f"Epoch {self.last_epoch} is saved, and the swarm sent an older one, will try again")
             else:
                 self.save(*loaded, history, validation)
 
@@ -219,11 +203,7 @@ def make_texts(model: torch.nn.Module, tokenizer) -> list[str]:
 
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
-    """Return the README.md of a checkpoint, from card.md.
-
-    :param history: the run's known history up to the checkpoint's epoch
-    :param place: the model's name or folder for from_pretrained
-    """
+    """Return the README.md of a checkpoint, from card.md; `place` is the model's name for from_pretrained."""
     settings, text = stamp["settings"], CARD.read_text(encoding="utf-8")
     options = dict(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     return jinja2.Template(text, **options).render(

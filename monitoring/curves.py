@@ -9,10 +9,7 @@ from monitoring.history import History
 
 
 def draw_learning_curve(history: History, prefix: str, path: Path) -> bool:
-    """Draw losses and samples per second over epochs, and return whether the file was written.
-
-    The validation loss, if a peer evaluates, is of tokens, without the order of sentences.
-    """
+    """Draw losses and samples per second over epochs, and return whether the file was written."""
     figure, (upper, lower) = make_panels(2, 1, sharex=True, figsize=(9, 6), height_ratios=[3, 1])
     marker = "." if len(history) < 50 else None
     epochs, losses, speeds = ([entry[name] for entry in history] for name in ("epoch", "loss", "samples_per_second"))

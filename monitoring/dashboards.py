@@ -1,22 +1,21 @@
 """Dashboards on trackio, which is local, or wandb. Their failures never end a run."""
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
 import re
 import secrets
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from arguments import ReportArguments, TrainerArguments
-from common.console import UserError, first_line
+from arguments import TrainerArguments
+from common.console import first_line
+from swarm.joining import Swarm
 
 logger = logging.getLogger("dashboards")
 
@@ -34,11 +33,9 @@ PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token"
 
 
 class Dashboard:
-    """A run on trackio or wandb that any thread can use, unlike the functions of these modules.
+    """A run on trackio or wandb (`module`) that any thread can use, unlike the functions of these modules.
 
     Without a run, such as after a failure, it drops all reports.
-
-    :param module: trackio or wandb
     """
 
     def __init__(self, module: ModuleType | None = None, run: Any = None):
@@ -97,8 +94,7 @@ def start_trackio(project: str, **options) -> tuple[Dashboard, str]:
 
     with contextlib.redirect_stdout(io.StringIO()):  # its greeting
         run = trackio.init(project, embed=False, auto_log_cpu=False, auto_log_gpu=False, **options)
-    # next to the interpreter if .venv is not activated
-    command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
+    command = Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
     return Dashboard(trackio, run), f"{folder}{command} show --project {shlex.quote(project)}"
 
@@ -139,25 +135,12 @@ def start_wandb(project: str, name: str, **options) -> tuple[Dashboard, str]:
     return Dashboard(wandb, run), run.url or f"wandb sync {Path(run.dir).parent}"
 
 
-def require_wandb(args: ReportArguments | TrainerArguments) -> None:
-    """Raise a UserError if --wandb_project is given and wandb is missing."""
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
-
-
-def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool) -> Dashboard:
+def start_trainer_dashboard(args: TrainerArguments, swarm: Swarm, config: dict) -> Dashboard:
     """Start a trainer's own run on wandb, if --wandb_project or WANDB_PROJECT is set.
 
-    Call this after hivemind has forked its helper processes.
-
-    :param is_resumed: whether to continue the run of the last trainer with this --output_dir
+    A restarted trainer has the same peer id, and so continues the same run. Call this after hivemind has forked its
+    helper processes.
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
-    if not project:
-        return Dashboard()
-    path, run_name = Path(args.output_dir) / "wandb_run", make_run_name(f"{prefix}-trainer")
-    with contextlib.suppress(OSError):
-        if is_resumed and path.exists():
-            run_name = path.read_text(encoding="utf-8").strip()
-        path.write_text(run_name, encoding="utf-8")
-    return start_dashboard("wandb", project, run_name, config)
+    run_name = f"{swarm.prefix}-trainer-{str(swarm.dht.peer_id)[-8:]}"
+    return start_dashboard("wandb", project, run_name, config) if project else Dashboard()

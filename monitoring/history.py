@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from hivemind.optim.progress_tracker import LocalTrainingProgress
-
 from arguments import TrainerArguments
 from common.files import read_json_lines
-from utils import LocalMetrics, SwarmMetrics
+from training.figures import SwarmMetrics
+from utils import LocalMetrics
 
 MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
 MAX_POINTS_SENT = 500  # points per request of the status page
@@ -52,10 +51,8 @@ class History(list):
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def make_points(self, since: int) -> dict:
-        """Return points for the status page, evenly downsampled: the epochs after `since`, and all evaluations.
-
-        :returns: the Unix time of the run's start, which identifies it; epochs as POINT; evaluations as epoch and loss
-        """
+        """Return points for the status page, evenly downsampled: the epochs after `since` as POINT, all evaluations as
+        epoch and loss, and the Unix time of the run's start, which identifies it."""
         entries = list(self)
         begin = entries[0]["time"] - entries[0]["epoch_seconds"] if entries else None
         return {
@@ -113,34 +110,23 @@ class Contributions:
 
     A trainer counts its samples itself. After a restart, its count may be that of an older checkpoint or zero, but its
     earlier contribution still counts.
-
-    :param saved: a result of `to_json`
     """
 
     def __init__(self, saved: dict[str, dict]):
         self.peers = {label: Contribution(**values) for label, values in saved.items()}
 
-    def update(
-        self,
-        records: dict[str, tuple[LocalMetrics, float]],
-        reports: dict[str, LocalTrainingProgress],
-        now: float,
-    ) -> None:
-        """Add the peers' newest records, each with its expiration time.
-
-        :param reports: the reports of present peers about their progress in the epoch
-        :param now: the Unix time
-        """
+    def update(self, records: dict[str, tuple[LocalMetrics, float]], reports: dict, now: float) -> None:
+        """Add the peers' newest records, each with its expiration time, and their reports to hivemind's tracker."""
         for label, (metrics, expiration_time) in records.items():
-            known, samples = self.peers.get(label), metrics.total_samples
+            known, new_samples = self.peers.get(label), metrics.total_samples
             if known and expiration_time <= known.expiration_time:  # an older or the same record
                 continue
-            if known and samples >= known.reported_samples:
-                samples += known.total_samples - known.reported_samples
+            if known and metrics.total_samples >= known.reported_samples:
+                new_samples -= known.reported_samples
             elif known:  # it continues from an older count: only this epoch's samples are certainly new
-                samples = known.total_samples + min(metrics.samples_accumulated, samples)
+                new_samples = min(metrics.samples_accumulated, metrics.total_samples)
             self.peers[label] = Contribution(
-                total_samples=samples,
+                total_samples=new_samples + (known.total_samples if known else 0),
                 last_epoch=metrics.epoch,
                 skipped_steps=metrics.skipped_steps,
                 samples_per_second=metrics.samples_per_second,

@@ -20,21 +20,28 @@ logger = logging.getLogger("hub")
 
 RETRY_PERIOD = 600.0  # seconds between two attempts to upload, unless --upload_interval is shorter
 NETWORK_TIMEOUT = 60.0  # seconds to wait for data from the Hub
+#: advice by the status code of the Hub's answer
+CURES = {
+    401: "the token is invalid: set HF_TOKEN to a token that may write, or run `hf auth login`",
+    403: "the token may not write there, or the quota is used up: check both in the Hub's settings",
+    404: "the user or organization does not exist, or the token may not see it: check --repo_url",
+    413: "the checkpoint is too large for the quota: free some space there",
+    429: "too many requests: raise --upload_interval",
+}
 
 
 class Publisher:
     """A publisher that uploads the newest checkpoint of a folder in its own thread, at most once per interval.
 
-    A failure is retried, and logged as a warning if its reason is new. `uploaded.json` records the last upload, so that
-    a restart does not repeat it and keeps to the interval.
+    A failure is retried, and logged as a warning. `uploaded.json` records the last upload, so that a restart does not
+    repeat it and keeps to the interval.
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
         require_token()
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
-        self.thread = self.last_failure = None
-        self.uploaded = {}
+        self.thread, self.uploaded = None, {}
         with contextlib.suppress(OSError):
             if (record := read_json(self.record)).get("repo_id") == repo_id:
                 self.uploaded = record
@@ -61,13 +68,11 @@ class Publisher:
         start = time.monotonic()
         try:
             self.publish(folder)
-            self.next_upload, self.last_failure = start + self.interval, None
+            self.next_upload = start + self.interval
         except Exception as e:  # client, network and server raise many types, and none may stop the run
-            wait, reason = min(self.interval, RETRY_PERIOD), explain_failure(e)
+            wait = min(self.interval, RETRY_PERIOD)
             self.next_upload = time.monotonic() + wait
-            if reason != self.last_failure:
-                logger.warning(f"{folder.name} is not on the Hub: {reason}. Will try every {wait:g} s until it works")
-            self.last_failure = reason
+            logger.warning(f"{folder.name} is not on the Hub: {explain_failure(e)}. Will try again in {wait:g} s")
 
     def publish(self, folder: Path) -> None:
         """Upload one checkpoint and record it; errors are not caught."""
@@ -138,28 +143,13 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
 
 def explain_failure(error: BaseException) -> str:
     """Return one line with the reason of a failed upload and its fix, without the token."""
-    errors = [error]
-    while getattr(error, "response", None) is None and error.__cause__ is not None:
-        error = error.__cause__
-        errors.append(error)
-    response = getattr(error, "response", None)
-    if response is None:
-        if isinstance(error, OSError) and error.filename is not None:
-            return f"{error.filename}: {error.strerror}"
-        text = re.sub(r"hf_\w+", "hf_***", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        # the base class of HTTP errors depends on the version of huggingface_hub
-        if any(isinstance(cause, huggingface_hub.errors.HTTPError) for cause in errors):
-            return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), check the network"
-        return text
-    cures = {
-        401: "the token is invalid: set HF_TOKEN to a token that may write (huggingface.co/settings/tokens), or run "
-        "`hf auth login`",
-        403: "the token may not write there, or the quota is used up: check both in the Hub's settings",
-        404: "the user or organization does not exist, or the token may not see it: check --repo_url",
-        413: "the checkpoint is too large for the quota: free some space there",
-        429: "too many requests: raise --upload_interval",
-    }
-    cure = cures.get(response.status_code, "the Hub has a problem of its own" if response.status_code >= 500 else "")
+    cause = error
+    while getattr(cause, "response", None) is None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    response = getattr(cause, "response", None)
+    if response is None:  # no answer, or a file that cannot be read
+        return re.sub(r"hf_\w+", "hf_***", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     # only the server's message, because the client's contains addresses with permission to upload
-    text = " ".join((getattr(error, "server_message", None) or response.reason_phrase).split())[:300]
-    return f"HTTP {response.status_code} ({text}){cure and ', '}{cure}"
+    text = " ".join((getattr(cause, "server_message", None) or response.reason_phrase).split())[:300]
+    cure = CURES.get(response.status_code)
+    return f"HTTP {response.status_code} ({text})" + (f", {cure}" if cure else "")

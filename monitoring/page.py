@@ -4,15 +4,14 @@
     curl http://localhost:8080/
 
 A browser gets the page, which requests /status.json and /history.json?since=EPOCH. New peers can also join by
-/status.json (training/page_client.py). The server is read-only and bounded: it makes each answer at most once a second,
-and a new visit ends one that lasts too long.
+/status.json (training/page_client.py). The server is read-only, makes each answer at most once a second, and ends the
+oldest visit if there are too many.
 """
 
 import base64
 import contextlib
 import hashlib
 import http.server
-import ipaddress
 import json
 import logging
 import math
@@ -23,7 +22,6 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from hivemind import DHT
@@ -34,16 +32,13 @@ from monitoring.history import Contributions, History, describe_swarm
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
 from swarm.joining import Swarm
 from swarm.trust import ContributorRegistry
-from training.figures import fetch_records
-from training.page_client import VISIT_TIMEOUT, format_join, make_place
-from utils import SwarmMetrics, aggregate_metrics
+from training.figures import SwarmMetrics, aggregate_metrics, fetch_records
+from training.page_client import VISIT_TIMEOUT, format_join
 
 logger = logging.getLogger("status")
 
-MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
-MAX_VISIT, SLOT_TIMEOUT = 10.0, 0.1  # seconds; for a visit, and for an evicted one to end
-# seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
-ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
+MAX_VISITORS = 64  # visits at once
+SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
 ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
 READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for a trainer's downloads of the swarm's metrics
 HEADERS = {
@@ -61,8 +56,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: the network and the deadline of each open visit, oldest first
-        self.visits: dict[socket.socket, tuple[str, float]] = {}
+        #: the address of each visitor, oldest first
+        self.visits: dict[socket.socket, tuple] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         # HTTPServer would look up this machine's name on bind, which may take seconds
@@ -78,13 +73,11 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
         """Start to answer, in a thread. Call this after all helper processes are forked.
 
-        :param read_progress: a function for that thread, which returns epoch, loss, peers and other figures (None if
-            unknown) and the shared flags of the run
-        :param history: the run's history, which may grow
+        :param read_progress: returns epoch, loss, peers and other figures (None if unknown) and the run's shared flags
         """
         self.dht, self.read_progress, self.history = dht, read_progress, history
-        # the first visitors need addresses even if the DHT's process is too busy to answer
-        self.maddrs, self.next_look = list_shareable_maddrs(dht.get_visible_maddrs()), 0.0
+        # once, because the DHT's process may be too busy to answer a visitor
+        self.maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
         self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
@@ -106,8 +99,6 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def make_status(self) -> dict:
         """Return the content of /status.json."""
-        if time.monotonic() >= self.next_look:
-            self.look_for_addresses()
         progress = self.read_progress()
         flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
         is_closed = self.dht.membership is not None
@@ -121,24 +112,12 @@ class StatusServer(http.server.ThreadingHTTPServer):
             **progress,
         }
 
-    def look_for_addresses(self) -> None:
-        """Update this peer's addresses, or keep the old ones if the DHT's process does not answer soon."""
-        look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
-        self.next_look = time.monotonic() + ANSWER_PERIOD
-        try:
-            self.maddrs = list_shareable_maddrs(look.result(LOOK_TIMEOUT))
-            self.next_look = time.monotonic() + ADDRESS_PERIOD
-        except Exception as e:  # the DHT's process may raise any type
-            logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
-
     def process_request(self, request, client_address) -> None:
-        """Start a visit. If there are too many, or too many from this network, end the oldest."""
-        network = find_network(client_address[0])
-        of_network = [visit for visit, (other, _) in list(self.visits.items()) if other == network]
-        for visit in of_network[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
+        """Start a visit. If there are too many, end the oldest."""
+        for visit in list(self.visits)[: 1 - MAX_VISITORS]:
             self.end(visit)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
-            self.visits[request] = network, time.monotonic() + MAX_VISIT
+            self.visits[request] = client_address
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -151,14 +130,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.visits.pop(request, None)
             self.slots.release()
 
-    def service_actions(self) -> None:
-        """End visits that last too long; socketserver calls this twice a second."""
-        for visit, (_, deadline) in list(self.visits.items()):
-            if time.monotonic() > deadline:
-                self.end(visit)
-
     def end(self, visit: socket.socket) -> None:
-        """Disconnect a visitor that has held its slot for too long."""
+        """Disconnect a visitor."""
         self.visits.pop(visit, None)
         with contextlib.suppress(OSError):  # its own thread has closed it
             visit.shutdown(socket.SHUT_RDWR)
@@ -220,12 +193,6 @@ def make_policy(html: str) -> str:
         f"default-src 'none'; script-src {find_hash('script')}; style-src {find_hash('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def find_network(ip: str) -> str:
-    """Return the network whose connections are counted together: an IPv4 address, or a customer's /64 of IPv6."""
-    _, address = make_place(ip)
-    return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
 class TrainerPage:

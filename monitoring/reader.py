@@ -1,9 +1,7 @@
 """Read a run's metrics in a thread, because the DHT may take seconds, while the loop of a role must not wait."""
 
 import concurrent.futures
-import math
 import threading
-import time
 from collections import deque
 
 from arguments import ArchiveArguments, SwarmArguments
@@ -13,18 +11,15 @@ from monitoring.report import RunReport
 from swarm.contract import RunContract, require_same
 from swarm.joining import Swarm
 from swarm.processes import STOP_REQUESTED
-from utils import SwarmMetrics
+from training.figures import SwarmMetrics
 
-# seconds between two reads while the status page is open, and seconds that it counts as open
-VISITOR_PERIOD, VISIT_SECONDS = 5.0, 15.0
 FINAL_WAIT = 1.0  # seconds to wait at the end for a read that is under way
 
 
 class RunReader:
-    """A reader of a run's metrics, which reports them and attests the run's settings to new peers.
+    """A reader of a run's metrics every `period` seconds. It reports them, and attests the run's settings to new peers.
 
-    :param groups: the arguments of the whole command line, whose shared flags bind the first trainers
-    :param period: seconds between two reads
+    The shared flags in `groups`, the whole command line, bind the first trainers.
     """
 
     def __init__(self, swarm: Swarm, report: RunReport, groups: tuple, period: float):
@@ -34,7 +29,6 @@ class RunReader:
         self.contract: RunContract | None = None
         #: the metrics of the newest epoch, until `take_news` returns them
         self.news: deque[SwarmMetrics] = deque(maxlen=1)
-        self.last_visit = -math.inf
         if attested := swarm.dht.attestation:
             report.workers.ids |= set(attested.workers)
             swarm.attest(attested.contract, attested.flags, attested.workers)
@@ -51,14 +45,10 @@ class RunReader:
         self.reading = concurrent.futures.ThreadPoolExecutor(1, "read metrics").submit(self.read_until_stopped)
 
     def read_until_stopped(self) -> None:
-        """Read every `period`, and more often while the status page is open."""
-        next_read = time.monotonic()
+        """Read every `period`."""
         while not STOP_REQUESTED.is_set():
-            is_visited = time.monotonic() < self.last_visit + VISIT_SECONDS
-            if time.monotonic() >= next_read - (max(0.0, self.period - VISITOR_PERIOD) if is_visited else 0.0):
-                self.read()
-                next_read = time.monotonic() + self.period
-            STOP_REQUESTED.wait(min(1.0, self.period))
+            self.read()
+            STOP_REQUESTED.wait(self.period)
 
     def read(self) -> None:
         """Read the newest metrics and the run's contract, and attest the contract and the peers that are present."""
@@ -83,7 +73,6 @@ class RunReader:
 
     def describe(self) -> dict:
         """Return the run's figures for the status page, which calls this from its own thread."""
-        self.last_visit = time.monotonic()
         return {**self.report.read_progress(), "flags": self.flags}
 
     def finish(self) -> None:

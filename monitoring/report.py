@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import statistics
 import time
 from dataclasses import asdict
@@ -14,12 +13,14 @@ from arguments import ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
-from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_dashboard
+from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
 from training.figures import (
+    SwarmMetrics,
+    aggregate_metrics,
     describe_evaluation,
     fetch_progress,
     fetch_records,
@@ -28,7 +29,7 @@ from training.figures import (
     parse_schedule,
 )
 from training.progress import RECENT_EPOCHS, measure_progress
-from utils import FETCH_TIMEOUT, SwarmMetrics, aggregate_metrics, filter_plausible_records, find_peer_id
+from utils import FETCH_TIMEOUT, filter_plausible_records, find_peer_id
 
 logger = logging.getLogger("report")
 
@@ -38,7 +39,7 @@ CONTRACT_TIMEOUT = 5.0
 FINAL_FETCH_TIMEOUT = 1.0
 # reads of the DHT without any newer record, after which the run has gone back; a single read may miss records
 READS_BEFORE_GOING_BACK = 3
-READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have missed records
+READS_BEFORE_THE_END = 2  # without a trainer; one may have missed records
 #: results of measure_progress
 PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
@@ -51,7 +52,6 @@ class RunReport:
     """
 
     def __init__(self, args: ReportArguments, swarm: SwarmArguments):
-        require_wandb(args)
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
         try:
             lock_folder("--output_dir", self.output_dir)
@@ -85,10 +85,7 @@ class RunReport:
         self.write_summary()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
-        """Read and report the swarm's metrics, and return those of its newest epoch if they are new.
-
-        :param is_last: whether to hurry
-        """
+        """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
         # at the end only local records: the DHT waits for seconds for trainers that have just left
@@ -143,10 +140,7 @@ class RunReport:
             self.contract = None  # the next run of this name has its own settings
 
     def add_entry(self, news: dict) -> None:
-        """Add an epoch to metrics.jsonl, curve and dashboard.
-
-        :param news: the metrics of a new epoch, or only an evaluation, which replaces the entry of the last epoch
-        """
+        """Add an epoch to metrics.jsonl, curve and dashboard, or an evaluation to the entry of the last epoch."""
         own = {"time": time.time(), "total_samples": self.contributions.total_samples()}
         self.last = (news if "epoch" in news else self.last | news) | own
         self.history.add(self.last)
@@ -174,11 +168,7 @@ class RunReport:
 
     def find_end(self) -> float | None:
         """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
-        if not self.last:
-            return None
-        is_complete = self.last["epoch"] >= self.last.get("final_epoch", math.inf)
-        # one read of the DHT may miss records
-        if self.empty_reads < (1 if is_complete else READS_BEFORE_THE_END):
+        if not self.last or self.empty_reads < READS_BEFORE_THE_END:
             return None
         return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.history[-1]["time"])
 

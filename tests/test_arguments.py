@@ -2,12 +2,11 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 
 import pytest
 from conventions import MODULES, load_groups
-from processes import ROOT, run_python
+from processes import run_python
 
 import arguments
 from common.console import UserError
@@ -53,11 +52,14 @@ def test_flags_in_steps_mention_epochs():
         (["--run_id", "a", "--adam_beta2", "1.5"], ["--adam_beta2", "below 1"]),
         (["--run_id", "a", "--matchmaking_time", "-1"], ["--matchmaking_time", "above 0"]),
         (["--run_id", "a", "--weight_decay", "nan"], ["--weight_decay", "at least 0"]),
-        (["--run_id", "a", "--seed", "-1"], ["--seed", "at most 4294967295"]),
+        (["--run_id", "a", "--seed", "-1"], ["--seed", "at least 0"]),
         (["--run_id", "a", "--max_sequence_length", "0"], ["--max_sequence_length", "at least 8"]),
         (["--run_id", "a", "--learning", "1"], ["--learning"]),
         (["--run_id", "a", "--learning_rate", "fast"], ["--learning_rate", "fast"]),
-        (["--run_id", "a", "--batch_size_lead", "4096"], ["--target_batch_size 4096", "above --batch_size_lead 4096"]),
+        (
+            ["--run_id", "a", "--batch_size_lead", "4096"],
+            ["4096 must be below --target_batch_size"],
+        ),
         (["--run_id", "a", "--statistics_expiration", "7200"], ["--statistics_expiration", "3600"]),
         (["--run_id", "a", "--host_maddrs", "localhost"], ["--host_maddrs", "'localhost'"]),
         (["--run_id", "a", "--dht_listen_on", "[::]:70000"], ["--host_maddrs", "70000"]),
@@ -74,7 +76,7 @@ def test_flags_in_steps_mention_epochs():
         # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
         (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
-        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "above 0 and below 1"]),
+        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "below 1"]),
         (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),
         (
             ["--run_id", "a", "--initial_sequence_length", "128"],
@@ -128,20 +130,33 @@ def test_infinite_limit_is_accepted():
     for number in (0.0, float("nan")):
         with pytest.raises(UserError, match="--max_grad_norm must be above 0$"):
             arguments.OptimizerArguments(max_grad_norm=number)
-    with pytest.raises(UserError, match="--num_train_epochs must be above 0 and at most"):
+    with pytest.raises(UserError, match="--num_train_epochs must be at most"):
         arguments.TrainerArguments(num_train_epochs=float("inf"))
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")
+# runs each module in a process that has what most of them import before they read their flags
+RUN_WITH_TYPO = """
+import os, runpy, sys, arguments, transformers
+for module in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv = [module, "--nonsense"]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        print(e.code, {"torch", "hivemind", "datasets"} & {*sys.modules}, flush=True)
+    os._exit(0)
+"""
 
 
-@pytest.mark.parametrize("module", [name for name, path in MODULES.items() if PARSES.search(path.read_text())])
-def test_typo_is_answered_before_imports(module):
-    command = [sys.executable, "-X", "importtime", "-m", module, "--nonsense"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    *imported, line = run.stderr.splitlines()
-    assert run.returncode == 2 and line.startswith(f"{MODULES[module].name}: error: ") and "--" in line
-    assert not {"torch", "hivemind", "datasets"} & {line.split("|")[-1].strip() for line in imported}
+def test_typo_is_answered_before_imports():
+    modules = [module for module, path in MODULES.items() if PARSES.search(path.read_text())]
+    run = run_python("-c", RUN_WITH_TYPO, *modules, is_real=True, expect=0)
+    assert len(modules) == 7 and run.stdout == "2 set()\n" * 7
+    for module, line in zip(modules, run.stderr.splitlines(), strict=True):
+        assert line.startswith(f"{MODULES[module].name}: error: ") and "--" in line
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from records import attack, make_metrics, run_dhts, sign
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
 from swarm.contract import RunContract, RunSchema
 from swarm.trust import ContributorRegistry
-from training.figures import fetch_records
+from training.figures import aggregate_metrics, fetch_records
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
-    aggregate_metrics,
     filter_plausible_records,
     make_validators,
     make_worker_key,

@@ -1,14 +1,15 @@
 """The monitor as users run it, fed with records through a real DHT that joins it."""
 
+import contextlib
 import json
 import signal
-import sys
+import sqlite3
 from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
-from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import Peer, make_metrics, run_peers
 from swarms import read_epochs, start_monitor
 
@@ -62,20 +63,18 @@ def test_monitor_follows_run_and_exits_cleanly(start, tmp_path):
     assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not any("\033" in line for line in monitor.text.splitlines())  # no colours in a file
 
-    (run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
-    assert read_trackio(environment, prefix, run, "loss") == {1: 9.0, 2: epochs[1]["loss"], 3: 6.0}
+    [run] = read_trackio(environment, prefix).values()
+    assert {step: values["loss"] for step, values in run.items()} == {1: 9.0, 2: epochs[1]["loss"], 3: 6.0}
 
 
-def ask_trackio(environment: dict, prefix: str, *question: str) -> dict:
-    """Return the dashboard's data, by the command that its users type."""
-    command = [Path(sys.executable).with_name("trackio"), *question, "--project", prefix, "--json"]
-    return json.loads(run_python(*command, env=environment, expect=0).stdout)
-
-
-def read_trackio(environment: dict, prefix: str, run: str, metric: str) -> dict[int, float]:
-    values = ask_trackio(environment, prefix, "get", "metric", "--run", run, "--metric", metric)["values"]
-    assert len({value["step"] for value in values}) == len(values)
-    return {value["step"]: value["value"] for value in values}
+def read_trackio(environment: dict, prefix: str) -> dict[str, dict[int, dict]]:
+    """The dashboard's values of each step, by run."""
+    runs = {}
+    with contextlib.closing(sqlite3.connect(Path(environment["TRACKIO_DIR"]) / f"{prefix}.db")) as database:
+        for run, step, values in database.execute("SELECT run_name, step, metrics FROM metrics"):
+            assert step not in runs.setdefault(run, {})
+            runs[run][step] = json.loads(values)
+    return runs
 
 
 def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
@@ -102,7 +101,6 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
     with run_peers(prefix, address, True, key=key) as (first,):
         publish_until_seen(monitor, [first], 42, output_dir, loss=14.0, total_samples=864)
         publish_until_seen(monitor, [first], 43, output_dir, loss=12.0, total_samples=928)
-        (old_run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
         # all starts over, under the same name
         publish_until_seen(monitor, [first], 2, output_dir, loss=22.0, total_samples=128)
         publish_until_seen(monitor, [first], 3, output_dir, loss=21.0, total_samples=192)
@@ -117,11 +115,11 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
     assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 2320, 2384]
 
     # the dashboard has what was published: one curve over both restarts, and one of the new run
-    (new_run,) = set(ask_trackio(environment, prefix, "list", "runs")["runs"]) - {old_run}
-    assert read_trackio(environment, prefix, old_run, "loss") == {40: 9.0, 41: 8.0, 42: 7.0, 43: 6.0}
+    old_run, new_run = read_trackio(environment, prefix).values()
+    assert {step: values["loss"] for step, values in old_run.items()} == {40: 9.0, 41: 8.0, 42: 7.0, 43: 6.0}
+    assert {step: values["loss"] for step, values in new_run.items()} == {2: 11.0, 3: 10.5}
     totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
-    assert read_trackio(environment, prefix, old_run, "total_samples") == totals
-    assert read_trackio(environment, prefix, new_run, "loss") == {2: 11.0, 3: 10.5}
+    assert {step: values["total_samples"] for step, values in old_run.items()} == totals
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,7 @@
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
 written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded.
-README.md shows how to open the model. To look at the rest:
-
-    python -c "import torch; \
-        print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
+README.md shows how to open the model.
 
 A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), optimizer and scheduler (their
 state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
@@ -15,10 +12,8 @@ state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, ran
 import contextlib
 import json
 import logging
-import pickle
 import platform
 import random
-import re
 import shutil
 import time
 from pathlib import Path
@@ -54,8 +49,8 @@ def save_model(
 ) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
 
-    A reader, or a restart after a power cut, finds the old state or the new one. If the disk is full or missing, this
-    logs a warning and returns False, because training matters more than one checkpoint.
+    A reader, or a restart after a power cut, finds no half of a folder. If the disk is full or missing, this logs a
+    warning and returns False, because training matters more than one checkpoint.
 
     :param state: a training state to write instead of the model's present weights
     :param extra_files: other files by name, which users may edit without making the folder incomplete
@@ -63,7 +58,6 @@ def save_model(
     folder = Path(folder).absolute()
 
     def write(unfinished: Path) -> None:
-        put_back(folder.parent)
         for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -85,7 +79,7 @@ def save_model(
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
 
-    return write_whole(folder, write, folder.parent)
+    return write_whole(folder, write)
 
 
 def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) -> None:
@@ -154,21 +148,18 @@ def write_readme(model, folder: str | Path) -> bytes:
 
 
 def remove_outdated(saved: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond the limit, each completely or not at all, but not the saved one: after a
-    resume from an earlier state, it is not the newest."""
+    """Remove the oldest checkpoints beyond the limit, but not the saved one, which may be older after a resume."""
     others = [path for path in find_checkpoints(saved.parent) if path != saved]
     for folder in others[: max(0, len(others) + 1 - limit)]:
-        # rename it first, so that a process that is killed here leaves no half of a checkpoint
-        outdated = folder.with_name(f".{folder.name}.outdated")
+        # under another name, so that a process that is killed here leaves no half of a checkpoint
         with contextlib.suppress(OSError):
-            folder.rename(outdated)
-        shutil.rmtree(outdated, ignore_errors=True)
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders `checkpoint-{epoch}` in `output_dir` by epoch. Unfinished ones have other names."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=read_epoch)
+    found = Path(output_dir).glob("checkpoint-*")
+    return sorted((path for path in found if path.is_dir() and path.name[11:].isdecimal()), key=read_epoch)
 
 
 def read_epoch(folder: Path) -> int:
@@ -176,27 +167,11 @@ def read_epoch(folder: Path) -> int:
     return int(folder.name.split("-")[1])
 
 
-def put_back(output_dir: Path) -> None:
-    """Restore the names of folders that a killed process was replacing, and finish its removals."""
-    for outdated in output_dir.glob(".*.outdated"):
-        shutil.rmtree(outdated, ignore_errors=True)
-    for replaced in output_dir.glob(".*.replaced"):
-        folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
-        if folder.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(folder)
-
-
 def load_state(path: str | Path) -> dict:
     """Return the training state in a checkpoint's folder, or raise a CheckpointError."""
     path = Path(path)
     check_files(path)
-    try:
-        state = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{path} holds no readable training state ({type(e).__name__})") from e
-    weights = load_weights(path)
+    state, weights = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True), load_weights(path)
     # states of earlier versions have no list of stored names: all files' weights count
     state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     return {**state, "path": path}
@@ -226,7 +201,6 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     :raises UserError: if the state belongs to a different model or run, or the given path holds no state
     """
     output_dir = Path(args.output_dir)
-    put_back(output_dir)
     state = None
     try:
         if args.resume_from_checkpoint is None:
@@ -244,11 +218,12 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             "--output_dir to keep it, or --resume_from_checkpoint none to start over"
         ) from e
     set_aside(output_dir, state["local_epoch"] if state else -1)
-    if state:
-        logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
-        if args.overwrite_output_dir:
-            logger.info("--overwrite_output_dir is ignored: use --resume_from_checkpoint none to start over")
-    return state["path"] if state else None
+    if state is None:
+        return None
+    logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
+    if args.overwrite_output_dir:
+        logger.info("--overwrite_output_dir is ignored: use --resume_from_checkpoint none to start over")
+    return state["path"]
 
 
 def set_aside(output_dir: Path, epoch: int) -> None:
@@ -274,10 +249,7 @@ def find_newest_state(output_dir: Path) -> dict | None:
 def collect_state(
     model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
 ) -> dict:
-    """Return a copy, in host memory, of the state that a process needs to continue from here.
-
-    :param optimizer: the CollaborativeOptimizer of this model, whose copy of the parameters is used
-    """
+    """Return a copy, in host memory, of the state that a process needs to continue from here."""
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
     copies = {id(param): master for param, master in masters}

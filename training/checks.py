@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
+from text.shards import ShardedSplit
 from training.checkpoint import choose_state
 
 logger = logging.getLogger("checks")
@@ -35,13 +37,7 @@ class Check:
     what: str
     message: str
     hint: str = ""
-    is_fatal: bool = False
-    is_warning: bool = False
-
-    @property
-    def level(self) -> str:
-        """Return ok, warning or fatal."""
-        return "fatal" if self.is_fatal else "warning" if self.is_warning else "ok"
+    level: str = "ok"  # or warning, or fatal
 
     def __str__(self) -> str:
         line = name_flags(f"{self.level:<8}{self.what:<15} {self.message}")
@@ -53,18 +49,19 @@ def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
     files = raise_file_limit()
     message = f"{files:,} at most" if files < math.inf else "no limit"
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
-    checks = [Check("open files", message, hint, is_warning=files < ENOUGH_FILES)]
+    checks = [Check("open files", message, hint, "ok" if files >= ENOUGH_FILES else "warning")]
     free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
     message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
     hint = "end other programs, add swap, or train a smaller --config_path"
-    checks.append(Check("memory", message, hint, is_fatal=free < needed, is_warning=free < 1.2 * needed))
+    level = "fatal" if free < needed else "warning" if free < 1.2 * needed else "ok"
+    checks.append(Check("memory", message, hint, level))
     checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
         message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
         hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
-        checks.append(Check("shared memory", message, hint, is_fatal=free < needed))
+        checks.append(Check("shared memory", message, hint, "fatal" if free < needed else "ok"))
     return checks
 
 
@@ -78,14 +75,14 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
     if free < one:
         message = f"{folder} has {format_bytes(free)} free, {format_bytes(one)} needed for the model and one checkpoint"
     hint = "free some, or choose another --output_dir: checkpoints would be lost"
-    return Check("disk", message, hint, is_fatal=free < one, is_warning=free < needed)
+    return Check("disk", message, hint, "fatal" if free < one else "warning" if free < needed else "ok")
 
 
 def check_step_time(seconds: float, batch_size: int) -> Check:
     """Check the time of a step, after each of which this peer reports its progress."""
     message = f"{seconds:.2f} s per step of {batch_size} samples; 0.5 to 10 s are recommended"
     hint = f"{'raise' if seconds < 0.5 else 'lower'} --per_device_train_batch_size or --gradient_accumulation_steps"
-    return Check("step time", message, hint, is_warning=not 0.5 <= seconds <= 10)
+    return Check("step time", message, hint, "ok" if 0.5 <= seconds <= 10 else "warning")
 
 
 def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
@@ -95,27 +92,27 @@ def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Che
     if is_short:
         message += f": others wait up to {matchmaking_time:.3g} s for a late peer (--matchmaking_time)"
     hint = "raise --target_batch_size (on all peers) or lower --matchmaking_time: an epoch should take longer than that"
-    return Check("epoch time", message, hint, is_warning=is_short)
+    return Check("epoch time", message, hint, "warning" if is_short else "ok")
 
 
 def warn_of(checks: list[Check]) -> None:
     """Log each problem in one line, or raise a UserError if the disk has no room for a checkpoint."""
     for check in checks:
-        if check.what == "disk" and check.is_fatal:
+        if check.what == "disk" and check.level == "fatal":
             raise UserError(f"{check.message}: {check.hint}")
         if check.level != "ok":
             logger.warning(f"{check.what}: {check.message}; {check.hint}")
 
 
-def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
-    """Check a trainer's needs before it joins, lock its folders, and keep its identity there.
-
-    :param groups: instances of TRAINER_ARGS
-    :returns: the state to resume from, if any
-    """
+def prepare_start(groups: tuple, model, tokenizer, dataset: dict, corpus: dict) -> Path | None:
+    """Check a trainer's needs before it joins, lock its folder, keep its identity there, and return the state to resume
+    from, if any."""
     swarm, *_, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     warn_of(check_machine(model.num_parameters(), args))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
-    return choose_state(args, model, swarm.experiment_prefix)
+    saved_state = choose_state(args, model, swarm.experiment_prefix)
+    if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
+        dataset["train"].begin(secrets.randbits(32))
+    return saved_state

@@ -59,26 +59,22 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
         raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     if device.type == "cpu":
         return [device] * (args.num_devices or 1)
+    if device.index is not None and args.num_devices not in (None, 1):
+        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
     count = count if device.type == present else 0
     numbers = range(args.num_devices or count) if device.index is None else [device.index]
     if not count or max(numbers) >= count:
-        number = f" --num_devices {args.num_devices}" if args.num_devices else ""
         raise UserError(
-            f"--device {args.device}{number}: torch finds {count} such devices here: look at nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES, or use --device cpu"
+            f"--device {args.device}, --num_devices {len(numbers)}: torch finds {count} such devices here: look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
-    if (args.num_devices or len(numbers)) != len(numbers):
-        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
     return [torch.device(device.type, number) for number in numbers]
 
 
-def log_versions(device: torch.device, count: int) -> None:
+def log_versions(devices: list[torch.device]) -> None:
     """Log the versions of the libraries, and the devices of this peer."""
-    more = f" and {count - 1} more" if count > 1 else ""
-    logger.info(
-        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}, {device}{more}"
-    )
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
+    logger.info(f"{versions}, python {platform.python_version()}, {' '.join(map(str, devices))}")
 
 
 def place_model(
@@ -90,8 +86,6 @@ def place_model(
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    if device.type not in ("cpu", "cuda"):
-        logger.warning(f"--device {device.type} is untested: please report your results")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -129,15 +123,11 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        cures, size, count = [], args.per_device_train_batch_size, args.gradient_accumulation_steps
-        if size not in ("auto", 1):
-            more = f"--gradient_accumulation_steps (now {count})"
-            cures.append(f"a smaller --per_device_train_batch_size (now {size}) with more {more}")
+        cures = [f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size})"]
         if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
             cures.append("--gradient_checkpointing")
         if not args.bf16 and not args.fp16:
-            is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-            cures.append("--fp16" if is_old else "--bf16")
+            cures.append("--bf16 (old GPUs: --fp16)")
         cures.append("shorter sequences (--max_sequence_length)")
         raise UserError(f"out of memory on {device}: {', or '.join(cures)}") from e
 
@@ -172,10 +162,7 @@ def find_peak(name: str, is_half: bool) -> float | None:
 
 
 def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> int:
-    """Return the FLOP of the matrix products in a forward and a backward pass, with those that are recomputed.
-
-    :param batch: of one sequence, from make_trial_batch
-    """
+    """Return the FLOP of the matrix products in a forward and a backward pass, with those that are recomputed."""
     counter, kernel = FlopCounterMode(display=False), sdpa_kernel(SDPBackend.MATH)  # it knows few fused kernels
     with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, counter:
         time_pass(model, move_batch(batch, device), contextlib.nullcontext())
@@ -219,7 +206,6 @@ def find_batch_size(
     compare. Then enough batches are accumulated for a step of a second.
 
     :param batch: the longest sequence, from make_trial_batch
-    :param largest_step: the maximum number of samples per step
     :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
     """
     best, best_seconds, size = 0, float("inf"), 1
@@ -248,10 +234,7 @@ def find_batch_size(
 
 
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
-    """Compile the model in place (--torch_compile), or raise a UserError if the compiler fails.
-
-    :param batch: a batch of one sequence, from make_trial_batch
-    """
+    """Compile the model in place (--torch_compile), or raise a UserError if the compiler fails."""
     start = time.monotonic()
     # otherwise another number of labels would recompile the model, see objectives.select_labelled_positions
     torch._dynamo.config.force_nn_module_property_static_shapes = False
@@ -288,7 +271,6 @@ def tune_to_device(
 ) -> TrainerArguments:
     """Compile the model and choose its batch size, if --torch_compile and --per_device_train_batch_size auto are set.
 
-    :param make_trial: make_trial_batch with its arguments, called if that batch is needed
     :param target_batch_size: the swarm's, at least eight steps of this peer; None if another rank chooses
     :returns: the arguments with the chosen batch size
     """

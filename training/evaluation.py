@@ -67,10 +67,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Measures a trainer's model on the validation split, and keeps the newest result.
-
-    :param autocast: the precision of forward passes
-    """
+    """Measures a trainer's model on the validation split, and keeps the newest result."""
 
     def __init__(self, state: TrainerState, autocast: AbstractContextManager):
         self.state, self.autocast = state, autocast

@@ -1,24 +1,27 @@
-"""Figures of a run for logs, files and dashboards: its peers' metrics, its schedule, and evaluations.
-
-To print the metrics of a live run:
-
-    python -c "import hivemind, utils; from training.figures import fetch_records; \\
-        dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], start=True, \\
-        record_validators=utils.make_validators('my_albert')[0]); print(fetch_records(dht, 'my_albert'))"
-"""
+"""Figures of a run for logs, files and dashboards: its peers' metrics and their aggregation, schedule, evaluations."""
 
 import dataclasses
 import math
 import re
+import statistics
 
 from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from swarm.contract import RunContract
 from swarm.trust import ContributorRegistry
-from utils import FETCH_TIMEOUT, Evaluation, LocalMetrics, fetch_dictionary, find_peer_id, peer_label
+from utils import (
+    FETCH_TIMEOUT,
+    Evaluation,
+    LocalMetrics,
+    fetch_dictionary,
+    filter_plausible_records,
+    find_peer_id,
+    peer_label,
+)
 
 NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+MAX_LOSS_DEVIATION = 0.25  # relative to the median; for the mean loss over the few batches of an honest peer
 
 
 def fetch_records(
@@ -43,6 +46,70 @@ def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dic
     """Return the newest progress records of hivemind's tracker in the run's trainers, by peer label."""
     records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress, timeout)
     return {peer_label(public_key): progress for public_key, (progress, _) in records.items()}
+
+
+@dataclasses.dataclass
+class SwarmMetrics:
+    """The swarm's metrics at its newest epoch."""
+
+    epoch: int
+    loss: float  # nats per batch, the mean over all peers' batches
+    alive_peers: int  # peers whose last report is for this epoch or the previous one
+    samples: int  # contributions of these peers
+    samples_per_second: float  # total of these peers
+    epoch_seconds: float  # median over these peers, as are the parts that it consists of:
+    compute_seconds: float  # the rest after waiting and averaging
+    waiting_seconds: float
+    averaging_seconds: float
+    bytes_sent: int  # total of these peers in this epoch
+    bytes_received: int
+    averaged_with: int  # peers in the averaged gradient: the smallest number that any of these peers reports
+    grad_norm: float  # median over these peers
+    learning_rate: float  # median over these peers
+    skipped_steps: int  # total of these peers so far
+
+
+def average_loss(records: list[LocalMetrics]) -> float:
+    """Return the mean loss over all peers' batches, in nats, robust to one malicious peer of at least three."""
+    losses = [(metrics.loss / metrics.mini_steps, metrics.mini_steps) for metrics in records if metrics.mini_steps]
+    if len(losses) > 2:
+        median_loss, median_count = (statistics.median_low(column) for column in zip(*losses, strict=True))
+        limit = MAX_LOSS_DEVIATION * median_loss
+        # peers far from the median do not count, and no peer counts much more than the others
+        losses = [(loss, min(count, 2 * median_count)) for loss, count in losses if abs(loss - median_loss) <= limit]
+    return math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+
+
+def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
+    """Aggregate all peers' plausible records into the metrics of their newest epoch, or None without any batch.
+
+    Peers do not report at the same time, so the previous epoch counts too. Older records belong to peers that left.
+    """
+    plausible = [metrics for _, metrics in filter_plausible_records(records, last_epoch)]
+    newest_epoch = max((metrics.epoch for metrics in plausible), default=0)
+    current = [metrics for metrics in plausible if metrics.epoch >= newest_epoch - 1]
+    if not any(metrics.mini_steps for metrics in current):
+        return None
+    names = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
+    medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in names}
+    return SwarmMetrics(
+        epoch=newest_epoch,
+        loss=average_loss(current),
+        alive_peers=len(current),
+        samples=sum(metrics.samples_accumulated for metrics in current),
+        samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
+        compute_seconds=compute_seconds(medians),
+        averaged_with=min(metrics.averaged_with for metrics in current),
+        bytes_sent=sum(metrics.bytes_sent for metrics in current),
+        bytes_received=sum(metrics.bytes_received for metrics in current),
+        skipped_steps=sum(metrics.skipped_steps for metrics in current),
+        **medians,
+    )
+
+
+def compute_seconds(seconds: dict[str, float]) -> float:
+    """Return the seconds of an epoch without those spent waiting and averaging."""
+    return max(0.0, seconds["epoch_seconds"] - seconds["waiting_seconds"] - seconds["averaging_seconds"])
 
 
 @dataclasses.dataclass

@@ -11,10 +11,10 @@ from pydantic.v1 import ValidationError
 from common.files import append_line, read_json_lines, write_file
 from training.checks import check_epoch_time, check_step_time, warn_of
 from training.devices import count_flop, find_peak, make_trial_batch
-from training.figures import describe_evaluation, parse_schedule
+from training.figures import compute_seconds, describe_evaluation, parse_schedule
 from training.progress import measure_progress
 from training.state import EpochStats, TrainerState
-from utils import MAX_WORKERS, Evaluation, LocalMetrics, compute_seconds, make_worker_key
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, make_worker_key
 
 logger = logging.getLogger("trainer")
 

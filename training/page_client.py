@@ -8,12 +8,11 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-import os
 import re
 import shlex
 
 from common.addresses import split_host_port
-from common.console import UserError
+from common.console import UserError, first_line
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
 from swarm.attestation import find_peer
 
@@ -22,10 +21,7 @@ VISIT_TIMEOUT = 5.0  # seconds
 
 
 def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:
-    """Return a trainer's command to join the run, for copy and paste.
-
-    :param flags: the flags that all peers of the run must share
-    """
+    """Return a trainer's command to join the run with its shared flags, for copy and paste."""
     prefix = shlex.quote(prefix) + (" --invite FILE" if is_closed else "")
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
@@ -69,12 +65,8 @@ def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
 
 
 def find_maddrs(address: str, prefix: str) -> list[str]:
-    """Return the multiaddrs of the peer at `address`, the address of its status page or of the peer itself.
-
-    :param address: host:port, or http://host:port/
-    :param prefix: the required run name, or an empty string for any run
-    :raises UserError: if neither a status page nor a peer answers there
-    """
+    """Return the multiaddrs of the peer at `address`, host:port or http://host:port/ of its status page or of the peer
+    itself, or raise a UserError. An empty prefix accepts any run."""
     try:
         host, port = split_host_port(address.removeprefix("http://").rstrip("/"))
     except ValueError:
@@ -100,7 +92,8 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         if page.get("client_mode") or not maddrs:
             raise ValueError("its peer accepts no connections: choose another peer")
     except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}") from e
+        reason = f"no answer within {VISIT_TIMEOUT:g} s" if isinstance(e, TimeoutError) else first_line(e)
+        raise UserError(f"--initial_peers {address}: no status page to join by ({reason}); {cure}") from e
     return choose_maddrs(maddrs, ip)
 
 
@@ -121,18 +114,6 @@ def check_maddr(maddr: object) -> str:
     except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
         raise ValueError(f"it lists {maddr[:80]!r}, which is not a multiaddr") from e
     return maddr
-
-
-def describe(error: Exception) -> str:
-    """Return the reason why a page could not be used, as a part of a sentence."""
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "its answer is not JSON"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {VISIT_TIMEOUT:g} s"
-    if isinstance(error, OSError) and (error.errno or 0) > 0:
-        # asyncio replaces the system's message by one that repeats the address
-        return os.strerror(error.errno)
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def resolve_initial_peers(addresses: list[str], prefix: str) -> list[str]:

@@ -17,10 +17,8 @@ from text.batches import load_stream_state, sequence_length_at
 class PrefetchLoader:
     """An iterator over batches that stops on a stop signal and measures how long its caller waits for batches.
 
-    Batches for a GPU are in pinned memory, so that the host need not wait for their copy.
-
-    :param args: the data arguments, for the sequence length of an epoch
-    :param position: the file for the position in a stream
+    Batches for a GPU are in pinned memory, so that the host need not wait for their copy. `position` is the file for
+    the position in a stream.
     """
 
     def __init__(

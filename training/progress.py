@@ -20,10 +20,7 @@ BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between lines on a terminal, a
 def measure_progress(
     epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
 ) -> dict[str, float]:
-    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards.
-
-    :param recent_seconds: the seconds of each of its last RECENT_EPOCHS epochs
-    """
+    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards."""
     progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
     if schedule.target_batch_size:
         samples = schedule.count_samples(epoch)
@@ -54,10 +51,7 @@ class ProgressDisplay:
                 self.bar.set_description_str(fit_terminal(format_line()))
 
     def log_epoch(self, line: dict, is_first: bool) -> None:
-        """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead.
-
-        :param is_first: whether it is this trainer's first epoch
-        """
+        """Log a line of history.jsonl if --logging_steps selects its epoch; a terminal has the bar instead."""
         is_selected = line["epoch"] % self.args.logging_steps == 0 or (is_first and self.args.logging_first_step)
         if self.bar.disable and is_selected:
             self.next_time = time.monotonic() + self.interval

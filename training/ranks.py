@@ -1,9 +1,9 @@
 """Several devices of one machine as one peer of the swarm, with a process for each. Only rank 0 talks to other peers.
 
-    torchrun --standalone --nproc_per_node 2 run_trainer.py ...
-    python run_trainer.py ...          # does the same with all GPUs that are visible
+    python run_trainer.py ...          # on all GPUs that are visible
     python run_trainer.py --device cpu --num_devices 2 ...
 
+The process that the user starts is rank 0. It starts the other ranks by the same command, once it has loaded the data.
 Each rank computes gradients of its own data. The ranks average them once per step, and rank 0 continues with them like
 a trainer with one device. The others wait for rank 0, also during rounds, over gloo's sockets, which use no CPU time
 and are closed when a process ends. GPUs exchange gradients and weights by NCCL once all ranks have confirmed a step.
@@ -11,7 +11,6 @@ and are closed when a process ends. GPUs exchange gradients and weights by NCCL 
 
 import contextlib
 import copy
-import json
 import logging
 import os
 import shutil
@@ -27,92 +26,51 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from arguments import TrainerArguments
+from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
-from common.signals import CLEANUPS, block_signals
+from common.signals import CLEANUPS, exit_with_parent
 from swarm.processes import STOP_REQUESTED
-from training.devices import choose_devices, is_out_of_memory, log_versions
+from training.devices import choose_devices, log_versions
 
 logger = logging.getLogger("trainer")
 
-NO_TIMEOUT = timedelta(days=365)  # rank 0 may take any time to join the swarm, to download a state or to average
+NO_TIMEOUT = timedelta(days=365)  # rank 0 may take any time to download a state or to average
 NCCL_TIMEOUT = timedelta(minutes=5)
 BUCKET_BYTES = 100_000_000  # of tensors that are exchanged together
-#: environment variable with the path of the file store for ranks that this script has started
-STORE_VARIABLE = "TRAINER_RANKS_FILE"
+END_TIMEOUT = 10.0  # seconds for the other ranks to end after their loops
+#: environment variables of ranks other than 0: the number, and the file by which the ranks find each other
+NUMBER_VARIABLE, STORE_VARIABLE = "TRAINER_RANK", "TRAINER_RANKS_FILE"
 
 
-class RankFailedError(Exception):
-    """An error that says that another rank has ended or cannot be reached."""
+class RankFailedError(UserError):
+    """An error that says that another rank has ended."""
 
 
-def start_ranks(args: TrainerArguments) -> "RankGroup":
-    """Return this process's rank of torchrun, or as rank 0 start a rank for each other device.
-
-    This starts no thread and makes no CUDA context.
-    """
-    devices, kind = choose_devices(args), ShardedRankGroup if args.sharded else RankGroup
-    number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "LOCAL_RANK" not in os.environ:  # torchrun sets it; a cloud may set WORLD_SIZE alone
-        return kind(0, devices, *(start_others(devices) if len(devices) > 1 else ()))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
-        raise UserError(
-            "torchrun --nnodes: a peer has the ranks of one machine only: start torchrun --standalone on each machine"
-        )
-    if devices[0].type == "cpu" and not args.num_devices:
-        devices *= count
-    if len(devices) < count or (args.num_devices or count) != count:
-        raise UserError(
-            f"torchrun has started {count} processes for {len(devices)} devices (--device, --num_devices): set "
-            "--nproc_per_node to the number of devices"
-        )
-    if count == 1:
-        return kind(0, devices[:1])
-    path = os.environ.get(STORE_VARIABLE)
-    store = dist.FileStore(path, count) if path else next(dist.rendezvous("env://", timeout=NO_TIMEOUT))[0]
-    if number > 0:  # only rank 0 logs more than warnings
+def join_ranks(args: TrainerArguments) -> "RankGroup":
+    """Return this process's rank, which is 0 unless rank 0 has started it. This makes no CUDA context."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError("omit torchrun: python run_trainer.py starts a process for each device (--num_devices) itself")
+    number, devices = int(os.environ.get(NUMBER_VARIABLE, 0)), choose_devices(args)
+    if number > 0:
+        exit_with_parent()
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    return kind(number, devices[:count], store)
+    log_versions(devices)
+    return ShardedRankGroup(number, devices) if args.sharded else RankGroup(number, devices)
 
 
-def start_others(devices: list[torch.device]) -> tuple[dist.Store, list[subprocess.Popen]]:
-    """Start this process's command again for each device but the first; return the ranks' store and the processes."""
-    folder = tempfile.mkdtemp(prefix="ranks_")
-    CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
-    path, count = os.path.join(folder, "store"), len(devices)
-    if devices[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, torch.get_num_threads() // count)
-        torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    children = []
-    with block_signals():  # inherited, so that a child receives signals only once it handles them
-        for number in range(1, count):
-            where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
-            command = [sys.executable, *sys.orig_argv[1:]]
-            children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-    return dist.FileStore(path, count), children
-
-
-class RankGroup(contextlib.AbstractContextManager):
+class RankGroup:
     """A process among the ranks of one peer. With a single rank, all methods do nothing.
 
-    Waits for other ranks raise RankFailedError if one has ended; `with` turns it into one log line and exit code 1.
+    On rank 0, waits for other ranks raise RankFailedError if one has ended. The others end with rank 0.
     """
 
-    def __init__(
-        self,
-        number: int,
-        devices: list[torch.device],
-        store: dist.Store | None = None,
-        children: Iterable[subprocess.Popen] = (),
-    ):
+    def __init__(self, number: int, devices: list[torch.device]):
         self.number, self.count, self.device = number, len(devices), devices[number]
-        self.store, self.children = store, list(children)
-        self.parent = os.getppid()
+        #: the other ranks, on rank 0
+        self.children: list[subprocess.Popen] = []
         self.group: dist.ProcessGroup | None = None  # of GPUs
-        self.failure: Exception | None = None  # that ended the training of rank 0
+        self.exit_code = 0  # of rank 0, unless its training failed
         self.sent_versions: list[int] = []
 
     @property
@@ -120,105 +78,66 @@ class RankGroup(contextlib.AbstractContextManager):
         """Return whether this is rank 0, the only one that talks to the swarm and the user."""
         return self.number == 0
 
-    @property
-    def suffix(self) -> str:
-        """The suffix of this rank's name; empty for rank 0."""
-        return "" if self.is_main else f" rank {self.number}"
+    def start_others(self, swarm: SwarmArguments, flags: str) -> None:
+        """Start this process's command again for each device but the first. This starts no thread.
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of rank 0 after its failure, if any."""
-        if self.failure is None:
-            return 0
-        return 2 if isinstance(self.failure, UserError) else 1
-
-    def __enter__(self) -> "RankGroup":
-        if self.is_main:
-            log_versions(self.device, self.count)
-        return self
-
-    def __exit__(self, _, error: BaseException | None, __) -> bool:
-        if isinstance(error, RankFailedError) and not STOP_REQUESTED.is_set():
-            logger.error(f"{error}; ending")
-            raise SystemExit(1) from error
-        return isinstance(error, RankFailedError)
-
-    # -- before the connection: polls of the store in Python, which Ctrl-C can interrupt
-
-    @contextlib.contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0 before the other ranks, and have rank 0 wait for them."""
-        if not self.is_main:
-            self.wait_for("loaded", [0])
-        yield
-        self.announce("loaded")
-        if self.is_main:
-            self.wait_for("loaded", range(1, self.count))
-
-    def announce(self, what: str, value: str = "1") -> None:
-        """Tell the other ranks that this one has reached a point, and a value."""
-        if self.count > 1:
-            self.store.set(f"{what} {self.number}", value)
-
-    def wait_for(self, what: str, numbers: Iterable[int]) -> None:
-        """Wait until these ranks have announced a point."""
-        keys = [f"{what} {number}" for number in numbers]
-        while keys and not self.store.check(keys):
-            for number, child in enumerate(self.children, start=1):
-                if child.poll() is not None:
-                    reason = f"rank {number} of this machine ended at its start with code {child.returncode}"
-                    raise RankFailedError(reason)
-            if os.getppid() != self.parent:
-                raise RankFailedError("the process that started this one has ended")
-            time.sleep(0.1)
-
-    def share(self, words: list[str]) -> list[str]:
-        """Return the words of rank 0 on all ranks."""
-        if self.is_main:
-            self.announce("words", json.dumps(words))
-            return words
-        self.wait_for("words", [0])
-        return json.loads(self.store.get("words 0"))
+        :param flags: the run's shared flags, which rank 0 may have inherited
+        """
+        if self.count == 1:
+            return
+        folder = tempfile.mkdtemp(prefix="ranks_")
+        CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
+        os.environ[STORE_VARIABLE] = os.path.join(folder, "store")
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, torch.get_num_threads() // self.count)
+            torch.set_num_threads(threads)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        if swarm.initial_peers:
+            command += ["--experiment_prefix", swarm.experiment_prefix, *flags.split()]
+        for number in range(1, self.count):
+            env = os.environ | {NUMBER_VARIABLE: str(number)}
+            # in a process group of its own, so that a terminal sends Ctrl-C to rank 0 alone
+            self.children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0))
 
     def connect(self) -> None:
         """Connect the ranks. Rank 0 must call this after hivemind has forked its helpers; the others wait for it."""
         if self.count == 1:
             return
-        with self.explain():
-            # no rank connects before all are ready, because a connection would wait for a rank that has ended
-            self.announce("ready")
-            self.wait_for("ready", range(self.count))
-            if sys.platform == "linux":
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
-            dist.init_process_group(
-                "gloo", store=self.store, rank=self.number, world_size=self.count, timeout=NO_TIMEOUT
-            )
+        store = dist.FileStore(os.environ[STORE_VARIABLE], self.count)
+        store.set(f"ready {self.number}", "1")
+        # a connection would wait for a rank that has ended
+        while self.is_main and not store.check([f"ready {number}" for number in range(self.count)]):
+            self.require_others()
+            time.sleep(0.1)
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
+        with self.exchange():
+            dist.init_process_group("gloo", store=store, rank=self.number, world_size=self.count, timeout=NO_TIMEOUT)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 self.group = dist.new_group(backend="nccl", timeout=NCCL_TIMEOUT)
         # a seed for each rank; otherwise all would drop out the same neurons
         torch.manual_seed(torch.initial_seed() + self.number)
 
+    def require_others(self) -> None:
+        """Raise RankFailedError if another rank has ended, of which only rank 0 knows."""
+        for number, child in enumerate(self.children, start=1):
+            if child.poll() is not None:
+                raise RankFailedError(f"rank {number} of this machine has ended (exit code {child.returncode})")
+
     @contextlib.contextmanager
-    def explain(self) -> Iterator[None]:
-        """Turn the error of an exchange between ranks into a RankFailedError that names the rank that has ended."""
+    def exchange(self) -> Iterator[None]:
+        """Raise RankFailedError on rank 0 if an exchange fails because another rank has ended."""
         try:
             yield
         except RuntimeError as e:
-            if is_out_of_memory(e):
-                raise
-            if self.children:
-                time.sleep(0.5)  # a process closes its connections before it ends
-            for number, child in enumerate(self.children, start=1):
-                if child.poll() is not None:
-                    text = f"rank {number} of this machine has ended (exit code {child.returncode})"
-                    raise RankFailedError(text) from e
-            reason, is_of_exchange = first_line(e), isinstance(e, dist.DistError) or "gloo" in str(e)
-            if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
-                reason, is_of_exchange = "its connection is closed", True
-            if not is_of_exchange or "CUDA error" in str(e):  # an error of this rank's own work
-                raise
-            raise RankFailedError(f"another rank of this machine has ended ({reason})") from e
+            if not self.is_main:
+                logger.warning(f"no exchange with the other ranks ({first_line(e)}), ending")
+                raise SystemExit(1) from e
+            time.sleep(0.5)  # a process closes its connections before it ends
+            self.require_others()
+            raise
 
     # -- after the connection: all ranks call each of these, in the same order
 
@@ -234,35 +153,27 @@ class RankGroup(contextlib.AbstractContextManager):
         """Return the value of rank 0 on all ranks."""
         values = [value]
         if self.count > 1:
-            with self.explain():
+            with self.exchange():
                 dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def require_same(self, what: str, value: object) -> None:
-        """Raise a UserError if this rank's value differs from that of rank 0."""
-        if self.broadcast(value) != value:
-            raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
-
     def all_continue(self, goes_on: bool) -> bool:
-        """Return whether all ranks continue, or raise RankFailedError if only another rank was stopped."""
+        """Return whether all ranks continue."""
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
             # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout
             torch.cuda.current_stream(self.device).synchronize()
-        with self.explain():
-            stopping = torch.tensor([float(not goes_on)])
+        stopping = torch.tensor([float(not goes_on)])
+        with self.exchange():
             dist.all_reduce(stopping)
-        # a signal to all ranks, such as Ctrl-C, may reach this rank last
-        if stopping.item() and goes_on and self.is_main and not STOP_REQUESTED.wait(1.0):
-            raise RankFailedError("another rank of this machine was stopped")
         return not stopping.item()
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace each tensor by its mean over the ranks. A value that is not finite spreads to all ranks."""
         if self.count > 1:
-            with self.explain():
+            with self.exchange():
                 for bucket in _take_tensors(tensors, BUCKET_BYTES):
                     flat = _flatten_dense_tensors(bucket)
                     dist.all_reduce(flat, group=self.group)
@@ -291,7 +202,7 @@ class RankGroup(contextlib.AbstractContextManager):
             return epoch
         versions = [param._version for param in model.parameters()]
         message = torch.tensor([epoch, versions != self.sent_versions, scaler.get_scale()], dtype=torch.float64)
-        with self.explain():
+        with self.exchange():
             dist.broadcast(message, src=0)
             epoch, is_changed, scale = message.tolist()
             if is_changed:
@@ -303,21 +214,21 @@ class RankGroup(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def catch_failure(self) -> Iterator[None]:
-        """If training fails on rank 0, kill the other ranks and keep the error as `failure`; on others, raise it."""
+        """If training fails on rank 0, kill the other ranks and keep an exit code; on the others, raise the error."""
         try:
             yield
-        except (RankFailedError, UserError) as e:
+        except UserError as e:
             if not self.is_main:
                 raise
             for child in self.children:  # they wait for rank 0 and have no state to save
                 child.kill()
             if not STOP_REQUESTED.is_set():
-                self.failure = e
+                self.exit_code = 1 if isinstance(e, RankFailedError) else 2
                 logger.error(f"{e}; saving the state: the same command continues from there")
 
     def end(self) -> None:
-        """Wait up to 10 s for the other ranks, which end by themselves after their loops."""
-        deadline = time.monotonic() + 10
+        """Wait for the other ranks, which end by themselves after their loops."""
+        deadline = time.monotonic() + END_TIMEOUT
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
@@ -331,10 +242,10 @@ class ShardedRankGroup(RankGroup):
     optimizer, evaluations and checkpoints. It collects gradients and sends weights, one tensor at a time.
     """
 
-    def __init__(self, number: int, devices: list[torch.device], *processes):
+    def __init__(self, number: int, devices: list[torch.device]):
         if len(devices) < 2:
             raise UserError("--sharded needs several devices, this peer has one: omit it, or see --num_devices")
-        super().__init__(number, devices, *processes)
+        super().__init__(number, devices)
         self.shards: list[torch.nn.Parameter] = []  # the sharded model's trained parameters, which are DTensors
 
     def distribute(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -346,7 +257,7 @@ class ShardedRankGroup(RankGroup):
         from torch.distributed.tensor import DeviceMesh
 
         worker = copy.deepcopy(model) if self.is_main else model
-        with self.explain():
+        with self.exchange():
             mesh = DeviceMesh.from_group(self.group or dist.group.WORLD, self.device.type)
             for module in [*dict.fromkeys(find_blocks(worker)), worker]:
                 fully_shard(module, mesh=mesh)
@@ -364,7 +275,7 @@ class ShardedRankGroup(RankGroup):
     @torch.no_grad()
     def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
         """Move the sharded gradients, which FSDP has averaged, to the model of rank 0; return the mean of the loss."""
-        with self.explain():
+        with self.exchange():
             for param, shard in zip(list_trained(model), self.shards, strict=True):
                 gradient, shard.grad = shard.grad, None
                 if gradient is not None:
@@ -385,7 +296,7 @@ class ShardedRankGroup(RankGroup):
     @contextlib.contextmanager
     def catch_failure(self) -> Iterator[None]:
         """Do as for other ranks, also if a pass fails because another rank has ended."""
-        with super().catch_failure(), self.explain():
+        with super().catch_failure(), self.exchange():
             yield
 
 

@@ -12,14 +12,13 @@ import ipaddress
 import logging
 import os
 import re
-import socket
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
 from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
-from common.flags import format_flag
+from common.flags import format_flag, list_values
 from swarm.addresses import check_multiaddrs, get_host_port
 from swarm.attestation import RunAttestation, fetch_attestations, find_problem, merge_attestations
 from swarm.config import SwarmConfig, make_config
@@ -35,21 +34,11 @@ CONFIGS = "configs"
 PUBLIC_IP_URL = "https://api.ipify.org"
 
 
-def begin(groups: tuple, ranks=None, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
-    """Make this peer's identity, and inherit the run's settings.
-
-    :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
-    :param ranks: a trainer's processes, see training/ranks.py; rank 0 talks to the swarm for all
-    :param kept_at: see `make_identity`
-    :returns: the membership of a closed run on rank 0, and the arguments with the settings
-    """
-    if ranks and not ranks.is_main:
-        return None, apply_settings(groups, ranks.share([]))
+def begin(groups: tuple, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
+    """Make this peer's identity, kept at this path, and return the membership of a closed run, and the parsed command
+    line (SwarmArguments first) with the settings of the run."""
     membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
-    settings = discover_settings(groups[0], membership)
-    if ranks:
-        ranks.share(settings)
-    return membership, apply_settings(groups, settings)
+    return membership, apply_settings(groups, discover_settings(groups[0], membership))
 
 
 def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
@@ -91,8 +80,7 @@ def is_for_all(setting: str) -> bool:
 
 def require_settings(settings: Iterable[str], groups: tuple) -> None:
     """Raise a UserError that lists the flags which differ from the run's, as --NAME=VALUE in `settings`."""
-    own = {name: value for group in groups for name, value in vars(group).items()}
-    differences = []
+    own, differences = list_values(groups), []
     for setting in settings:
         name, theirs = split_setting(setting)
         _, mine = split_setting(format_flag(name, own[name]).replace(" ", "=", 1))
@@ -109,8 +97,7 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
 def require_attested(swarm: Swarm, groups: tuple) -> None:
     """Raise a UserError if the flags differ from the attested ones, which bind trainers until there is a contract.
 
-    Usually `apply_settings` has compared them before. It has not if --use_ipfs skipped that, or if the attesting peer
-    had only just started.
+    `apply_settings` has not compared them if --use_ipfs is set, or if the attesting peer had only just started.
     """
     attestation = swarm.dht.attestation
     if attestation and not attestation.contract:
@@ -136,10 +123,9 @@ def apply_settings(groups: tuple, settings: list[str]) -> tuple:
     except UserError as e:
         flags = " ".join(settings).replace("=", " ")
         raise UserError(f"{e} (with {flags} from --initial_peers)") from e
-    own, new = ({name: value for group in each for name, value in vars(group).items()} for each in (groups, adopted))
     require_settings(settings, adopted)
-    names = [split_setting(setting)[0] for setting in settings]
-    inherited = [setting for name, setting in zip(names, settings, strict=True) if own[name] != new[name]]
+    own, new = (list_values(each) for each in (groups, adopted))
+    inherited = [it for it in settings if own[split_setting(it)[0]] != new[split_setting(it)[0]]]
     if inherited:
         logger.info(f"inherited from --initial_peers: {' '.join(inherited).replace('=', ' ')}")
     return adopted
@@ -163,10 +149,7 @@ def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
 
 
 def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> SwarmArguments:
-    """Look up this machine's address and return the arguments with it in --announce_maddrs.
-
-    :param url: the URL of a page that contains only the visitor's IP address
-    """
+    """Look up this machine's address, and return the arguments with it in --announce_maddrs."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             ip = ipaddress.ip_address(answer.read(100).decode().strip())
@@ -175,20 +158,14 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
             f"--use_google_dns: {url} does not return this machine's address ({e}): pass --announce_maddrs "
             "/ip4/PUBLIC_IP/tcp/PORT instead"
         ) from e
-    host_maddrs, announced = [], []
+    announced = []
     for maddr in swarm.host_maddrs:
-        protocol, host, port = get_host_port(maddr)
-        if protocol == f"ip{ip.version}" and port == 0:
-            # Choose a free port now: it must be known before the start to be announced.
-            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
-                port = free.getsockname()[1]
-            maddr = f"/{protocol}/{host}/tcp/{port}"
-        host_maddrs.append(maddr)
-        if protocol == f"ip{ip.version}":
+        protocol, _, port = get_host_port(maddr)
+        if protocol == f"ip{ip.version}" and port:
             announced.append(f"/{protocol}/{ip}/tcp/{port}")
     if not announced:
         raise UserError(
-            f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"
+            f"--use_google_dns: the public address is {ip}: give --host_maddrs an IPv{ip.version} address and a port"
         )
     logger.info(f"announcing {' '.join(announced)}: this port must be open")
-    return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
+    return dataclasses.replace(swarm, announce_maddrs=announced, use_google_dns=False)

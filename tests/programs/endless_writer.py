@@ -16,8 +16,6 @@ number = 0
 while True:
     number += 1
     weights = {name: torch.full_like(tensor, number) for name, tensor in model.state_dict().items()}
-    # each epoch twice: a folder that is there already is replaced
-    epoch = number // 2
-    state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
+    state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": number, "number": number}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
     print(number, flush=True)

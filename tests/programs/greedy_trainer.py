@@ -7,6 +7,7 @@ import torch
 
 import run_trainer
 from text.collators import DataCollatorForWholeWordMask
+from training.ranks import NUMBER_VARIABLE
 
 make_model, collate, passes = run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate, 0
 collated = float("inf")  # when the last batch was ready
@@ -27,7 +28,7 @@ def make_greedy_model(*args):
     def allocate(module, inputs):
         global passes
         passes += module.training
-        if passes == 42 and os.environ.get("RANK", "0") == "0":
+        if passes == 42 and NUMBER_VARIABLE not in os.environ:
             torch.empty(2**60, dtype=torch.uint8)
 
     model.albert.encoder.register_forward_pre_hook(allocate)

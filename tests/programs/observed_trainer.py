@@ -11,6 +11,7 @@ import time
 import torch
 
 import run_trainer
+from training.ranks import NUMBER_VARIABLE
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
         try:
             run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
         finally:  # rank 0 ends with its exit code
-            path = os.path.join(folder, f"rank{os.environ.get('RANK', 0)}.pt")
+            path = os.path.join(folder, f"rank{os.environ.get(NUMBER_VARIABLE, 0)}.pt")
             torch.save({"weights": dict(models[-1].named_parameters()), "rows": rows}, path)
 
 

@@ -66,6 +66,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     (_, model, optimizer), (_, other_model, other) = peers
     while optimizer.local_epoch < 3:
         step(model, optimizer, torch.randn_like)
+        time.sleep(0.1)  # of the tracker's processor time
     scaler, other_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu")
     before = everything(model, optimizer)
     torch.manual_seed(3), random.seed(3), numpy.random.seed(3)

@@ -4,6 +4,7 @@ auxiliary peer loads its state and archives it; a trainer continues from its own
 import contextlib
 import json
 import sys
+import time
 
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -60,6 +61,7 @@ with clean_end():
                 for param in filter(lambda param: param.requires_grad, model.parameters()):
                     param.grad = torch.randn_like(param)
                 optimizer.step(batch_size=4)
+                time.sleep(0.1)  # of the tracker's processor time
     (_, model, optimizer), (_, helper_model, helper) = peers
     trained, state = copy_trained(model), collect_state(model, optimizer, {})
     facts = {"moved": [not a.equal(b) for a, b in zip(start, trained, strict=True)]}
