@@ -70,7 +70,7 @@ def test_checkpoint_restores_state_exactly(tmp_path, tiny_data, optims):
 
 def test_partial_training_resumes_from_each_source(tmp_path, tiny_data):
     """Of which save_pretrained writes no more than that part, and the optimizer has no group without decay."""
-    record = {name: 1 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}
+    record = {name: 2 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}  # of the state's epoch
     words = [make_prefix(), tmp_path, tiny_data["--tokenizer_path"], json.dumps(record)]
     result = run_python("-m", "tests.programs.trained_part", *words, timeout=180, expect=0)
     facts = json.loads(result.stdout.splitlines()[-1])
