@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
+import subprocess
 import sys
 
 import pytest
 from conventions import MODULES, load_groups
-from processes import run_python
+from processes import ROOT, run_python
 
 import arguments
 from common.console import UserError
@@ -132,28 +133,15 @@ def test_infinite_limit_is_accepted():
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")
-# runs each module in a process that has what most of them import before they read their flags
-RUN_WITH_TYPO = """
-import os, runpy, sys, arguments, transformers
-for module in sys.argv[1:]:
-    if os.fork():
-        os.wait()
-        continue
-    sys.argv = [module, "--nonsense"]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as e:
-        print(e.code, {"torch", "hivemind", "datasets"} & {*sys.modules}, flush=True)
-    os._exit(0)
-"""
 
 
-def test_typo_is_answered_before_imports():
-    modules = [module for module, path in MODULES.items() if PARSES.search(path.read_text())]
-    run = run_python("-c", RUN_WITH_TYPO, *modules, is_real=True, expect=0)
-    assert len(modules) == 7 and run.stdout == "2 set()\n" * 7
-    for module, line in zip(modules, run.stderr.splitlines(), strict=True):
-        assert line.startswith(f"{MODULES[module].name}: error: ") and "--" in line
+@pytest.mark.parametrize("module", [name for name, path in MODULES.items() if PARSES.search(path.read_text())])
+def test_typo_is_answered_before_imports(module):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--nonsense"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    *imported, line = run.stderr.splitlines()
+    assert run.returncode == 2 and line.startswith(f"{MODULES[module].name}: error: ") and "--" in line
+    assert not {"torch", "hivemind", "datasets"} & {line.split("|")[-1].strip() for line in imported}
 
 
 @pytest.mark.parametrize(
