@@ -21,12 +21,13 @@ torch.set_num_threads(1)
 # The longest files are taken first, so that the parts end together.
 # fmt: off
 SECONDS = {
-    "averaging": 145, "archive": 60, "devices": 70, "checkpoint": 80, "states": 70, "families": 60, "aux_peer": 35,
-    "finetune": 50, "tokenize": 50, "swarm": 50, "monitor": 30, "lean_albert": 40, "streaming": 30, "hosting": 30,
-    "membership": 25, "evaluation": 25, "new_experiment": 25, "dashboard": 25, "attestation": 25, "trainer": 20,
-    "storage": 20, "local_steps": 15, "metrics": 15, "uplink": 15, "page": 10, "trust": 10, "page_client": 10,
-    "batches": 10, "arguments": 10, "fetch": 10, "forerunners": 10, "preflight": 10, "conventions": 10, "guard": 10,
-    "chats": 10, "setup": 5, "processes": 5, "joining": 5, "optimizer": 5, "finetune_tasks": 5, "sparse": 5,
+    "averaging": 150, "checkpoint": 100, "devices": 90, "states": 80, "archive": 80, "swarm": 60, "aux_peer": 50,
+    "monitor": 45, "streaming": 45, "preflight": 40, "uplink": 40, "tokenize": 40, "families": 35, "hosting": 35,
+    "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25, "membership": 25,
+    "evaluation": 25, "page_client": 25, "new_experiment": 25, "chats": 20, "fetch": 20, "finetune": 20,
+    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 20, "aggregation": 15, "trainer": 15,
+    "batches": 15, "arguments": 10, "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10,
+    "trust": 10, "optimizer": 5, "joining": 5, "adapters": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
 }
 # fmt: on
 
