@@ -49,11 +49,12 @@ def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) ->
 
     :param given: the fields of a hand-written file; files that transformers saved may have those of other versions
     """
-    known = vars(type(config)()).keys() | config.attribute_map.keys()
-    # some classes read more fields than they declare
-    source = "".join(inspect.getsource(part) for part in type(config).__mro__[:-1])
-    for name in given:
-        if name not in known and hasattr(config, name) and f'"{name}"' not in source:
+    known = vars(type(config)()).keys() | config.attribute_map.keys() | {"model_type"}
+    unknown = [name for name in given if name not in known and hasattr(config, name)]
+    # some classes read more fields than they declare; Python parses whole modules to find their source
+    source = "".join(inspect.getsource(part) for part in type(config).__mro__[:-1]) if unknown else ""
+    for name in unknown:
+        if f'"{name}"' not in source:
             problem = f"a model of type {config.model_type} has no field {name}"
             raise UserError(f"{what}: {problem}{suggest(name, known) or ': remove it'}")
     names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]

@@ -84,6 +84,13 @@ def history(tmp_path: Path, name: str) -> dict[int, dict]:
     return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
 
 
+def list_joint_epochs(tmp_path: Path, names: list[str], after: int = 0) -> list[int]:
+    """Return the epochs after `after` that exactly these trainers have averaged."""
+    epochs = [history(tmp_path, name) for name in names]
+    common = sorted(set(epochs[0]).intersection(*epochs[1:]))
+    return [e for e in common if e > after and all(own[e]["averaged_with"] == len(names) for own in epochs)]
+
+
 def largest_difference(tmp_path: Path, *names: str) -> float:
     """Between any weight of the first trainer's model and the same one of another's."""
     first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
@@ -182,14 +189,10 @@ class Swarm:
         return max(self.history(name), default=0)
 
     def wait_for_joint_epochs(self, names: list[str], number: int, seconds: float, after: int = 0) -> list[int]:
-        """Wait for this number of epochs after `after` that exactly these trainers have averaged, and return them."""
+        """Wait for this number of joint epochs after `after`, and return them."""
 
         def find() -> list[int]:
-            epochs = [self.history(name) for name in names]
-            common = set(epochs[0]).intersection(*epochs[1:])
-            joint = [
-                e for e in sorted(common) if e > after and all(h[e]["averaged_with"] == len(names) for h in epochs)
-            ]
+            joint = list_joint_epochs(self.tmp_path, names, after)
             return joint if len(joint) >= number else []
 
         try:

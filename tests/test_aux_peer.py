@@ -48,19 +48,38 @@ def joint_rounds(*peers) -> list[int]:
     return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
 
 
+def assert_equal_parameters(*peers) -> list[int]:
+    """Return the epochs that these peers have averaged together, after the last of which their parameters are equal."""
+    joint = joint_rounds(*peers)
+    parameters = [epochs(peer)[joint[-1]]["parameter"][1] for peer in peers]
+    assert parameters == pytest.approx([parameters[0]] * len(peers), rel=1e-5)
+    return joint
+
+
+def test_late_client_loads_state_through_aux_peer(start):
+    """From another client: neither accepts a connection."""
+    prefix = make_prefix()
+    aux = start_aux(start, prefix)
+    (first,) = start_clients(start, prefix, [aux], ["first"])
+    wait_until(lambda: max(epochs(first), default=0) >= 2, 90, "2 epochs")
+    (late,) = start_clients(start, prefix, [aux], ["late"])
+    wait_until(lambda: joint_rounds(first, late), 90, "a joint round")
+    joint = assert_equal_parameters(first, late)
+    assert joint[0] > 2 and epochs(late)[joint[0]]["parameter"][1] < -2  # it was no new run
+    stop(first, late, aux)
+
+
 @pytest.mark.slow
-def test_clients_average_through_aux_peer(start):
-    """No other peer accepts a connection. The auxiliary peer sends nothing of its own; hivemind's sends a gradient with
-    a weight of zero."""
+def test_clients_average_through_aux_peers(start):
+    """No other peer accepts a connection. An auxiliary peer sends nothing of its own; hivemind's sends a gradient with
+    a weight of zero. Another one joins, and a public trainer, which loads the clients' state; then the first dies."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])
     joint = wait_until(lambda: len(both := joint_rounds(first, second)) >= 15 and both, 120, "15 joint rounds")
-    stop(first, second, aux)
     everything = range(joint[0], joint[-1] + 1)
     assert len(joint) >= 0.95 * len(everything), set(everything) - set(joint)
-    pairs = [epoch for epoch in joint if epoch - 1 in joint]
-    for epoch in pairs:
+    for epoch in [epoch for epoch in joint if epoch - 1 in joint]:
         one, two = epochs(first)[epoch], epochs(second)[epoch]
         expected = (1.0 * one["samples"] + 3.0 * two["samples"]) / (one["samples"] + two["samples"])
         for peer in (first, second):
@@ -75,58 +94,20 @@ def test_clients_average_through_aux_peer(start):
     rounds = epochs(aux)[joint[-1]]["rounds"]
     assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
 
-
-def assert_equal_parameters(*peers) -> list[int]:
-    """Return the epochs that these peers have averaged together, after the last of which their parameters are equal."""
-    joint = joint_rounds(*peers)
-    parameters = [epochs(peer)[joint[-1]]["parameter"][1] for peer in peers]
-    assert parameters == pytest.approx([parameters[0]] * len(peers), rel=1e-5)
-    return joint
-
-
-def test_late_client_loads_state_through_aux_peer(start):
-    """From another client: neither accepts a connection."""
-    prefix = make_prefix()
-    aux = start_aux(start, prefix)
-    (first,) = start_clients(start, prefix, [aux], ["first"])
-    wait_until(lambda: max(epochs(first), default=0) >= 4, 90, "4 epochs")
-    (late,) = start_clients(start, prefix, [aux], ["late"])
-    wait_until(lambda: joint_rounds(first, late), 90, "a joint round")
-    joint = assert_equal_parameters(first, late)
-    assert joint[0] > 4 and epochs(late)[joint[0]]["parameter"][1] < -4  # it was no new run
-    stop(first, late, aux)
-
-
-@pytest.mark.slow
-def test_clients_survive_loss_of_aux_peer(start):
-    """One of two such peers is killed, and the rounds go on."""
-    prefix = make_prefix()
-    one = start_aux(start, prefix, "one")
-    two = start_aux(start, prefix, "two", [one])
-    clients = start_clients(start, prefix, [one, two], ["first", "second", "third"])
-    wait_until(lambda: len(joint_rounds(*clients)) >= 2, 120, "2 joint rounds")
-    one.kill()
-    last = max(epochs(clients[0]))
-    wait_until(lambda: joint_rounds(*clients)[-1] > last + 1, 90, "joint rounds without the first aux peer")
-    assert_equal_parameters(*clients)
-    stop(*clients, two)
-
-
-@pytest.mark.slow
-def test_public_trainer_loads_state_of_clients(start):
-    """It comes from nothing, and theirs is the state that counts, though it alone sends its state to anybody."""
-    prefix = make_prefix()
-    aux = start_aux(start, prefix)
-    first, second = start_clients(start, prefix, [aux])
-    wait_until(lambda: len(joint_rounds(first, second)) >= 5, 120, "5 joint rounds")
+    other_aux = start_aux(start, prefix, "other", [aux])
     flags = ("--group_size", 3)
-    public = start_peer(start, "public", prefix, gradient=5.0, batch_size=16, others=[aux], flags=flags)
-    wait_until(lambda: len(joint_rounds(first, second, public)) >= 5, 90, "5 joint rounds of three")
-    assert assert_equal_parameters(first, second, public)[0] > 5
+    public = start_peer(start, "public", prefix, gradient=5.0, batch_size=16, others=[aux, other_aux], flags=flags)
+    trainers = [first, second, public]
+    wait_until(lambda: len(joint_rounds(*trainers)) >= 5, 90, "5 joint rounds of three")
+    assert assert_equal_parameters(*trainers)[0] > 15
     for client in (first, second):
         reported = [line["epoch"] for line in client.json_lines() if "epoch" in line]
         assert reported == sorted(reported)  # no peer went back
-    stop(first, second, public, aux)
+    aux.kill()
+    last = max(epochs(first))
+    wait_until(lambda: joint_rounds(*trainers)[-1] > last + 1, 90, "joint rounds without the first aux peer")
+    assert_equal_parameters(*trainers)
+    stop(*trainers, other_aux)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import importlib
 import inspect
@@ -13,10 +14,16 @@ from conventions import FILES, FLOORS, MODULES, ORDER, load_groups
 from processes import ROOT
 
 
+@functools.cache
+def parse(path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def find_imports(path) -> set[str]:
     """Return our modules that a file imports, at its top or in a function."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -36,7 +43,7 @@ def test_imports_run_one_way():
 def test_code_runs_nothing_from_network():
     """A pickle, or a model with its own code, can run any program."""
     for path in (*FILES, *ROOT.glob("benchmarks/**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
@@ -57,7 +64,7 @@ def test_hivemind_is_patched_only_in_patches():
     """Only swarm/identity.py sets the process-wide key, and no object changes its class."""
     patches = {"swarm/patches.py", "swarm/identity.py"}
     for path in FILES:
-        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+        tree, name = parse(path), str(path.relative_to(ROOT))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         theirs = {
             (alias.asname or alias.name).split(".")[0]
@@ -84,7 +91,7 @@ def list_swarm() -> list:
 
 def test_swarm_has_no_module_state():
     """A process may hold several peers, so their state is passed on."""
-    trees = {path: ast.parse(path.read_text()) for path in list_swarm()}
+    trees = {path: parse(path) for path in list_swarm()}
     classes = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
     for path, tree in trees.items():
         for node in tree.body:
@@ -133,7 +140,7 @@ def test_sizes_stay_within_their_budgets():
 
 
 def list_classes(name: str) -> list[ast.ClassDef]:
-    return [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.ClassDef)]
+    return [node for node in parse(ROOT / name).body if isinstance(node, ast.ClassDef)]
 
 
 def test_hivemind_overrides_are_few_and_listed():
@@ -153,7 +160,7 @@ def test_hivemind_overrides_are_few_and_listed():
 
 def test_private_names_of_hivemind_are_few():
     """Names that no class or function of swarm/ defines; a new hivemind may rename them."""
-    nodes = [node for path in list_swarm() for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in list_swarm() for node in ast.walk(parse(path))]
     attributes = [node for node in nodes if isinstance(node, ast.Attribute) and re.match("_[a-z_]*[A-Za-z]", node.attr)]
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}

@@ -13,7 +13,7 @@ import pytest
 from hub_server import TOKEN, HubServer
 from mains import run_main
 from processes import LOOPBACK, ROOT, run_python, wait_until
-from swarms import choose_trainer, flags, history
+from swarms import choose_trainer, flags, list_joint_epochs, stop
 
 import arguments
 import finetune_mlm
@@ -117,23 +117,11 @@ def model(tiny_data, tmp_path_factory) -> str:
     return os.path.relpath(folder, ROOT)
 
 
-def wait_for_joint_epochs(tmp_path: Path, names: list[str], scripts: list, number: int = 2) -> None:
-    def count() -> bool:
-        epochs = [history(tmp_path, name) for name in names]
-        joint = set(epochs[0]).intersection(*epochs[1:])
-        return sum(all(own[e]["averaged_with"] == len(names) for own in epochs) for e in joint) >= number
-
+def wait_for_joint_epochs(tmp_path: Path, names: list[str], scripts: list) -> None:
     try:
-        wait_until(count, 150, f"epochs that {names} have averaged")
+        wait_until(lambda: len(list_joint_epochs(tmp_path, names)) >= 2, 150, f"epochs that {names} have averaged")
     except AssertionError as e:
         raise AssertionError("\n".join([str(e), *(script.text[-2000:] for script in scripts)])) from None
-
-
-def stop(*scripts) -> None:
-    for script in scripts:
-        script.interrupt()
-    for script in scripts:
-        script.assert_clean_end(60)
 
 
 @pytest.mark.slow

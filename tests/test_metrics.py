@@ -29,10 +29,19 @@ from utils import (
     peer_label,
 )
 
+PREFIX = make_prefix()
 
-def test_reader_returns_only_valid_records():
-    prefix, attacker_key = make_prefix(), RSAPrivateKey()
-    honest, honest_subkey = make_validators(prefix, RSAPrivateKey())
+
+@pytest.fixture(scope="module")
+def peers():
+    """Two nodes that validate the records of a run, an attacker's that validates nothing, and the second one's key."""
+    validators, subkey = make_validators(PREFIX, RSAPrivateKey())
+    with run_dhts(make_validators(PREFIX)[0], validators, []) as dhts:
+        yield *dhts, subkey
+
+
+def test_reader_returns_only_valid_records(peers):
+    (reader, writer, attacker, honest_subkey), attacker_key = peers, RSAPrivateKey()
     attacker_subkey = RSASignatureValidator(attacker_key).local_public_key
     good = make_metrics().dict()
     owned = MSGPackSerializer.dumps(attacker_subkey)
@@ -58,44 +67,50 @@ def test_reader_returns_only_valid_records():
         "no subkey, none": (DHTProtocol.IS_REGULAR_VALUE, None, soon),
         "forged, in a dictionary": (DHTProtocol.IS_DICTIONARY, forged, soon),
     }
-    with run_dhts(make_validators(prefix)[0], honest, []) as (reader, writer, attacker):
-        key = f"{prefix}_metrics"
-        expiration_time = get_dht_time() + 300
-        assert writer.store(key, good, subkey=honest_subkey, expiration_time=expiration_time)
-        for name, (subkey, value, expires) in attacks.items():
-            value = value if isinstance(value, bytes) else MSGPackSerializer.dumps(value)
-            is_owned = subkey not in DHTProtocol.RESERVED_SUBKEYS
-            signed = sign(attacker_key, key, subkey, value, expires) if is_owned else value
-            for victim in (reader, writer):
-                assert attack(attacker, victim, key, subkey, signed, expires) == [False], f"{name} was stored"
-            records = fetch_records(reader, prefix, timeout=20)
-            assert [(label, metrics) for label, (metrics, _) in records.items()] == [
-                (peer_label(honest_subkey), make_metrics())
-            ], name
-        # the attacker's own record is fine when it keeps to the schema
-        value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
-        assert attack(attacker, reader, key, owned, value, soon) == [True]
-        assert len(fetch_records(reader, prefix, timeout=20)) == 2
+    key = f"{PREFIX}_metrics"
+    expiration_time = get_dht_time() + 300
+    assert writer.store(key, good, subkey=honest_subkey, expiration_time=expiration_time)
+    for name, (subkey, value, expires) in attacks.items():
+        value = value if isinstance(value, bytes) else MSGPackSerializer.dumps(value)
+        is_owned = subkey not in DHTProtocol.RESERVED_SUBKEYS
+        signed = sign(attacker_key, key, subkey, value, expires) if is_owned else value
+        for victim in (reader, writer):
+            assert attack(attacker, victim, key, subkey, signed, expires) == [False], f"{name} was stored"
+        records = fetch_records(reader, PREFIX, timeout=20)
+        assert [(label, metrics) for label, (metrics, _) in records.items()] == [
+            (peer_label(honest_subkey), make_metrics())
+        ], name
+    # the attacker's own record is fine when it keeps to the schema
+    value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
+    assert attack(attacker, reader, key, owned, value, soon) == [True]
+    assert len(fetch_records(reader, PREFIX, timeout=20)) == 2
 
 
-def test_undecodable_value_stops_no_reader():
+def test_undecodable_value_stops_no_reader(peers):
     """Keys without a schema (note 34), with and without subkey."""
-    prefix, expires, plain = make_prefix(), get_dht_time() + 300, DHTProtocol.IS_REGULAR_VALUE
-    key, attacker_key = f"{prefix}_group", RSAPrivateKey()
+    reader, first, attacker, own_key = peers
+    expires, plain = get_dht_time() + 300, DHTProtocol.IS_REGULAR_VALUE
+    key, attacker_key = f"{PREFIX}_group", RSAPrivateKey()
     owned = MSGPackSerializer.dumps(RSASignatureValidator(attacker_key).local_public_key)
-    validators, own_key = make_validators(prefix, RSAPrivateKey())
-    with run_dhts(validators, make_validators(prefix)[0], []) as (first, reader, attacker):
-        for victim in (first, reader):
-            for value in (b"\xc1", MAX_RECORD_BYTES, MSGPackSerializer.dumps(1)):
-                for subkey in (plain, MSGPackSerializer.dumps("x"), MSGPackSerializer.dumps(b"x")):
-                    assert attack(attacker, victim, key, subkey, value, expires) == [False]
-            signed = sign(attacker_key, key, owned, b"\xc1", expires)
-            assert attack(attacker, victim, key, owned, signed, expires) == [False]
-        assert reader.get(key, latest=True, return_future=True).result(timeout=20) is None
-        # a good value next to it is found
-        assert first.store(key, "good", subkey=own_key, expiration_time=expires + 1)
-        found = reader.get(key, latest=True, return_future=True).result(timeout=20).value
-        assert {subkey: item.value for subkey, item in found.items()} == {own_key: "good"}
+    for victim in (first, reader):
+        for value in (b"\xc1", MAX_RECORD_BYTES, MSGPackSerializer.dumps(1)):
+            for subkey in (plain, MSGPackSerializer.dumps("x"), MSGPackSerializer.dumps(b"x")):
+                assert attack(attacker, victim, key, subkey, value, expires) == [False]
+        signed = sign(attacker_key, key, owned, b"\xc1", expires)
+        assert attack(attacker, victim, key, owned, signed, expires) == [False]
+    assert reader.get(key, latest=True, return_future=True).result(timeout=20) is None
+    # a good value next to it is found
+    assert first.store(key, "good", subkey=own_key, expiration_time=expires + 1)
+    found = reader.get(key, latest=True, return_future=True).result(timeout=20).value
+    assert {subkey: item.value for subkey, item in found.items()} == {own_key: "good"}
+
+
+def test_hivemind_stops_at_undecodable_value(peers):
+    """The day that this fails, hivemind has fixed it and RecordValidator may go."""
+    ours, _, theirs, _ = peers
+    assert attack(ours, theirs, "some_key", DHTProtocol.IS_REGULAR_VALUE, b"\xc1", get_dht_time() + 300) == [True]
+    with pytest.raises(concurrent.futures.TimeoutError):
+        theirs.get("some_key", latest=True, return_future=True).result(timeout=3)
 
 
 def test_records_are_small():
@@ -104,15 +119,6 @@ def test_records_are_small():
         subkey, value = MSGPackSerializer.dumps(validator.local_public_key), MSGPackSerializer.dumps(b"x" * size)
         record = DHTRecord(DHTID.generate("key").to_bytes(), subkey, value, get_dht_time() + 60)
         assert validator.validate(dataclasses.replace(record, value=validator.sign_value(record))) is is_small
-
-
-def test_hivemind_stops_at_undecodable_value():
-    """The day that this fails, hivemind has fixed it and RecordValidator may go."""
-    with run_dhts([], []) as (victim, attacker):
-        expires = get_dht_time() + 300
-        assert attack(attacker, victim, "some_key", DHTProtocol.IS_REGULAR_VALUE, b"\xc1", expires) == [True]
-        with pytest.raises(concurrent.futures.TimeoutError):
-            victim.get("some_key", latest=True, return_future=True).result(timeout=3)
 
 
 def test_contracts_are_bounded():

@@ -361,7 +361,7 @@ def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, t
     """Two trainers and an auxiliary peer that keeps their states."""
     data = text_data if name in CAUSAL else tiny_data
     # larger epochs than gpt2's do for those that learn more slowly
-    target = 256 if name == "gpt2" else 1024
+    target = 128 if name == "gpt2" else 1024
     own = {"--config_path": write(name), "--max_steps": 8, "--total_steps": 40, "--target_batch_size": target}
     own |= {"--target_group_size": 2}
     shared = {

@@ -22,6 +22,23 @@ from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
 
+PREFIX = make_prefix()
+
+
+@pytest.fixture(scope="module")
+def all_peers():
+    with run_peer(PREFIX) as one, run_peer(PREFIX, one) as two, run_peer(PREFIX, one, two) as three:
+        yield one, two, three
+
+
+@pytest.fixture
+def peers(all_peers):
+    """Three peers of a run, which know of no contract."""
+    yield all_peers
+    for dht in all_peers:
+        dht.run_coroutine(partial(set_attestation, attestation=RunAttestation(prefix=PREFIX)))
+        dht.attestation = None
+
 
 def make_contract(**terms: str) -> RunContract:
     return RunContract(joined=get_dht_time(), contract=terms)
@@ -37,84 +54,83 @@ async def set_nonsense(dht, node, values: dict) -> None:
     await set_attestation(dht, node, RunAttestation.construct(**values))
 
 
-def test_new_peer_receives_attestation():
-    prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
-    with run_peer(prefix) as one, run_peer(prefix, one) as two, run_peer(prefix, one, two) as newcomer:
-        ask = partial(ask_initial_peers, newcomer, is_new_run=False)
-        assert ask(prefix, addresses(one)) == RunAttestation(prefix=prefix)
-        assert ask(prefix, []) is None
-        with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{prefix}', not 'other'"):
-            ask("other", addresses(one))
-        assert ask_initial_peers(newcomer, "other", addresses(one), is_new_run=True) is None
+def test_new_peer_receives_attestation(peers):
+    contract, (one, two, newcomer) = make_contract(learning_rate="0.1"), peers
+    ask = partial(ask_initial_peers, newcomer, is_new_run=False)
+    assert ask(PREFIX, addresses(one)) == RunAttestation(prefix=PREFIX)
+    assert ask(PREFIX, []) is None
+    with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{PREFIX}', not 'other'"):
+        ask("other", addresses(one))
+    assert ask_initial_peers(newcomer, "other", addresses(one), is_new_run=True) is None
 
-        tell(one, newcomer, RunAttestation(prefix=prefix, contract=contract, workers=[b"a", b"b"]))
-        tell(two, newcomer, RunAttestation(prefix=prefix, workers=[b"b", b"c"]))
-        found = ask(prefix, addresses(one, two))
-        assert found.contract == contract and found.workers == [b"a", b"b", b"c"]
-        tell(two, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
-        with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
-            ask(prefix, addresses(one, two))
-        for values in (
-            dict(prefix=7),
-            dict(prefix=prefix, workers=[b"x" * 100]),
-            dict(prefix=prefix, workers=[b"x"] * 65),
-            dict(prefix=prefix, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
-        ):
-            two.run_coroutine(partial(set_nonsense, values=values))
-            assert ask(prefix, addresses(one, two)).contract == contract and ask(prefix, addresses(two)) is None
+    tell(one, newcomer, RunAttestation(prefix=PREFIX, contract=contract, workers=[b"a", b"b"]))
+    tell(two, newcomer, RunAttestation(prefix=PREFIX, workers=[b"b", b"c"]))
+    found = ask(PREFIX, addresses(one, two))
+    assert found.contract == contract and found.workers == [b"a", b"b", b"c"]
+    tell(two, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
+    with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
+        ask(PREFIX, addresses(one, two))
+    for values in (
+        dict(prefix=7),
+        dict(prefix=PREFIX, workers=[b"x" * 100]),
+        dict(prefix=PREFIX, workers=[b"x"] * 65),
+        dict(prefix=PREFIX, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
+    ):
+        two.run_coroutine(partial(set_nonsense, values=values))
+        assert ask(PREFIX, addresses(one, two)).contract == contract and ask(PREFIX, addresses(two)) is None
 
 
-def test_attested_settings_are_inherited_and_binding(monkeypatch):
-    prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
-    with run_peer(prefix) as one, run_peer("other", one) as two, run_peer(prefix, one) as three:
-        tell(one, three, RunAttestation(prefix=prefix, flags=shared))
+def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
+    shared, (one, _, three) = "--optim adamw --learning_rate 0.1 --config_path configs/demo.json", peers
+    with run_peer("other", one) as two:
+        tell(one, three, RunAttestation(prefix=PREFIX, flags=shared))
         command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
         # the first trainer chooses the settings that no peer has
         command += ["--total_steps", "9000"]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
         swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
-        assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
+        assert (swarm.experiment_prefix, model.config_path) == (PREFIX, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert discover_settings(SwarmArguments(prefix, addresses(one), use_ipfs=True), None) == []
+        assert discover_settings(SwarmArguments(PREFIX, addresses(one), use_ipfs=True), None) == []
 
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
-        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--use_ipfs"]
+        named = ["--experiment_prefix", PREFIX, "--optim", "adamw", "--use_ipfs"]
         for more in (["--preflight"], []):
             assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
         monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
-        three.attestation = vouched = ask_initial_peers(three, prefix, addresses(one), is_new_run=False)
-        place = Swarm(SwarmConfig(prefix), three, b"")
+        three.attestation = vouched = ask_initial_peers(three, PREFIX, addresses(one), is_new_run=False)
+        place = Swarm(SwarmConfig(PREFIX), three, b"")
         with pytest.raises(UserError, match=re.escape(wrong)):
             require_attested(place, parse_arguments(*TRAINER_ARGS))
         three.attestation = vouched.copy(update={"contract": make_contract(a="b")})
         require_attested(place, groups)
 
         # of several peers, one may have been given more than another
-        tell(three, one, RunAttestation(prefix=prefix, flags="--optim adamw --seed 3"))
+        tell(three, one, RunAttestation(prefix=PREFIX, flags="--optim adamw --seed 3"))
         both = addresses(one, three)
-        assert ask_initial_peers(two, prefix, both, is_new_run=False).flags == shared
-        tell(three, one, RunAttestation(prefix=prefix, flags="--optim lamb"))
+        assert ask_initial_peers(two, PREFIX, both, is_new_run=False).flags == shared
+        tell(three, one, RunAttestation(prefix=PREFIX, flags="--optim lamb"))
         with pytest.raises(UserError, match="disagree on the settings"):
-            ask_initial_peers(two, prefix, both, is_new_run=False)
-        tell(three, one, RunAttestation(prefix=prefix))
+            ask_initial_peers(two, PREFIX, both, is_new_run=False)
+        tell(three, one, RunAttestation(prefix=PREFIX))
 
         # a contract has priority over a monitor's flags, and no flag names a file of this machine
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
-        contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
-        tell(one, three, RunAttestation(prefix=prefix, contract=contract, flags=shared))
-        settings = [f"--experiment_prefix={prefix}", "--seed=7"]
+        contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {PREFIX}x"})
+        tell(one, three, RunAttestation(prefix=PREFIX, contract=contract, flags=shared))
+        settings = [f"--experiment_prefix={PREFIX}", "--seed=7"]
         assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
             with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers"):
                 apply_settings(groups, [wrong])
-        tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
+        tell(three, one, RunAttestation(prefix=PREFIX, contract=make_contract(a="c")))
         for names, others, words in (
-            (prefix, (one, three), "disagree"),
-            ("", (one, two), f"several runs: choose one by --experiment_prefix \\('other', '{prefix}'\\)"),
-            (prefix, (two,), f"serves run 'other', not '{prefix}'"),
+            (PREFIX, (one, three), "disagree"),
+            ("", (one, two), f"several runs: choose one by --experiment_prefix \\('other', '{PREFIX}'\\)"),
+            (PREFIX, (two,), f"serves run 'other', not '{PREFIX}'"),
         ):
             with pytest.raises(UserError, match=words):
                 discover_settings(SwarmArguments(names, addresses(*others)), None)
@@ -123,39 +139,34 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch):
         with pytest.raises(UserError, match="serve run 'an/other': if you trust it"):
             discover_settings(SwarmArguments("", addresses(two)), None)
         gone = addresses(two)
-    assert discover_settings(SwarmArguments(prefix, gone), None) == []
+    assert discover_settings(SwarmArguments(PREFIX, gone), None) == []
     with pytest.raises(UserError, match="cannot reach --initial_peers"):
         discover_settings(SwarmArguments("", gone), None)
 
 
-def test_untrusted_contract_blocks_no_peer():
-    prefix, terms, flags = make_prefix(), {"learning_rate": "0.1"}, "--learning_rate 0.1"
-    with (
-        run_peer(prefix) as monitor,
-        run_peer(prefix, monitor) as stranger,
-        run_peer(prefix, monitor) as newcomer,
-    ):
-        other, own = (Swarm(SwarmConfig(prefix), dht, dht.public_key) for dht in (stranger, newcomer))
-        other.contract = make_contract(learning_rate="9")
-        other.renew_contract(300).result(timeout=30)
-        mine = make_contract(**terms).copy(update={"flags": flags})
-        with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
-            own.agree_on(mine, 120)
-        newcomer.attestation = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
+def test_untrusted_contract_blocks_no_peer(peers):
+    terms, flags, (monitor, stranger, newcomer) = {"learning_rate": "0.1"}, "--learning_rate 0.1", peers
+    other, own = (Swarm(SwarmConfig(PREFIX), dht, dht.public_key) for dht in (stranger, newcomer))
+    other.contract = make_contract(learning_rate="9")
+    other.renew_contract(300).result(timeout=30)
+    mine = make_contract(**terms).copy(update={"flags": flags})
+    with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
         own.agree_on(mine, 120)
-        assert not own.compare_contract(mine)
+    newcomer.attestation = ask_initial_peers(newcomer, PREFIX, addresses(monitor), False)
+    own.agree_on(mine, 120)
+    assert not own.compare_contract(mine)
+    own.recheck_contract()
+    # now somebody has worked, by other terms
+    tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
+    with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
         own.recheck_contract()
-        # now somebody has worked, by other terms
-        tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
-        with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
-            own.recheck_contract()
-        with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
-            own.agree_on(mine, 120)
-        assert own.contract.flags == flags
-        tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(**terms)))
-        newcomer.attestation = RunAttestation(prefix=prefix)
-        own.recheck_contract()
-        assert newcomer.attestation.contract.contract == terms
+    with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
+        own.agree_on(mine, 120)
+    assert own.contract.flags == flags
+    tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(**terms)))
+    newcomer.attestation = RunAttestation(prefix=PREFIX)
+    own.recheck_contract()
+    assert newcomer.attestation.contract.contract == terms
 
 
 def test_untrusted_samples_are_capped():
@@ -175,22 +186,21 @@ def test_untrusted_samples_are_capped():
             assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
 
 
-def test_early_peer_learns_contributors_later():
+def test_early_peer_learns_contributors_later(peers):
     """It joined before any peer had contributed, so it would never trust the others."""
-    prefix = make_prefix()
-    with run_peer(prefix) as monitor, run_peer(prefix, monitor) as early:
-        tracker = make_tracker(early, prefix, 10**6)
-        try:
-            tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
-            assert not tracker.trust.attested
-            tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trust.attested == {b"a", b"b"}, 20, "the workers")
-            tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
-            tracker.refresh_trusted_peers()
-            wait_until(tracker._attestations.done, 20, "an answer about another run")
-            tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"d"]))
-            assert tracker.trust.attested == {b"a", b"b"}
-            tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trust.attested == {b"d"}, 20, "the newest")
-        finally:
-            tracker.shutdown()
+    monitor, early, _ = peers
+    tracker = make_tracker(early, PREFIX, 10**6)
+    try:
+        tell(monitor, early, RunAttestation(prefix=PREFIX, workers=[b"a", b"b"]))
+        assert not tracker.trust.attested
+        tracker.refresh_trusted_peers()
+        wait_until(lambda: tracker.trust.attested == {b"a", b"b"}, 20, "the workers")
+        tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
+        tracker.refresh_trusted_peers()
+        wait_until(tracker._attestations.done, 20, "an answer about another run")
+        tell(monitor, early, RunAttestation(prefix=PREFIX, workers=[b"d"]))
+        assert tracker.trust.attested == {b"a", b"b"}
+        tracker.refresh_trusted_peers()
+        wait_until(lambda: tracker.trust.attested == {b"d"}, 20, "the newest")
+    finally:
+        tracker.shutdown()

@@ -169,21 +169,3 @@ def test_partitioned_swarm_merges(start, tmp_path, tiny_data, net):
     joint = swarm.wait_for_joint_epochs(names, 1, healed + 30 - time.time(), after)
     assert swarm.stop_together(names, joint[0]) - healed < 60
     assert swarm.difference(names) < 1e-3  # those of one half have taken over a state that was sent in 16 bits
-
-
-@pytest.mark.slow
-def test_slow_links_trainers_average(start, tmp_path, tiny_data, net):
-    """75 ms of round-trip time and 20 Mbit/s."""
-    for name in ("monitor", "a", "b"):
-        net.host(name, rtt_ms=37.5, up=20, down=20)
-    net.start()
-    swarm = Swarm(start, tmp_path, {**tiny_data, "--max_steps": 6, "--target_group_size": 2}, net)
-    swarm.start_monitor()
-    trainers = swarm.start_trainers("a", "b")
-    for trainer in trainers:
-        trainer.assert_clean_end(120)
-    averaged = [line["averaged_with"] == 2 for line in swarm.history("a").values()]
-    # the first peer steps alone until the other is there
-    assert sum(averaged) >= 3 and all(averaged[-2:])
-    assert swarm.difference(["a", "b"]) < 1e-6
-    assert min(net.bytes("a")) > 1e6
