@@ -111,7 +111,7 @@ class Swarm:
         key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
         authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
-        data = authority.issue(self.prefix, peer_id, name, 86400.0)
+        data = authority.issue(self.prefix, peer_id, name, time.time() + 86400.0)
         Invitation(key, data, authority.public_key).save("out", path)
         return path
 

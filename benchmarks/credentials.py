@@ -43,7 +43,7 @@ async def time_calls(dht, node, peer: PeerID, is_closed: bool) -> dict[str, list
         dht.membership.require(peer)
 
     async def verify() -> None:
-        parse_credential.__wrapped__(dht.membership.state.read()["credential"], dht.membership.public_key)
+        parse_credential.__wrapped__(dht.membership.credential, dht.membership.public_key)
 
     for _ in range(CALLS):
         await measure("ping", lambda: node.protocol.get_stub(peer).rpc_ping(PingRequest()))

@@ -21,7 +21,6 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from common.console import format_count
@@ -36,8 +35,8 @@ RPC_SHOW_CREDENTIAL = "show_pass"
 RPC_TIMEOUT = 10.0  # seconds
 MAX_MESSAGE_BYTES = 70_000  # two credentials and a revocation list of the maximum size
 MAX_MEMBERS = 4096  # authenticated peers that are remembered
-SYNC_INTERVAL = 5.0  # seconds between two checks for new credentials and revocations, which are then forwarded
-ISSUER_CREDENTIAL_TTL = 86400.0  # seconds that the authority's own credential is valid
+SYNC_INTERVAL = 5.0  # seconds between two checks for new revocations, which are then forwarded
+ISSUER_CREDENTIAL_TTL = 3660 * 86400.0  # seconds that the authority's own credential is valid
 WARNING_INTERVAL = 3600.0  # seconds between two warnings about rejected calls; the first one is logged at once
 MAX_COUNTED_PEERS = 64  # peers whose rejected calls are counted separately between two warnings
 
@@ -96,16 +95,16 @@ class Membership:
     """This peer's credential for a closed run, and its authenticated peers, shared with helpers forked later."""
 
     def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
-        """:param invite: the invitation file, in which renewed credentials are saved
+        """:param invite: the invitation file
         :param issuer: the authority, at the peer that holds its key"""
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
-        self.public_key, self.issuer, self.invite = public_key, issuer, invite
+        self.credential, self.public_key, self.issuer, self.invite = credential, public_key, issuer, invite
         #: "peers" maps authenticated peers to the expiration times of their credentials, "rejected" other peers to the
         #: number of their calls and the last reason
-        state = {"credential": credential, "revocations": b"", "peers": {}, "rejected": {}}
-        self.state = SharedMemoryDict(64 * (MAX_MEMBERS + MAX_COUNTED_PEERS) + MAX_MESSAGE_BYTES, state)
-        self.sync_with_issuer()
+        size = 64 * (MAX_MEMBERS + MAX_COUNTED_PEERS) + MAX_MESSAGE_BYTES
+        self.state = SharedMemoryDict(size, {"revocations": b"", "peers": {}, "rejected": {}})
+        self.load_revocations()
 
     @classmethod
     def from_invitation(cls, path: str, invitation: Invitation, prefix: str, username: str | None) -> "Membership":
@@ -122,7 +121,7 @@ class Membership:
         """Return the membership of the peer that holds the authority's key."""
         own_id = find_peer_id(RecordValidator().local_public_key)
         with issuer.open_run(prefix):  # adds the run to the member list
-            credential = issuer.issue(prefix, own_id, username or "authority", ISSUER_CREDENTIAL_TTL)
+            credential = issuer.issue(prefix, own_id, username or "authority", get_dht_time() + ISSUER_CREDENTIAL_TTL)
         return cls(credential, issuer.public_key, issuer=issuer)
 
     # --- checks
@@ -164,7 +163,7 @@ class Membership:
     def check_own_credential(self) -> None:
         """Raise a SwarmError if this peer's own credential is no longer valid; the check involves no other peer."""
         try:
-            self.verify_credential(self.state.read()["credential"], self.own_id)
+            self.verify_credential(self.credential, self.own_id)
         except AccessDeniedError as e:
             raise SwarmError(REASONS[e.args[0]]) from None
 
@@ -175,9 +174,21 @@ class Membership:
             if key in rejected or len(rejected) < MAX_COUNTED_PEERS:
                 rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
 
+    def warn_of_rejected_calls(self) -> bool:
+        """Log how many calls were rejected since the last warning, if there are any; return whether there are."""
+        with self.state.change() as state:
+            rejected, state["rejected"] = state["rejected"], {}
+        if rejected:
+            calls = format_count(sum(count for count, _ in rejected.values()), "call")
+            others = f" and {len(rejected) - 1} more" if len(rejected) > 1 else ""
+            reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
+            refused = f"refused {calls} of peer {PeerID(max(rejected))}{others}"
+            logger.warning(f"{refused}, which may not take part in this run: {reasons}")
+        return bool(rejected)
+
     # --- the exchange of credentials
 
-    def admit(self, peer: PeerID, credential: bytes, revocations: bytes) -> MembershipCredential:
+    def admit(self, peer: PeerID, credential: bytes, revocations: bytes) -> None:
         """Record a peer as authenticated if its credential is valid, otherwise raise an AccessDeniedError."""
         self.apply_revocations(revocations)
         member = self.verify_credential(credential, peer.to_bytes())
@@ -186,47 +197,36 @@ class Membership:
             state["peers"][member.peer_id] = member.expires
             if len(state["peers"]) > MAX_MEMBERS:
                 del state["peers"][min(state["peers"], key=state["peers"].get)]
-        return member
 
     async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
-        """Serve RPC_SHOW_CREDENTIAL: verify a credential, and return this peer's own, its revocation list and, at the
-        authority, a new credential if that of the peer is due for renewal."""
+        """Serve RPC_SHOW_CREDENTIAL: verify a credential; return the reason if it is invalid, otherwise this peer's own
+        one and its revocation list."""
         try:
-            credential, revocations = parse_message(data, 2)
-            member = self.admit(peer, credential, revocations)
+            self.admit(peer, *parse_message(data, 2))
         except AccessDeniedError as e:
             self.count_rejected_call(peer, reason := e.args[0])
             proof = self.state.read()["revocations"] if reason == "revoked" else b""
-            return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
-        renewed, state = b"", self.state.read()
-        if self.issuer and member.is_due:
-            try:
-                with self.issuer.open_run(self.prefix) as run:
-                    renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
-            except SwarmError as e:  # the old credential is still valid, so the exchange goes on
-                logger.warning(str(e))
-        return MSGPackSerializer.dumps([b"", state["credential"], state["revocations"], renewed])
+            return MSGPackSerializer.dumps([reason.encode(), b"", proof])
+        return MSGPackSerializer.dumps([b"", self.credential, self.state.read()["revocations"]])
 
     async def exchange_credentials(self, client: p2pclient.Client, peer: PeerID) -> None:
         """Exchange credentials with a peer, or raise a P2PHandlerError if one is invalid; see `explain_denial`."""
-        state = self.state.read()
-        message = MSGPackSerializer.dumps([state["credential"], state["revocations"]])
+        message = MSGPackSerializer.dumps([self.credential, self.state.read()["revocations"]])
         try:
             call = client.control.call_unary_handler(peer, RPC_SHOW_CREDENTIAL, message)
-            answer = await asyncio.wait_for(call, RPC_TIMEOUT)
-            reason, credential, revocations, renewed = parse_message(answer, 4)
+            reason, credential, revocations = parse_message(await asyncio.wait_for(call, RPC_TIMEOUT), 3)
             if reason:
                 self.apply_revocations(revocations)
                 raise AccessDeniedError(reason.decode(errors="replace"))
             self.admit(peer, credential, revocations)
-            if renewed:
-                self.apply_renewed(renewed)
         except AccessDeniedError as e:
             raise P2PHandlerError(repr(e)) from None
         except P2PDaemonError as e:
             if "protocols not supported" not in str(e):
                 raise
             raise P2PHandlerError(repr(AccessDeniedError("open"))) from None
+
+    # --- revocations
 
     def apply_revocations(self, data: bytes) -> None:
         """Replace this peer's revocation list if this one is newer and valid."""
@@ -238,30 +238,14 @@ class Membership:
                     state["peers"] = {peer: time for peer, time in state["peers"].items() if peer not in revoked}
                 logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
-    def apply_renewed(self, data: bytes) -> None:
-        """Replace this peer's own credential by a newer one, and save it to the invitation file for the next start."""
-        renewed = self.verify_credential(data, self.own_id)
-        with self.state.change() as state:  # the lock also ensures that only one process writes the file
-            if renewed.expires <= parse_credential(state["credential"], self.public_key).expires:
-                return
-            state["credential"] = data
-            if self.invite:
-                try:
-                    Invitation(RSAPrivateKey.process_wide(), data, self.public_key).save("invite", self.invite)
-                except SwarmError as e:
-                    logger.warning(f"{e}; the credential was renewed, but will be lost when this peer stops")
-
-    def sync_with_issuer(self) -> None:
-        """At the authority, load the revocations by invite.py, and renew this peer's own credential if it is due."""
-        if not self.issuer:
-            return
-        try:
-            run = self.issuer.read_members().get(self.prefix, {})
-            self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
-        except SwarmError as e:
-            logger.warning(str(e))
-        if parse_credential(self.state.read()["credential"], self.public_key).is_due:
-            self.apply_renewed(self.issuer.issue(self.prefix, self.own_id, self.username, ISSUER_CREDENTIAL_TTL))
+    def load_revocations(self) -> None:
+        """At the authority, load the revocations by invite.py."""
+        if self.issuer:
+            try:
+                run = self.issuer.read_members().get(self.prefix, {})
+                self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
+            except SwarmError as e:
+                logger.warning(str(e))
 
 
 def parse_message(data: bytes, count: int) -> list[bytes]:
@@ -274,33 +258,22 @@ def parse_message(data: bytes, count: int) -> list[bytes]:
 
 
 async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Forward new credentials and revocations, and log rejected calls. Runs in the DHT's process, forever."""
+    """Forward revocations, and log rejected calls. Runs in the DHT's process, forever."""
     membership: Membership = dht.membership
-    last_sent, next_renewal, next_warning, connected = None, 0.0, 0.0, []
+    last_sent, next_warning, connected = b"", 0.0, []
     while True:
-        membership.sync_with_issuer()
+        membership.load_revocations()
         state, now = membership.state.read(), time.monotonic()
-        own = parse_credential(state["credential"], membership.public_key)
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon may be busy
             connected = await node.p2p.list_peers()
         peers = [info.peer_id for info in connected if info.peer_id.to_bytes() in state["peers"]]
-        is_renewing = own.is_due and now >= next_renewal
-        if is_renewing:
-            next_renewal = now + max(SYNC_INTERVAL, own.lifetime / 50)
-        if last_sent == (current := (state["credential"], state["revocations"])) and not is_renewing:
-            peers = random.sample(peers, min(1, len(peers)))  # it may have missed an update
-        last_sent = current
+        if state["revocations"] == last_sent:
+            peers = random.sample(peers, min(1, len(peers)))  # it may have missed the list
+        last_sent = state["revocations"]
         exchanges = (membership.exchange_credentials(node.p2p._client, peer) for peer in peers)
         await asyncio.gather(*exchanges, return_exceptions=True)
-        if now >= next_warning and (rejected := membership.state.read()["rejected"]):
+        if now >= next_warning and membership.warn_of_rejected_calls():
             next_warning = now + WARNING_INTERVAL
-            calls = format_count(sum(count for count, _ in rejected.values()), "call")
-            others = f" and {len(rejected) - 1} more" if len(rejected) > 1 else ""
-            reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
-            refused = f"refused {calls} of peer {PeerID(max(rejected))}{others}"
-            logger.warning(f"{refused}, which may not take part in this run: {reasons}")
-            with membership.state.change() as state:
-                state["rejected"] = {}
         await asyncio.sleep(SYNC_INTERVAL)
 
 
@@ -369,7 +342,7 @@ class CredentialValidator(RecordValidatorBase):
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """Append this peer's credential and its length to the signed value."""
-        own = self.membership.state.read()["credential"]
+        own = self.membership.credential
         return record.value + own + len(own).to_bytes(2, "big")
 
     def strip_value(self, record: DHTRecord) -> bytes:
