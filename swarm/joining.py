@@ -17,7 +17,7 @@ from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, i
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
-    find_problem,
+    contact_initial_peers,
     register_attestation_handler,
     set_attestation,
 )
@@ -284,5 +284,5 @@ def explain_failed_start(config: SwarmConfig, error: str, membership: Membership
     if config.identity_path and (config.identity_path in error or "saving the identity" in error):
         return f"`identity_path` {config.identity_path} cannot be written ({last_line}): pass a file in another folder"
     if config.initial_peers:
-        return asyncio.run(find_problem(config.initial_peers, membership))
+        return asyncio.run(contact_initial_peers(config.initial_peers, membership))[1]
     return f"cannot start the peer-to-peer daemon ({last_line})"

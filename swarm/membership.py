@@ -1,8 +1,7 @@
 """Membership of closed runs, and the one check of all calls that a peer serves.
 
-The transport proves the caller's id. Before the first call between two peers, they exchange credentials in
-RPC_SHOW_CREDENTIAL, the only RPC that unauthenticated peers may call. From then on, all processes of each peer
-recognize the other one by its id, until its credential expires. An open run has no credentials and no such check.
+The transport proves the caller's id. Each call of a member begins with its credential, and its name ends with
+OF_MEMBERS: peers of open runs do not know it. An open run has no credentials and no such check.
 """
 
 import asyncio
@@ -24,21 +23,19 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
 
 from common.console import format_count
-from swarm.credentials import Authority, Invitation, MembershipCredential, parse_credential, read_revocations
+from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations
 from swarm.errors import SwarmError
 from swarm.patches import replace_client
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")
 
-RPC_SHOW_CREDENTIAL = "show_pass"
+OF_MEMBERS = " of members"  # the end of the names of calls in closed runs
+RPC_REVOCATIONS = "revocations"
 RPC_TIMEOUT = 10.0  # seconds
-MAX_MESSAGE_BYTES = 70_000  # two credentials and a revocation list of the maximum size
-MAX_MEMBERS = 4096  # authenticated peers that are remembered
 SYNC_INTERVAL = 5.0  # seconds between two checks for new revocations, which are then forwarded
 ISSUER_CREDENTIAL_TTL = 3660 * 86400.0  # seconds that the authority's own credential is valid
 WARNING_INTERVAL = 3600.0  # seconds between two warnings about rejected calls; the first one is logged at once
-MAX_COUNTED_PEERS = 64  # peers whose rejected calls are counted separately between two warnings
 
 # The keys are sent to other peers, and "pass" is the word for a credential there.
 REASONS = {
@@ -65,34 +62,8 @@ def explain_denial(error: Exception) -> str | None:
     return REASONS.get(match[1]) if match else None
 
 
-class SharedMemoryDict:
-    """A small dictionary that this process shares with helper processes that it forks later."""
-
-    def __init__(self, size: int, value: dict):
-        self.lock, self.memory = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, size)
-        self.length = multiprocessing.RawValue(ctypes.c_int)
-        self._write(value)
-
-    def _write(self, value: dict) -> None:
-        data = MSGPackSerializer.dumps(value)
-        self.memory[: len(data)], self.length.value = data, len(data)
-
-    def read(self) -> dict:
-        """Return a copy of the dictionary."""
-        with self.lock:
-            data = self.memory[: self.length.value]
-        return MSGPackSerializer.loads(data)
-
-    @contextlib.contextmanager
-    def change(self):
-        """Hold the lock, yield the dictionary for changes, and write it back. The context must not call `read`."""
-        with self.lock:
-            yield (value := MSGPackSerializer.loads(self.memory[: self.length.value]))
-            self._write(value)
-
-
 class Membership:
-    """This peer's credential for a closed run, and its authenticated peers, shared with helpers forked later."""
+    """This peer's credential for a closed run, and the newest revocation list, shared with helpers forked later."""
 
     def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
         """:param invite: the invitation file
@@ -100,10 +71,10 @@ class Membership:
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
         self.credential, self.public_key, self.issuer, self.invite = credential, public_key, issuer, invite
-        #: "peers" maps authenticated peers to the expiration times of their credentials, "rejected" other peers to the
-        #: number of their calls and the last reason
-        size = 64 * (MAX_MEMBERS + MAX_COUNTED_PEERS) + MAX_MESSAGE_BYTES
-        self.state = SharedMemoryDict(size, {"revocations": b"", "peers": {}, "rejected": {}})
+        self._lock, self._list = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, MAX_LIST_BYTES)
+        self._list_bytes = multiprocessing.RawValue(ctypes.c_int)
+        # for the next warning, in each process
+        self._num_rejected, self._next_warning = 0, 0.0
         self.load_revocations()
 
     @classmethod
@@ -124,118 +95,61 @@ class Membership:
             credential = issuer.issue(prefix, own_id, username or "authority", get_dht_time() + ISSUER_CREDENTIAL_TTL)
         return cls(credential, issuer.public_key, issuer=issuer)
 
-    # --- checks
+    # --- credentials
 
-    @property
-    def revoked(self) -> frozenset[bytes]:
-        """The ids of peers whose credentials are revoked."""
-        return read_revocations(self.state.read()["revocations"], self.public_key, self.prefix)[1]
-
-    def verify_credential(self, data: bytes, peer_id: bytes) -> MembershipCredential:
-        """Return the content of a peer's credential, or raise an AccessDeniedError if it is not valid for this peer."""
-        if not data:
-            raise AccessDeniedError("no pass")
+    def find_fault(self, credential: bytes, peer_id: bytes) -> str | None:
+        """Return why a credential is not valid for this peer (a key of REASONS), or None if it is."""
+        if not credential:
+            return "no pass"
         try:
-            member = parse_credential(data, self.public_key)
+            member = parse_credential(credential, self.public_key)
         except ValueError:
-            raise AccessDeniedError("forged") from None
-        conditions = {
+            return "forged"
+        faults = {
             "another run": member.prefix != self.prefix,
             "another peer": member.peer_id != peer_id,
             "expired": member.expires <= get_dht_time(),
             "revoked": peer_id in self.revoked,
         }
-        for reason, is_met in conditions.items():
-            if is_met:
-                raise AccessDeniedError(reason)
-        return member
-
-    def is_authenticated(self, peer: PeerID) -> bool:
-        """Return whether this peer has shown a credential that is still valid."""
-        return self.state.read()["peers"].get(peer.to_bytes(), 0.0) > get_dht_time()
-
-    def require(self, peer: PeerID) -> None:
-        """Raise an AccessDeniedError, and count the call, unless this peer is authenticated."""
-        if not self.is_authenticated(peer):
-            self.count_rejected_call(peer, "no pass")
-            raise AccessDeniedError("no pass")
+        return next((reason for reason, is_met in faults.items() if is_met), None)
 
     def check_own_credential(self) -> None:
         """Raise a SwarmError if this peer's own credential is no longer valid; the check involves no other peer."""
-        try:
-            self.verify_credential(self.credential, self.own_id)
-        except AccessDeniedError as e:
-            raise SwarmError(REASONS[e.args[0]]) from None
+        if reason := self.find_fault(self.credential, self.own_id):
+            raise SwarmError(REASONS[reason])
 
-    def count_rejected_call(self, peer: PeerID, reason: str) -> None:
-        """Count a rejected call for the next warning, of MAX_COUNTED_PEERS peers at most."""
-        with self.state.change() as state:
-            rejected, key = state["rejected"], peer.to_bytes()
-            if key in rejected or len(rejected) < MAX_COUNTED_PEERS:
-                rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
-
-    def warn_of_rejected_calls(self) -> bool:
-        """Log how many calls were rejected since the last warning, if there are any; return whether there are."""
-        with self.state.change() as state:
-            rejected, state["rejected"] = state["rejected"], {}
-        if rejected:
-            calls = format_count(sum(count for count, _ in rejected.values()), "call")
-            others = f" and {len(rejected) - 1} more" if len(rejected) > 1 else ""
-            reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
-            refused = f"refused {calls} of peer {PeerID(max(rejected))}{others}"
-            logger.warning(f"{refused}, which may not take part in this run: {reasons}")
-        return bool(rejected)
-
-    # --- the exchange of credentials
-
-    def admit(self, peer: PeerID, credential: bytes, revocations: bytes) -> None:
-        """Record a peer as authenticated if its credential is valid, otherwise raise an AccessDeniedError."""
-        self.apply_revocations(revocations)
-        member = self.verify_credential(credential, peer.to_bytes())
-        with self.state.change() as state:
-            state["rejected"].pop(member.peer_id, None)  # it may have been rejected because this peer had restarted
-            state["peers"][member.peer_id] = member.expires
-            if len(state["peers"]) > MAX_MEMBERS:
-                del state["peers"][min(state["peers"], key=state["peers"].get)]
-
-    async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
-        """Serve RPC_SHOW_CREDENTIAL: verify a credential; return the reason if it is invalid, otherwise this peer's own
-        one and its revocation list."""
-        try:
-            self.admit(peer, *parse_message(data, 2))
-        except AccessDeniedError as e:
-            self.count_rejected_call(peer, reason := e.args[0])
-            proof = self.state.read()["revocations"] if reason == "revoked" else b""
-            return MSGPackSerializer.dumps([reason.encode(), b"", proof])
-        return MSGPackSerializer.dumps([b"", self.credential, self.state.read()["revocations"]])
-
-    async def exchange_credentials(self, client: p2pclient.Client, peer: PeerID) -> None:
-        """Exchange credentials with a peer, or raise a P2PHandlerError if one is invalid; see `explain_denial`."""
-        message = MSGPackSerializer.dumps([self.credential, self.state.read()["revocations"]])
-        try:
-            call = client.control.call_unary_handler(peer, RPC_SHOW_CREDENTIAL, message)
-            reason, credential, revocations = parse_message(await asyncio.wait_for(call, RPC_TIMEOUT), 3)
-            if reason:
-                self.apply_revocations(revocations)
-                raise AccessDeniedError(reason.decode(errors="replace"))
-            self.admit(peer, credential, revocations)
-        except AccessDeniedError as e:
-            raise P2PHandlerError(repr(e)) from None
-        except P2PDaemonError as e:
-            if "protocols not supported" not in str(e):
-                raise
-            raise P2PHandlerError(repr(AccessDeniedError("open"))) from None
+    def require(self, credential: bytes, caller: PeerID) -> None:
+        """Raise an AccessDeniedError if the caller's credential is not valid, and sometimes log the number of them."""
+        reason = self.find_fault(credential, caller.to_bytes())
+        if reason is None:
+            return
+        self._num_rejected += 1
+        if time.monotonic() >= self._next_warning:
+            calls, why = format_count(self._num_rejected, "call"), reason.replace("pass", "credential")
+            logger.warning(f"refused {calls}, the last of peer {caller}, which may not take part in this run: {why}")
+            self._num_rejected, self._next_warning = 0, time.monotonic() + WARNING_INTERVAL
+        raise AccessDeniedError(reason)
 
     # --- revocations
+
+    @property
+    def revocations(self) -> bytes:
+        """The newest revocation list, signed by the authority; empty if there is none."""
+        with self._lock:
+            return self._list[: self._list_bytes.value]
+
+    @property
+    def revoked(self) -> frozenset[bytes]:
+        """The ids of peers whose credentials are revoked."""
+        return read_revocations(self.revocations, self.public_key, self.prefix)[1]
 
     def apply_revocations(self, data: bytes) -> None:
         """Replace this peer's revocation list if this one is newer and valid."""
         with contextlib.suppress(ValueError):
             signed_at, revoked = read_revocations(data, self.public_key, self.prefix)
-            if signed_at > read_revocations(self.state.read()["revocations"], self.public_key, self.prefix)[0]:
-                with self.state.change() as state:
-                    state["revocations"] = data
-                    state["peers"] = {peer: time for peer, time in state["peers"].items() if peer not in revoked}
+            if signed_at > read_revocations(self.revocations, self.public_key, self.prefix)[0]:
+                with self._lock:
+                    self._list[: len(data)], self._list_bytes.value = data, len(data)
                 logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
     def load_revocations(self) -> None:
@@ -247,58 +161,75 @@ class Membership:
             except SwarmError as e:
                 logger.warning(str(e))
 
+    async def exchange_revocations(self, p2p: P2P, peers: list[PeerID]) -> None:
+        """Send this peer's revocation list to others, and load theirs if they are newer."""
+        calls = [p2p._client.call_unary_handler(peer, RPC_REVOCATIONS, self.revocations) for peer in peers]
+        answers = await asyncio.gather(*(asyncio.wait_for(call, RPC_TIMEOUT) for call in calls), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, bytes):
+                self.apply_revocations(answer)
 
-def parse_message(data: bytes, count: int) -> list[bytes]:
-    """Decode a message of `count` byte strings, or raise an AccessDeniedError."""
-    with contextlib.suppress(Exception):  # on untrusted bytes, the decoder can raise any exception
-        message = MSGPackSerializer.loads(data) if len(data) <= MAX_MESSAGE_BYTES else None
-        if isinstance(message, list) and [type(part) for part in message] == [bytes] * count:
-            return message
-    raise AccessDeniedError("forged")
 
-
-async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Forward revocations, and log rejected calls. Runs in the DHT's process, forever."""
+async def maintain_revocations(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Serve and forward revocations. Runs in the DHT's process, forever."""
     membership: Membership = dht.membership
-    last_sent, next_warning, connected = b"", 0.0, []
+
+    async def serve(data: bytes, _: PeerID) -> bytes:
+        membership.apply_revocations(data)
+        return membership.revocations
+
+    await node.p2p._client.add_unary_handler(RPC_REVOCATIONS, serve)
+    last_sent, peers = None, []
     while True:
         membership.load_revocations()
-        state, now = membership.state.read(), time.monotonic()
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon may be busy
-            connected = await node.p2p.list_peers()
-        peers = [info.peer_id for info in connected if info.peer_id.to_bytes() in state["peers"]]
-        if state["revocations"] == last_sent:
+            peers = [info.peer_id for info in await node.p2p.list_peers()]
+        if last_sent == (current := membership.revocations):
             peers = random.sample(peers, min(1, len(peers)))  # it may have missed the list
-        last_sent = state["revocations"]
-        exchanges = (membership.exchange_credentials(node.p2p._client, peer) for peer in peers)
-        await asyncio.gather(*exchanges, return_exceptions=True)
-        if now >= next_warning and membership.warn_of_rejected_calls():
-            next_warning = now + WARNING_INTERVAL
+        last_sent = current
+        await membership.exchange_revocations(node.p2p, peers)
         await asyncio.sleep(SYNC_INTERVAL)
 
 
 class AuthenticatedP2PClient(p2pclient.Client):
-    """A client of the libp2p daemon that exchanges credentials before calls (by `client.control`), and rejects
-    unauthenticated callers."""
+    """A client of the libp2p daemon that begins each call with this peer's credential, and rejects calls without one.
+    The length of the credential, in two bytes, precedes it."""
 
     #: set in a subclass by `install_client`, because hivemind creates the instances
     membership: Membership
 
+    @property
+    def greeting(self) -> bytes:
+        """The beginning of each call."""
+        return len(self.membership.credential).to_bytes(2, "big") + self.membership.credential
+
     async def add_unary_handler(self, proto, handler, balanced=False):
-        """Add a handler that rejects unauthenticated callers."""
+        """Add a handler of members' calls, and one that rejects the calls of other peers."""
 
         async def handle(data: bytes, peer: PeerID) -> bytes:
-            self.membership.require(peer)
-            return await handler(data, peer)
+            start = 2 + int.from_bytes(data[:2], "big")
+            self.membership.require(data[2:start], peer)
+            return await handler(data[start:], peer)
 
-        await super().add_unary_handler(proto, handle, balanced)
+        async def reject(data: bytes, peer: PeerID) -> bytes:
+            self.membership.require(b"", peer)
+
+        await super().add_unary_handler(proto + OF_MEMBERS, handle, balanced)
+        await super().add_unary_handler(proto, reject, balanced)
 
     async def stream_handler(self, proto, handler_cb, balanced=False):
-        """Add a stream handler that rejects unauthenticated callers with an error message."""
+        """Add a handler of members' streams, and one that rejects those of other peers with an error message."""
 
         async def handle(info, reader, writer) -> None:
+            credential = b""
             try:
-                self.membership.require(info.peer_id)
+                if info.proto != proto:
+                    async with asyncio.timeout(RPC_TIMEOUT):
+                        size = int.from_bytes(await reader.readexactly(2), "big")
+                        credential = await reader.readexactly(size)
+                self.membership.require(credential, info.peer_id)
+            except (OSError, TimeoutError, EOFError):
+                writer.close()
             except AccessDeniedError as e:
                 with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, EOFError):
                     await P2P.send_protobuf(RPCError(message=repr(e)), writer)
@@ -307,28 +238,30 @@ class AuthenticatedP2PClient(p2pclient.Client):
             else:
                 await handler_cb(info, reader, writer)
 
+        await super().stream_handler(proto + OF_MEMBERS, handle, balanced)
         await super().stream_handler(proto, handle, balanced)
 
     async def call_unary_handler(self, peer_id, proto, data):
-        """Call a peer after the exchange of credentials, which is repeated if the peer has restarted."""
-        if self.membership.is_authenticated(peer_id):
-            try:
-                return await super().call_unary_handler(peer_id, proto, data)
-            except P2PHandlerError as e:
-                if not explain_denial(e):
-                    raise
-        await self.membership.exchange_credentials(self, peer_id)
-        return await super().call_unary_handler(peer_id, proto, data)
+        """Call a peer as a member; a peer of an open run does not know the call."""
+        try:
+            return await super().call_unary_handler(peer_id, proto + OF_MEMBERS, self.greeting + data)
+        except P2PDaemonError as e:
+            if "protocols not supported" not in str(e):
+                raise
+            raise P2PHandlerError(repr(AccessDeniedError("open"))) from None
 
     async def stream_open(self, peer_id, protocols):
-        """Open a stream to a peer after the exchange of credentials."""
-        if not self.membership.is_authenticated(peer_id):
-            await self.membership.exchange_credentials(self, peer_id)
-        return await super().stream_open(peer_id, protocols)
+        """Open a stream to a peer as a member; libp2p's own protocols have no credentials."""
+        [proto] = protocols
+        if proto.startswith("/libp2p/"):
+            return await super().stream_open(peer_id, protocols)
+        info, reader, writer = await super().stream_open(peer_id, [proto + OF_MEMBERS])
+        writer.write(self.greeting)
+        return info, reader, writer
 
 
 def install_client(membership: Membership) -> None:
-    """Make this process and its helpers exchange credentials with each peer before their first call to it."""
+    """Make this process and its helpers call other peers as a member, and serve only members."""
     replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
 
 
