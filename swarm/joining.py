@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -13,7 +12,7 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
-from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
+from swarm.addresses import get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
@@ -30,7 +29,6 @@ from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
     DEFAULT_BANDWIDTH,
     count_reachable_averagers,
-    find_direct_peers,
     find_ports,
     find_reachability,
     find_relays,
@@ -81,10 +79,6 @@ class Swarm:
             shut_down(dht)
             raise
         exit_if_process_dies(dht, "DHT")
-        connected = dht.run_coroutine(partial(find_direct_peers, config.initial_peers))
-        if silent := [maddr for maddr in config.initial_peers if maddr not in connected and not config.use_ipfs]:
-            # In the background, because one peer that answers is enough to join.
-            threading.Thread(target=warn_of_unresponsive_peers, args=[silent], daemon=True).start()
         return cls(config, dht, public_key)
 
     def list_maddrs(self) -> list[str]:
@@ -189,13 +183,6 @@ class Swarm:
         expiration = get_dht_time() + lifetime
         options = dict(value=value, expiration_time=expiration, return_future=True)
         return self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
-
-
-def warn_of_unresponsive_peers(maddrs: list[str]) -> None:
-    """Log why these initial peers cannot be reached."""
-    for maddr in maddrs:
-        if reason := asyncio.run(diagnose_unreachable(maddr)):
-            logger.warning(f"`initial_peers` {maddr}: {reason}")
 
 
 def start_dht(

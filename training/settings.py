@@ -68,6 +68,8 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
         raise UserError(problem or "--initial_peers did not send a run name: pass --experiment_prefix")
+    if problem:
+        logger.warning(problem)
     if not prefix and not re.fullmatch(r"[\w-]{1,100}", attestation.prefix, re.ASCII):
         # The name becomes a part of folder and dashboard names, so the user must confirm an unusual one.
         raise UserError(f"--initial_peers serve run {attestation.prefix!r}: if you trust it, pass --experiment_prefix")
