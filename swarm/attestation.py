@@ -30,9 +30,8 @@ from swarm.patches import install
 from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
-ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
+ANSWER_TIMEOUT = 5.0  # seconds to wait for a connection, and for an attestation
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
-CONNECT_TIMEOUT = 10.0  # seconds
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
@@ -177,13 +176,13 @@ def parse_actual_id(error: Exception) -> str | None:
 
 
 async def connect(p2p: P2P, maddr: str) -> str | None:
-    """Test name resolution and TCP, and connect to a peer; return None, or why it failed and what to do."""
-    if reason := await diagnose_unreachable(maddr):
-        return reason
+    """Connect to a peer; return None, or why it failed and what to do."""
     place = Multiaddr(maddr.rpartition("/p2p/")[0])
     try:
-        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [place]), CONNECT_TIMEOUT)
+        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [place]), ANSWER_TIMEOUT)
     except (ControlFailure, TimeoutError) as e:
+        if reason := await diagnose_unreachable(maddr):
+            return reason
         if peer_id := parse_actual_id(e):
             return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
         return f"it does not answer ({(str(e).splitlines() or ['no answer in time'])[-1].strip(' *')})"
