@@ -143,6 +143,11 @@ class PeerTrust:
         """The ids of peers that answer no request, or are banned."""
         return {peer_id for peer_id, absence in list(self.absent.items()) if absence.reason != LATE}
 
+    @property
+    def banned_until(self) -> dict[bytes, float]:
+        """The end of the ban of each peer that is banned."""
+        return {peer_id: it.until for peer_id, it in list(self.absent.items()) if it.reason == BANNED}
+
     def select_present(self, records: Records) -> dict[bytes, LocalTrainingProgress]:
         """Return the records of the peers that count."""
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}

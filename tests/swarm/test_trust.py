@@ -16,7 +16,6 @@ from swarm.guard import MaliciousPeersError
 from swarm.rounds import Rounds
 from swarm.trust import (
     BAN_SECONDS,
-    BANNED,
     FORGIVEN_AFTER,
     MAX_BROKEN_ROUNDS,
     MAX_LEAD,
@@ -112,7 +111,7 @@ def test_ban_doubles_and_ends_with_report():
     for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
         trust.ban({peer: "has sent nonsense"})
         trust.ban({peer: "is banned already"})
-        assert trust.absent[b"a"] == Absence(BANNED, pytest.approx(get_dht_time() + seconds, abs=1))
+        assert trust.banned_until == {b"a": pytest.approx(get_dht_time() + seconds, abs=1)}
         trust.update(make_records(*NAMES))
         assert set(trust.select_present(make_records(*NAMES))) == set(NAMES[1:]), "the ban goes on"
         trust.absent[b"a"].until = get_dht_time() - 10  # it is over
@@ -123,7 +122,7 @@ def test_ban_doubles_and_ends_with_report():
         assert not trust.excluded
     trust.last_bans[b"a"] = 16 * BAN_SECONDS, get_dht_time() - (16 * FORGIVEN_AFTER + 1) * BAN_SECONDS
     trust.ban({peer: "has sent nonsense after a long time"})
-    assert trust.absent[b"a"].until == pytest.approx(get_dht_time() + BAN_SECONDS, abs=1)
+    assert trust.banned_until[b"a"] == pytest.approx(get_dht_time() + BAN_SECONDS, abs=1)
     trust.record_round([b"a"], {}, None, own_epoch=5)
     assert trust.excluded == {b"a"}, "a group of others that it is in does not end the ban"
 
