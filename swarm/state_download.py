@@ -79,6 +79,7 @@ def compute_rms(sums: torch.Tensor) -> torch.Tensor:
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers; `floors` are differences that do not
     matter."""
+    digests, others = digests.double(), others.double()  # or huge numbers would have infinite limits
     limits = TOLERANCE * (digests[..., 0].abs() + compute_rms(digests[..., 1:])) + floors
     differences = (digests - others).abs()
     # the first digests are finite; the other ones differ if they are not

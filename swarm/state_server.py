@@ -70,16 +70,16 @@ def list_blocks(infos: Sequence[CompressionInfo]) -> list[tuple[int, int, int]]:
 
 @functools.cache
 def make_signs() -> torch.Tensor:
-    """Return the random signs of each sum, of shape (BLOCK, NUM_SUMS); the first sum has none."""
-    signs = 2.0 * torch.randint(2, (BLOCK, NUM_SUMS), generator=torch.Generator().manual_seed(0)) - 1.0
-    signs[:, 0] = 1.0
+    """Return the random signs of each sum, of shape (NUM_SUMS, BLOCK); the first sum has none."""
+    signs = 2.0 * torch.randint(2, (NUM_SUMS, BLOCK), generator=torch.Generator().manual_seed(0)) - 1.0
+    signs[0] = 1.0
     return signs
 
 
 def digest(numbers: torch.Tensor) -> torch.Tensor:
     """Return the norm of these numbers and their sums, of shape (1 + NUM_SUMS,)."""
     numbers = numbers.float()
-    return torch.cat((numbers.norm().view(1), numbers @ make_signs()[: len(numbers)]))
+    return torch.cat((numbers.norm().view(1), make_signs()[:, : len(numbers)] @ numbers))
 
 
 class StateRequest(NamedTuple):
