@@ -5,7 +5,7 @@
     python invite.py --authority_key authority.pem --username ada --expires 30d --out ada.invite
 
 The second command writes one file, for one peer. Send it to Ada over a private channel: she starts
-`run_trainer.py --invite ada.invite`. The monitor that holds the authority's key renews her credential until you run
+`run_trainer.py --invite ada.invite`. She may take part until it expires, or until you run
 
     python invite.py --authority_key authority.pem --revoke ada
 
@@ -30,7 +30,7 @@ class InviteArguments(FlagGroup):
     authority_key: str = flag("authority.pem", "Key file that signs credentials, as the run's monitor created it.")
     experiment_prefix: str = flag("", "Name of the run. Default: the key's only run.", aliases=["--run_id"])
     username: str | None = flag(None, "Invite a member with this name.", excludes="revoke")
-    expires: str = flag("30d", "With --username: validity of the credential and its renewals: 30d, 12h, 45m, 90s.")
+    expires: str = flag("365d", "With --username: validity of the invitation: 30d, 12h, 45m, 90s.")
     out: str | None = flag(None, "With --username: file for the invitation. Default: NAME.invite.")
     revoke: str | None = flag(None, "Revoke all invitations of the member with this name.")
     initial_peers: list[str] = flag([], "With --revoke: peers of the run to notify, if its monitor runs elsewhere.")
@@ -44,10 +44,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge(interrupted="no invitation was written"):
         [args] = parse_arguments(InviteArguments, description=__doc__)
 
-from hivemind.utils.crypto import RSAPrivateKey
-
-from swarm.credentials import Authority, Invitation
-from utils import RecordValidator, find_peer_id
+from swarm.credentials import Authority
 
 UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
 MAX_LIFETIME = 3660 * 86400.0  # seconds
@@ -67,12 +64,8 @@ def invite(args: InviteArguments) -> None:
     lifetime, path = parse_duration(args.expires), Path(args.out or f"{args.username}.invite")
     if path.exists():
         raise UserError(f"--out {path} exists: name a new file, because an invitation is for one peer")
-    prefix, authority = find_run(args), Authority(args.authority_key)
-    key = RSAPrivateKey()
-    peer_id = find_peer_id(RecordValidator(key).local_public_key)
-    with authority.open_run(prefix) as run:
-        credential = authority.issue(prefix, peer_id, args.username, lifetime, run)
-        Invitation(key, credential, authority.public_key).save("out", path)
+    prefix = find_run(args)
+    Authority(args.authority_key).invite(prefix, args.username, lifetime, path)
     print(f"{path}: {args.username} may join run {prefix!r} by run_trainer.py --invite {path}; send it to no one else")
 
 

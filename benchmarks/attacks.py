@@ -111,7 +111,7 @@ class Swarm:
         key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
         authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
-        data = authority.issue(self.prefix, peer_id, name, 86400.0)
+        data = authority.issue(self.prefix, peer_id, name, time.time() + 86400.0)
         Invitation(key, data, authority.public_key).save("out", path)
         return path
 
@@ -351,7 +351,7 @@ def describe_notes(kind: str | None, course: Course) -> str:
         notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
     if swarm.authority:
         honest = [script for script in swarm.scripts if script is not course.attacker]
-        counted = re.findall(r"refused ([\d,]+) calls? of (.*?),", "".join(script.text for script in honest))
+        counted = re.findall(r"refused ([\d,]+) calls?, the last of (.*?),", "".join(script.text for script in honest))
         notes.append(f"{len(counted)} lines: refused {', '.join(f'{calls} of {who}' for calls, who in counted)}")
         notes += course.attacker.text.splitlines()[-1:] if course.attacker and not course.acts else []
     if course.memory:

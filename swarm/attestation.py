@@ -8,7 +8,6 @@ with a separate libp2p client, which also tells why one of them cannot be reache
 import asyncio
 import contextlib
 import re
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
@@ -31,9 +30,8 @@ from swarm.patches import install
 from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
-ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
+ANSWER_TIMEOUT = 5.0  # seconds to wait for a connection, and for an attestation
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
-CONNECT_TIMEOUT = 15.0  # seconds
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
@@ -159,9 +157,16 @@ async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
         await p2p.shutdown()
 
 
-async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> None:
-    """Connect to a peer at one of its multiaddrs without id, or raise a TimeoutError or ControlFailure."""
-    await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, places))), seconds)
+async def find_peer(place: str) -> str | None:
+    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
+    a wrong id fails, and libp2p's error names the right one."""
+    async with open_client(None) as p2p:
+        try:
+            await asyncio.wait_for(p2p._client.connect(UNKNOWN_PEER, [Multiaddr(place)]), ANSWER_TIMEOUT)
+        except (ControlFailure, TimeoutError) as e:
+            if peer_id := parse_actual_id(e):
+                return f"{place}/p2p/{peer_id}"
+    return None
 
 
 def parse_actual_id(error: Exception) -> str | None:
@@ -170,52 +175,31 @@ def parse_actual_id(error: Exception) -> str | None:
     return match and match[1]
 
 
-async def find_peer(place: str) -> str | None:
-    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
-    a wrong id fails, and libp2p's error names the right one."""
-    async with open_client(None) as p2p:
-        try:
-            await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)
-        except (ControlFailure, TimeoutError) as e:
-            if peer_id := parse_actual_id(e):
-                return f"{place}/p2p/{peer_id}"
-    return None
-
-
-async def fetch_attestations(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
-    """Return the attestations of the peers that answer."""
-    places = defaultdict(list)
-    for maddr in maddrs:
-        places[get_peer_id(maddr)].append(maddr.rpartition("/p2p/")[0])
-    attesters = [peer for peer in select_attesters(maddrs) if all(places[peer])]
-    async with open_client(membership) as p2p:
-        calls = (connect(p2p, peer, places[peer], ANSWER_TIMEOUT) for peer in attesters)
-        failures = await asyncio.gather(*calls, return_exceptions=True)
-        connected = [peer for peer, failure in zip(attesters, failures, strict=True) if failure is None]
-        return await request_attestations(p2p, connected)
-
-
-async def probe(p2p: P2P, maddr: str) -> str | None:
-    """Connect to a peer and return None, or why it failed and what to do."""
+async def connect(p2p: P2P, maddr: str) -> str | None:
+    """Connect to a peer; return None, or why it failed and what to do."""
+    place = Multiaddr(maddr.rpartition("/p2p/")[0])
     try:
-        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
-        await request_attestations(p2p, [peer])
-    except SwarmError as e:
-        return str(e)
+        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [place]), ANSWER_TIMEOUT)
     except (ControlFailure, TimeoutError) as e:
+        if reason := await diagnose_unreachable(maddr):
+            return reason
         if peer_id := parse_actual_id(e):
             return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
-        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
+        return f"it does not answer ({(str(e).splitlines() or ['no answer in time'])[-1].strip(' *')})"
     return None
 
 
-async def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
-    """Test name resolution, TCP and libp2p; return one line about the unreachable peers of `initial_peers`, or None."""
-    reasons = dict(zip(maddrs, await asyncio.gather(*map(diagnose_unreachable, maddrs)), strict=True))
-    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    if answering:
-        async with open_client(membership) as p2p:
-            failures = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
-            reasons |= zip(answering, failures, strict=True)
-    texts = [f"{maddr}: {reason}" for maddr, reason in reasons.items() if reason]
-    return f"cannot reach `initial_peers` {'; '.join(texts)}" if texts else None
+async def contact_initial_peers(
+    maddrs: list[str], membership: Membership | None
+) -> tuple[dict[PeerID, RunAttestation], str | None]:
+    """Return the attestations of the peers that answer, and one line about those that cannot be reached, or None. Raise
+    a SwarmError as `request_attestations` does."""
+    maddrs = [maddr for maddr in maddrs if not maddr.startswith("/p2p/")]
+    async with open_client(membership) as p2p:
+        problems = dict(zip(maddrs, await asyncio.gather(*(connect(p2p, maddr) for maddr in maddrs)), strict=True))
+        peers = select_attesters(maddr for maddr, problem in problems.items() if problem is None)
+        if membership:
+            await membership.exchange_revocations(p2p, peers)
+        attestations = await request_attestations(p2p, peers)
+    texts = [f"{maddr}: {problem}" for maddr, problem in problems.items() if problem]
+    return attestations, f"cannot reach `initial_peers` {'; '.join(texts)}" if texts else None

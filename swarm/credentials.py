@@ -11,7 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -41,12 +41,6 @@ class MembershipCredential:
     peer_id: bytes
     username: str
     expires: float  # Unix time
-    lifetime: float  # seconds; validity of the credential, and of its renewals
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether the credential should be renewed: less than half of its lifetime is left."""
-        return self.expires - get_dht_time() < self.lifetime / 2
 
 
 def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
@@ -67,7 +61,8 @@ def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> l
 @functools.lru_cache(maxsize=4096)
 def parse_credential(data: bytes, authority: bytes) -> MembershipCredential:
     """Verify a credential's signature and decode it, or raise a ValueError."""
-    return MembershipCredential(*read_signed(b"pass", data, authority, MAX_CREDENTIAL_BYTES))
+    content = read_signed(b"pass", data, authority, MAX_CREDENTIAL_BYTES)
+    return MembershipCredential(*content[:4])  # older invitations end with the lifetime of renewed credentials
 
 
 @functools.lru_cache(maxsize=16)
@@ -107,13 +102,17 @@ class Authority:
         body = MSGPackSerializer.dumps(list(content))
         return self.key.sign(kind + body) + body
 
-    def issue(self, prefix: str, peer_id: bytes, username: str, lifetime: float, run: dict | None = None) -> bytes:
-        """Return a new credential that is valid for `lifetime` seconds; record its owner in a run's entry."""
-        expires = get_dht_time() + lifetime
-        if run is not None:
-            member = run["members"].setdefault(str(PeerID(peer_id)), {"revoked": False})
-            member |= {"username": username, "expires": expires}
-        return self.sign(b"pass", astuple(MembershipCredential(prefix, peer_id, username, expires, lifetime)))
+    def issue(self, prefix: str, peer_id: bytes, username: str, expires: float) -> bytes:
+        """Return a new credential that is valid until this time."""
+        return self.sign(b"pass", [prefix, peer_id, username, expires])
+
+    def invite(self, prefix: str, username: str, lifetime: float, path: Path) -> None:
+        """Write an invitation that is valid for `lifetime` seconds, and add its peer to the member list."""
+        key, expires = RSAPrivateKey(), get_dht_time() + lifetime
+        peer_id = find_peer_id(RecordValidator(key).local_public_key)
+        with self.open_run(prefix) as run:
+            Invitation(key, self.issue(prefix, peer_id, username, expires), self.public_key).save("out", path)
+            run["members"][str(PeerID(peer_id))] = {"username": username, "expires": expires, "revoked": False}
 
     def read_members(self) -> dict[str, dict]:
         """Read the member list without locking it; see `open_run` for its format."""

@@ -18,7 +18,7 @@ from common.signals import block_signals
 from swarm.addresses import get_peer_id
 from swarm.attestation import RunAttestation
 from swarm.errors import SwarmError
-from swarm.membership import Membership, maintain_membership
+from swarm.membership import Membership, maintain_revocations
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, DHTProtocol
@@ -53,10 +53,10 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Reconnect to peers, measure the uplink and maintain the membership. Runs in the DHT's process, forever."""
+    """Reconnect to peers, measure the uplink and forward revocations. Runs in the DHT's process, forever."""
     jobs = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)]
     if dht.membership:
-        jobs.append(maintain_membership(dht, node))
+        jobs.append(maintain_revocations(dht, node))
     await asyncio.gather(*jobs)
 
 
@@ -111,7 +111,7 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
-        DHTNode.uplink, DHTNode.membership, DHTProtocol.membership = self.uplink, self.membership, self.membership
+        DHTNode.uplink, DHTNode.membership = self.uplink, self.membership
         install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()

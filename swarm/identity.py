@@ -1,19 +1,17 @@
 """The private key of a peer, which signs its records. The digest of the public key is the peer id."""
 
-import logging
 import os
 from pathlib import Path
 
 from hivemind.proto.crypto_pb2 import PrivateKey
 from hivemind.utils.crypto import RSAPrivateKey
 
+from common.files import write_file
 from swarm.config import SwarmConfig
 from swarm.credentials import Authority, load_invitation, read_key
 from swarm.errors import SwarmError
 from swarm.membership import Membership, install_client
 from utils import RecordValidator
-
-logger = logging.getLogger("joining")
 
 KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
 
@@ -27,15 +25,14 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
 
     :param kept_at: the file in which `keep_identity` saves the key. With a new key, a restarted trainer would be
         another peer, and the samples in its checkpoint would count twice in total_samples
-    :raises SwarmError: if `invite`, `authority_key` or `identity_path` is not usable
+    :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
+    path = config.identity_path or kept_at
     if config.invite:
         invitation = load_invitation(config.invite)
         key = invitation.key
-    elif config.identity_path and os.path.exists(config.identity_path):
-        key = load_identity(config.identity_path)
     else:
-        key = load_kept_identity(kept_at)
+        key = load_key(path) if path and os.path.exists(path) else RSAPrivateKey()
     RSAPrivateKey._process_wide_key = key  # hivemind signs its progress with it and offers no API to set it
     prefix, username = config.experiment_prefix, config.username
     if config.invite:
@@ -48,39 +45,23 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
     return membership
 
 
-def load_identity(path: str) -> RSAPrivateKey:
-    """Return the key in the file of `identity_path`, or raise a SwarmError."""
+def load_key(path: str | Path) -> RSAPrivateKey:
+    """Return the key in a file of hivemind or of `keep_identity`, or raise a SwarmError."""
     try:
-        key = read_key(PrivateKey.FromString(Path(path).read_bytes()).data)
+        data = Path(path).read_bytes()
+        # hivemind's files have an envelope
+        key = read_key(data if data.startswith(b"0") else PrivateKey.FromString(data).data)
         RecordValidator(key)  # fails for a key of another type or length
         return key
     except Exception as e:  # the key decoder raises many types for a damaged key
         reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
         raise SwarmError(
-            f"`identity_path` {path} is not a key file ({reason}): pass one that a peer created, or a new path"
+            f"{path} is not a key file ({reason}): remove it, or pass another one as `identity_path`"
         ) from e
-
-
-def load_kept_identity(path: Path | None) -> RSAPrivateKey:
-    """Return the key in this file, or a new one if there is none."""
-    if path is not None and path.exists():
-        try:
-            return read_key(path.read_bytes())
-        except (OSError, ValueError, TypeError) as e:
-            reason = getattr(e, "strerror", None) or "it does not hold a key"
-            logger.warning(f"{path}: {reason}; using a new key, with which this trainer counts as a new peer")
-    return RSAPrivateKey()
 
 
 def keep_identity(config: SwarmConfig, path: Path) -> None:
     """Save the key in this file for the next start, unless `invite` or `identity_path` already stores it."""
-    if config.invite or config.identity_path:
-        return
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        if not path.exists():
-            unfinished.touch(mode=0o600)
-            unfinished.write_bytes(RSAPrivateKey.process_wide().to_bytes())
-            unfinished.rename(path)
-    except OSError as e:
-        logger.warning(f"{path}: {e.strerror}; without this key, the trainer counts as a new peer after a restart")
+    if not (config.invite or config.identity_path or path.exists()):
+        key = RSAPrivateKey.process_wide().to_bytes()
+        write_file(path, lambda file: file.write(key), mode=0o600)

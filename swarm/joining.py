@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -13,11 +12,11 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
-from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
+from swarm.addresses import get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
-    find_problem,
+    contact_initial_peers,
     register_attestation_handler,
     set_attestation,
 )
@@ -30,7 +29,6 @@ from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
     DEFAULT_BANDWIDTH,
     count_reachable_averagers,
-    find_direct_peers,
     find_ports,
     find_reachability,
     find_relays,
@@ -81,10 +79,6 @@ class Swarm:
             shut_down(dht)
             raise
         exit_if_process_dies(dht, "DHT")
-        connected = dht.run_coroutine(partial(find_direct_peers, config.initial_peers))
-        if silent := [maddr for maddr in config.initial_peers if maddr not in connected and not config.use_ipfs]:
-            # In the background, because one peer that answers is enough to join.
-            threading.Thread(target=warn_of_unresponsive_peers, args=[silent], daemon=True).start()
         return cls(config, dht, public_key)
 
     def list_maddrs(self) -> list[str]:
@@ -191,13 +185,6 @@ class Swarm:
         return self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
 
 
-def warn_of_unresponsive_peers(maddrs: list[str]) -> None:
-    """Log why these initial peers cannot be reached."""
-    for maddr in maddrs:
-        if reason := asyncio.run(diagnose_unreachable(maddr)):
-            logger.warning(f"`initial_peers` {maddr}: {reason}")
-
-
 def start_dht(
     config: SwarmConfig, validators: list, membership: Membership | None, is_first: bool = True, **options
 ) -> DHT:
@@ -284,5 +271,5 @@ def explain_failed_start(config: SwarmConfig, error: str, membership: Membership
     if config.identity_path and (config.identity_path in error or "saving the identity" in error):
         return f"`identity_path` {config.identity_path} cannot be written ({last_line}): pass a file in another folder"
     if config.initial_peers:
-        return asyncio.run(find_problem(config.initial_peers, membership))
+        return asyncio.run(contact_initial_peers(config.initial_peers, membership))[1]
     return f"cannot start the peer-to-peer daemon ({last_line})"

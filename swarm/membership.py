@@ -1,8 +1,7 @@
 """Membership of closed runs, and the one check of all calls that a peer serves.
 
-The transport proves the caller's id. Before the first call between two peers, they exchange credentials in
-RPC_SHOW_CREDENTIAL, the only RPC that unauthenticated peers may call. From then on, all processes of each peer
-recognize the other one by its id, until its credential expires. An open run has no credentials and no such check.
+The transport proves the caller's id. Each call of a member begins with its credential, and its name ends with
+OF_MEMBERS: peers of open runs do not know it. An open run has no credentials and no such check.
 """
 
 import asyncio
@@ -21,25 +20,22 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from common.console import format_count
-from swarm.credentials import Authority, Invitation, MembershipCredential, parse_credential, read_revocations
+from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations
 from swarm.errors import SwarmError
 from swarm.patches import replace_client
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")
 
-RPC_SHOW_CREDENTIAL = "show_pass"
+OF_MEMBERS = " of members"  # the end of the names of calls in closed runs
+RPC_REVOCATIONS = "revocations"
 RPC_TIMEOUT = 10.0  # seconds
-MAX_MESSAGE_BYTES = 70_000  # two credentials and a revocation list of the maximum size
-MAX_MEMBERS = 4096  # authenticated peers that are remembered
-SYNC_INTERVAL = 5.0  # seconds between two checks for new credentials and revocations, which are then forwarded
-ISSUER_CREDENTIAL_TTL = 86400.0  # seconds that the authority's own credential is valid
+SYNC_INTERVAL = 5.0  # seconds between two checks for new revocations, which are then forwarded
+ISSUER_CREDENTIAL_TTL = 3660 * 86400.0  # seconds that the authority's own credential is valid
 WARNING_INTERVAL = 3600.0  # seconds between two warnings about rejected calls; the first one is logged at once
-MAX_COUNTED_PEERS = 64  # peers whose rejected calls are counted separately between two warnings
 
 # The keys are sent to other peers, and "pass" is the word for a credential there.
 REASONS = {
@@ -66,46 +62,20 @@ def explain_denial(error: Exception) -> str | None:
     return REASONS.get(match[1]) if match else None
 
 
-class SharedMemoryDict:
-    """A small dictionary that this process shares with helper processes that it forks later."""
-
-    def __init__(self, size: int, value: dict):
-        self.lock, self.memory = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, size)
-        self.length = multiprocessing.RawValue(ctypes.c_int)
-        self._write(value)
-
-    def _write(self, value: dict) -> None:
-        data = MSGPackSerializer.dumps(value)
-        self.memory[: len(data)], self.length.value = data, len(data)
-
-    def read(self) -> dict:
-        """Return a copy of the dictionary."""
-        with self.lock:
-            data = self.memory[: self.length.value]
-        return MSGPackSerializer.loads(data)
-
-    @contextlib.contextmanager
-    def change(self):
-        """Hold the lock, yield the dictionary for changes, and write it back. The context must not call `read`."""
-        with self.lock:
-            yield (value := MSGPackSerializer.loads(self.memory[: self.length.value]))
-            self._write(value)
-
-
 class Membership:
-    """This peer's credential for a closed run, and its authenticated peers, shared with helpers forked later."""
+    """This peer's credential for a closed run, and the newest revocation list, shared with helpers forked later."""
 
     def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
-        """:param invite: the invitation file, in which renewed credentials are saved
+        """:param invite: the invitation file
         :param issuer: the authority, at the peer that holds its key"""
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
-        self.public_key, self.issuer, self.invite = public_key, issuer, invite
-        #: "peers" maps authenticated peers to the expiration times of their credentials, "rejected" other peers to the
-        #: number of their calls and the last reason
-        state = {"credential": credential, "revocations": b"", "peers": {}, "rejected": {}}
-        self.state = SharedMemoryDict(64 * (MAX_MEMBERS + MAX_COUNTED_PEERS) + MAX_MESSAGE_BYTES, state)
-        self.sync_with_issuer()
+        self.credential, self.public_key, self.issuer, self.invite = credential, public_key, issuer, invite
+        self._lock, self._list = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, MAX_LIST_BYTES)
+        self._list_bytes = multiprocessing.RawValue(ctypes.c_int)
+        # for the next warning, in each process
+        self._num_rejected, self._next_warning = 0, 0.0
+        self.load_revocations()
 
     @classmethod
     def from_invitation(cls, path: str, invitation: Invitation, prefix: str, username: str | None) -> "Membership":
@@ -122,210 +92,144 @@ class Membership:
         """Return the membership of the peer that holds the authority's key."""
         own_id = find_peer_id(RecordValidator().local_public_key)
         with issuer.open_run(prefix):  # adds the run to the member list
-            credential = issuer.issue(prefix, own_id, username or "authority", ISSUER_CREDENTIAL_TTL)
+            credential = issuer.issue(prefix, own_id, username or "authority", get_dht_time() + ISSUER_CREDENTIAL_TTL)
         return cls(credential, issuer.public_key, issuer=issuer)
 
-    # --- checks
+    # --- credentials
 
-    @property
-    def revoked(self) -> frozenset[bytes]:
-        """The ids of peers whose credentials are revoked."""
-        return read_revocations(self.state.read()["revocations"], self.public_key, self.prefix)[1]
-
-    def verify_credential(self, data: bytes, peer_id: bytes) -> MembershipCredential:
-        """Return the content of a peer's credential, or raise an AccessDeniedError if it is not valid for this peer."""
-        if not data:
-            raise AccessDeniedError("no pass")
+    def find_fault(self, credential: bytes, peer_id: bytes) -> str | None:
+        """Return why a credential is not valid for this peer (a key of REASONS), or None if it is."""
+        if not credential:
+            return "no pass"
         try:
-            member = parse_credential(data, self.public_key)
+            member = parse_credential(credential, self.public_key)
         except ValueError:
-            raise AccessDeniedError("forged") from None
-        conditions = {
+            return "forged"
+        faults = {
             "another run": member.prefix != self.prefix,
             "another peer": member.peer_id != peer_id,
             "expired": member.expires <= get_dht_time(),
             "revoked": peer_id in self.revoked,
         }
-        for reason, is_met in conditions.items():
-            if is_met:
-                raise AccessDeniedError(reason)
-        return member
-
-    def is_authenticated(self, peer: PeerID) -> bool:
-        """Return whether this peer has shown a credential that is still valid."""
-        return self.state.read()["peers"].get(peer.to_bytes(), 0.0) > get_dht_time()
-
-    def require(self, peer: PeerID) -> None:
-        """Raise an AccessDeniedError, and count the call, unless this peer is authenticated."""
-        if not self.is_authenticated(peer):
-            self.count_rejected_call(peer, "no pass")
-            raise AccessDeniedError("no pass")
+        return next((reason for reason, is_met in faults.items() if is_met), None)
 
     def check_own_credential(self) -> None:
         """Raise a SwarmError if this peer's own credential is no longer valid; the check involves no other peer."""
-        try:
-            self.verify_credential(self.state.read()["credential"], self.own_id)
-        except AccessDeniedError as e:
-            raise SwarmError(REASONS[e.args[0]]) from None
+        if reason := self.find_fault(self.credential, self.own_id):
+            raise SwarmError(REASONS[reason])
 
-    def count_rejected_call(self, peer: PeerID, reason: str) -> None:
-        """Count a rejected call for the next warning, of MAX_COUNTED_PEERS peers at most."""
-        with self.state.change() as state:
-            rejected, key = state["rejected"], peer.to_bytes()
-            if key in rejected or len(rejected) < MAX_COUNTED_PEERS:
-                rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
+    def require(self, credential: bytes, caller: PeerID) -> None:
+        """Raise an AccessDeniedError if the caller's credential is not valid, and sometimes log the number of them."""
+        reason = self.find_fault(credential, caller.to_bytes())
+        if reason is None:
+            return
+        self._num_rejected += 1
+        if time.monotonic() >= self._next_warning:
+            calls, why = format_count(self._num_rejected, "call"), reason.replace("pass", "credential")
+            logger.warning(f"refused {calls}, the last of peer {caller}, which may not take part in this run: {why}")
+            self._num_rejected, self._next_warning = 0, time.monotonic() + WARNING_INTERVAL
+        raise AccessDeniedError(reason)
 
-    # --- the exchange of credentials
+    # --- revocations
 
-    def admit(self, peer: PeerID, credential: bytes, revocations: bytes) -> MembershipCredential:
-        """Record a peer as authenticated if its credential is valid, otherwise raise an AccessDeniedError."""
-        self.apply_revocations(revocations)
-        member = self.verify_credential(credential, peer.to_bytes())
-        with self.state.change() as state:
-            state["rejected"].pop(member.peer_id, None)  # it may have been rejected because this peer had restarted
-            state["peers"][member.peer_id] = member.expires
-            if len(state["peers"]) > MAX_MEMBERS:
-                del state["peers"][min(state["peers"], key=state["peers"].get)]
-        return member
+    @property
+    def revocations(self) -> bytes:
+        """The newest revocation list, signed by the authority; empty if there is none."""
+        with self._lock:
+            return self._list[: self._list_bytes.value]
 
-    async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
-        """Serve RPC_SHOW_CREDENTIAL: verify a credential, and return this peer's own, its revocation list and, at the
-        authority, a new credential if that of the peer is due for renewal."""
-        try:
-            credential, revocations = parse_message(data, 2)
-            member = self.admit(peer, credential, revocations)
-        except AccessDeniedError as e:
-            self.count_rejected_call(peer, reason := e.args[0])
-            proof = self.state.read()["revocations"] if reason == "revoked" else b""
-            return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
-        renewed, state = b"", self.state.read()
-        if self.issuer and member.is_due:
-            try:
-                with self.issuer.open_run(self.prefix) as run:
-                    renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
-            except SwarmError as e:  # the old credential is still valid, so the exchange goes on
-                logger.warning(str(e))
-        return MSGPackSerializer.dumps([b"", state["credential"], state["revocations"], renewed])
-
-    async def exchange_credentials(self, client: p2pclient.Client, peer: PeerID) -> None:
-        """Exchange credentials with a peer, or raise a P2PHandlerError if one is invalid; see `explain_denial`."""
-        state = self.state.read()
-        message = MSGPackSerializer.dumps([state["credential"], state["revocations"]])
-        try:
-            call = client.control.call_unary_handler(peer, RPC_SHOW_CREDENTIAL, message)
-            answer = await asyncio.wait_for(call, RPC_TIMEOUT)
-            reason, credential, revocations, renewed = parse_message(answer, 4)
-            if reason:
-                self.apply_revocations(revocations)
-                raise AccessDeniedError(reason.decode(errors="replace"))
-            self.admit(peer, credential, revocations)
-            if renewed:
-                self.apply_renewed(renewed)
-        except AccessDeniedError as e:
-            raise P2PHandlerError(repr(e)) from None
-        except P2PDaemonError as e:
-            if "protocols not supported" not in str(e):
-                raise
-            raise P2PHandlerError(repr(AccessDeniedError("open"))) from None
+    @property
+    def revoked(self) -> frozenset[bytes]:
+        """The ids of peers whose credentials are revoked."""
+        return read_revocations(self.revocations, self.public_key, self.prefix)[1]
 
     def apply_revocations(self, data: bytes) -> None:
         """Replace this peer's revocation list if this one is newer and valid."""
         with contextlib.suppress(ValueError):
             signed_at, revoked = read_revocations(data, self.public_key, self.prefix)
-            if signed_at > read_revocations(self.state.read()["revocations"], self.public_key, self.prefix)[0]:
-                with self.state.change() as state:
-                    state["revocations"] = data
-                    state["peers"] = {peer: time for peer, time in state["peers"].items() if peer not in revoked}
+            if signed_at > read_revocations(self.revocations, self.public_key, self.prefix)[0]:
+                with self._lock:
+                    self._list[: len(data)], self._list_bytes.value = data, len(data)
                 logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
-    def apply_renewed(self, data: bytes) -> None:
-        """Replace this peer's own credential by a newer one, and save it to the invitation file for the next start."""
-        renewed = self.verify_credential(data, self.own_id)
-        with self.state.change() as state:  # the lock also ensures that only one process writes the file
-            if renewed.expires <= parse_credential(state["credential"], self.public_key).expires:
-                return
-            state["credential"] = data
-            if self.invite:
-                try:
-                    Invitation(RSAPrivateKey.process_wide(), data, self.public_key).save("invite", self.invite)
-                except SwarmError as e:
-                    logger.warning(f"{e}; the credential was renewed, but will be lost when this peer stops")
+    def load_revocations(self) -> None:
+        """At the authority, load the revocations by invite.py."""
+        if self.issuer:
+            try:
+                run = self.issuer.read_members().get(self.prefix, {})
+                self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
+            except SwarmError as e:
+                logger.warning(str(e))
 
-    def sync_with_issuer(self) -> None:
-        """At the authority, load the revocations by invite.py, and renew this peer's own credential if it is due."""
-        if not self.issuer:
-            return
-        try:
-            run = self.issuer.read_members().get(self.prefix, {})
-            self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
-        except SwarmError as e:
-            logger.warning(str(e))
-        if parse_credential(self.state.read()["credential"], self.public_key).is_due:
-            self.apply_renewed(self.issuer.issue(self.prefix, self.own_id, self.username, ISSUER_CREDENTIAL_TTL))
+    async def exchange_revocations(self, p2p: P2P, peers: list[PeerID]) -> None:
+        """Send this peer's revocation list to others, and load theirs if they are newer."""
+        calls = [p2p._client.call_unary_handler(peer, RPC_REVOCATIONS, self.revocations) for peer in peers]
+        answers = await asyncio.gather(*(asyncio.wait_for(call, RPC_TIMEOUT) for call in calls), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, bytes):
+                self.apply_revocations(answer)
 
 
-def parse_message(data: bytes, count: int) -> list[bytes]:
-    """Decode a message of `count` byte strings, or raise an AccessDeniedError."""
-    with contextlib.suppress(Exception):  # on untrusted bytes, the decoder can raise any exception
-        message = MSGPackSerializer.loads(data) if len(data) <= MAX_MESSAGE_BYTES else None
-        if isinstance(message, list) and [type(part) for part in message] == [bytes] * count:
-            return message
-    raise AccessDeniedError("forged")
-
-
-async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Forward new credentials and revocations, and log rejected calls. Runs in the DHT's process, forever."""
+async def maintain_revocations(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Serve and forward revocations. Runs in the DHT's process, forever."""
     membership: Membership = dht.membership
-    last_sent, next_renewal, next_warning, connected = None, 0.0, 0.0, []
+
+    async def serve(data: bytes, _: PeerID) -> bytes:
+        membership.apply_revocations(data)
+        return membership.revocations
+
+    await node.p2p._client.add_unary_handler(RPC_REVOCATIONS, serve)
+    last_sent, peers = None, []
     while True:
-        membership.sync_with_issuer()
-        state, now = membership.state.read(), time.monotonic()
-        own = parse_credential(state["credential"], membership.public_key)
+        membership.load_revocations()
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon may be busy
-            connected = await node.p2p.list_peers()
-        peers = [info.peer_id for info in connected if info.peer_id.to_bytes() in state["peers"]]
-        is_renewing = own.is_due and now >= next_renewal
-        if is_renewing:
-            next_renewal = now + max(SYNC_INTERVAL, own.lifetime / 50)
-        if last_sent == (current := (state["credential"], state["revocations"])) and not is_renewing:
-            peers = random.sample(peers, min(1, len(peers)))  # it may have missed an update
+            peers = [info.peer_id for info in await node.p2p.list_peers()]
+        if last_sent == (current := membership.revocations):
+            peers = random.sample(peers, min(1, len(peers)))  # it may have missed the list
         last_sent = current
-        exchanges = (membership.exchange_credentials(node.p2p._client, peer) for peer in peers)
-        await asyncio.gather(*exchanges, return_exceptions=True)
-        if now >= next_warning and (rejected := membership.state.read()["rejected"]):
-            next_warning = now + WARNING_INTERVAL
-            calls = format_count(sum(count for count, _ in rejected.values()), "call")
-            others = f" and {len(rejected) - 1} more" if len(rejected) > 1 else ""
-            reasons = ", ".join(sorted({reason for _, reason in rejected.values()})).replace("pass", "credential")
-            refused = f"refused {calls} of peer {PeerID(max(rejected))}{others}"
-            logger.warning(f"{refused}, which may not take part in this run: {reasons}")
-            with membership.state.change() as state:
-                state["rejected"] = {}
+        await membership.exchange_revocations(node.p2p, peers)
         await asyncio.sleep(SYNC_INTERVAL)
 
 
 class AuthenticatedP2PClient(p2pclient.Client):
-    """A client of the libp2p daemon that exchanges credentials before calls (by `client.control`), and rejects
-    unauthenticated callers."""
+    """A client of the libp2p daemon that begins each call with this peer's credential, and rejects calls without one.
+    The length of the credential, in two bytes, precedes it."""
 
     #: set in a subclass by `install_client`, because hivemind creates the instances
     membership: Membership
 
+    @property
+    def greeting(self) -> bytes:
+        """The beginning of each call."""
+        return len(self.membership.credential).to_bytes(2, "big") + self.membership.credential
+
     async def add_unary_handler(self, proto, handler, balanced=False):
-        """Add a handler that rejects unauthenticated callers."""
+        """Add a handler of members' calls, and one that rejects the calls of other peers."""
 
         async def handle(data: bytes, peer: PeerID) -> bytes:
-            self.membership.require(peer)
-            return await handler(data, peer)
+            start = 2 + int.from_bytes(data[:2], "big")
+            self.membership.require(data[2:start], peer)
+            return await handler(data[start:], peer)
 
-        await super().add_unary_handler(proto, handle, balanced)
+        async def reject(data: bytes, peer: PeerID) -> bytes:
+            self.membership.require(b"", peer)
+
+        await super().add_unary_handler(proto + OF_MEMBERS, handle, balanced)
+        await super().add_unary_handler(proto, reject, balanced)
 
     async def stream_handler(self, proto, handler_cb, balanced=False):
-        """Add a stream handler that rejects unauthenticated callers with an error message."""
+        """Add a handler of members' streams, and one that rejects those of other peers with an error message."""
 
         async def handle(info, reader, writer) -> None:
+            credential = b""
             try:
-                self.membership.require(info.peer_id)
+                if info.proto != proto:
+                    async with asyncio.timeout(RPC_TIMEOUT):
+                        size = int.from_bytes(await reader.readexactly(2), "big")
+                        credential = await reader.readexactly(size)
+                self.membership.require(credential, info.peer_id)
+            except (OSError, TimeoutError, EOFError):
+                writer.close()
             except AccessDeniedError as e:
                 with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, EOFError):
                     await P2P.send_protobuf(RPCError(message=repr(e)), writer)
@@ -334,28 +238,30 @@ class AuthenticatedP2PClient(p2pclient.Client):
             else:
                 await handler_cb(info, reader, writer)
 
+        await super().stream_handler(proto + OF_MEMBERS, handle, balanced)
         await super().stream_handler(proto, handle, balanced)
 
     async def call_unary_handler(self, peer_id, proto, data):
-        """Call a peer after the exchange of credentials, which is repeated if the peer has restarted."""
-        if self.membership.is_authenticated(peer_id):
-            try:
-                return await super().call_unary_handler(peer_id, proto, data)
-            except P2PHandlerError as e:
-                if not explain_denial(e):
-                    raise
-        await self.membership.exchange_credentials(self, peer_id)
-        return await super().call_unary_handler(peer_id, proto, data)
+        """Call a peer as a member; a peer of an open run does not know the call."""
+        try:
+            return await super().call_unary_handler(peer_id, proto + OF_MEMBERS, self.greeting + data)
+        except P2PDaemonError as e:
+            if "protocols not supported" not in str(e):
+                raise
+            raise P2PHandlerError(repr(AccessDeniedError("open"))) from None
 
     async def stream_open(self, peer_id, protocols):
-        """Open a stream to a peer after the exchange of credentials."""
-        if not self.membership.is_authenticated(peer_id):
-            await self.membership.exchange_credentials(self, peer_id)
-        return await super().stream_open(peer_id, protocols)
+        """Open a stream to a peer as a member; libp2p's own protocols have no credentials."""
+        [proto] = protocols
+        if proto.startswith("/libp2p/"):
+            return await super().stream_open(peer_id, protocols)
+        info, reader, writer = await super().stream_open(peer_id, [proto + OF_MEMBERS])
+        writer.write(self.greeting)
+        return info, reader, writer
 
 
 def install_client(membership: Membership) -> None:
-    """Make this process and its helpers exchange credentials with each peer before their first call to it."""
+    """Make this process and its helpers call other peers as a member, and serve only members."""
     replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
 
 
@@ -369,7 +275,7 @@ class CredentialValidator(RecordValidatorBase):
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """Append this peer's credential and its length to the signed value."""
-        own = self.membership.state.read()["credential"]
+        own = self.membership.credential
         return record.value + own + len(own).to_bytes(2, "big")
 
     def strip_value(self, record: DHTRecord) -> bytes:

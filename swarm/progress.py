@@ -48,7 +48,7 @@ class SwarmView:
 
 
 class PeerTracker:
-    """Publishes this peer's progress, and reads that of the others; in two threads of its own until `shutdown`."""
+    """Publishes this peer's progress, and reads that of the others; in a thread of its own until `shutdown`."""
 
     def __init__(self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust):
         self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust
@@ -73,14 +73,34 @@ class PeerTracker:
         self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
         #: held by a thread that changes the view, and by the loop as long as no other thread may change it
         self.lock = threading.RLock()
-        self._is_ending, self._report_wake, self._read_wake = (threading.Event() for _ in range(3))
+        self._is_ending, self._wake = threading.Event(), threading.Event()
         self._reported_at = self._next_report = self._next_read = -math.inf
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
         self._active_epoch = -math.inf
         self.apply_records(self.dht.get(self.key, latest=True), time.monotonic())
-        self._publisher = threading.Thread(target=self._publish, name="publish progress", daemon=True)
-        self._publisher.start()
-        threading.Thread(target=self._read, name="read progress", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Publish this peer's record and read the others' until the end; without waiting for the DHT (note 71)."""
+        request, read_at = None, -math.inf
+        while not self._is_ending.is_set():
+            now = time.monotonic()
+            if now >= self._next_report:
+                # in this order: a report that comes in between is published once more
+                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
+                if self._active_epoch >= self.view.epoch - 1:
+                    self._store(self.local_progress.dict())
+            if request is None and now >= self._next_read:
+                self._next_read = math.inf  # first, because the loop may ask for the next look at any moment
+                request, read_at = self.request_records(), now
+                request.add_done_callback(lambda _: self._wake.set())
+            if request is not None and request.done():
+                self._take_answer(request, read_at)
+                request = None
+            due_at = self._next_report if request else min(self._next_report, self._next_read)
+            self._wake.wait(max(0.0, due_at - time.monotonic()))
+            self._wake.clear()
 
     # --- this peer
 
@@ -114,7 +134,7 @@ class PeerTracker:
             self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
             due_at = now
         self._next_report = min(self._next_report, due_at)
-        self._report_wake.set()
+        self._wake.set()
 
     def update_epoch(self, epoch: int) -> None:
         """Go to another epoch, without samples yet. The caller has paused updates."""
@@ -134,17 +154,6 @@ class PeerTracker:
             with self.lock:
                 self.view = replace(self.view, ends_at=math.inf)
             self.schedule_refresh(0.0)
-
-    def _publish(self) -> None:
-        """Publish this peer's progress until the end."""
-        while not self._is_ending.is_set():
-            if (now := time.monotonic()) >= self._next_report:
-                # in this order: a report that comes in between is published once more
-                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
-                if self._active_epoch >= self.view.epoch - 1:
-                    self._store(self.local_progress.dict())
-            self._report_wake.wait(max(0.0, self._next_report - time.monotonic()))
-            self._report_wake.clear()
 
     def announce(self) -> None:
         """Publish this peer's record, although it has computed nothing or waits for others (note 49)."""
@@ -301,7 +310,7 @@ class PeerTracker:
     def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm again after this time."""
         self._next_read = time.monotonic() + seconds
-        self._read_wake.set()
+        self._wake.set()
 
     def refresh_now(self) -> None:
         """Look at the swarm at once, unless the DHT does not answer in time."""
@@ -312,26 +321,20 @@ class PeerTracker:
         """Ask the DHT for the records; `apply_records` takes the answer."""
         return self.dht.get(self.key, latest=True, return_future=True)
 
-    def _read(self) -> None:
-        """Read the records until the end, without holding the lock while the DHT is asked (note 71)."""
-        while not self._is_ending.is_set():
-            if (now := time.monotonic()) >= self._next_read:
-                self._next_read = math.inf
-                try:
-                    entry, answered_at = self.request_records().result(), time.monotonic()
-                except Exception as e:
-                    logger.debug(f"no progress records: {e!r}")
-                    self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
-                    continue
-                with self.lock:
-                    scheduled = self._next_read
-                    if time.monotonic() > answered_at + self.averaging.min_refresh_period:
-                        self._next_read = time.monotonic()  # a round has passed, in which the loop has looked itself
-                    else:
-                        self.apply_records(entry, now)
-                        self._next_read, self.is_fresh = min(scheduled, self._next_read), True
-            self._read_wake.wait(max(0.0, self._next_read - time.monotonic()))
-            self._read_wake.clear()
+    def _take_answer(self, request: MPFuture, read_at: float) -> None:
+        """Update the view by the DHT's answer to this request, unless a round has passed in the meantime."""
+        answered_at = time.monotonic()
+        if error := request.exception():
+            logger.debug(f"no progress records: {error!r}")
+            self._next_read = min(self._next_read, answered_at + self.averaging.default_refresh_period)
+            return
+        with self.lock:
+            scheduled = self._next_read
+            if time.monotonic() > answered_at + self.averaging.min_refresh_period:
+                self._next_read = time.monotonic()  # in the round, the loop has looked itself
+            else:
+                self.apply_records(request.result(), read_at)
+                self._next_read, self.is_fresh = min(scheduled, self._next_read), True
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""
@@ -386,7 +389,7 @@ class PeerTracker:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Withdraw this peer's record, and end."""
-        for event in (self._is_ending, self._report_wake, self._read_wake):
-            event.set()
-        self._publisher.join(timeout)
+        self._is_ending.set()
+        self._wake.set()
+        self._thread.join(timeout)
         self._store(None)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.p2p import PeerID
@@ -25,7 +26,18 @@ from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
 from swarm.dht import ping_peers
-from swarm.state_server import BLOCK, MAX_BLOCKS, MAX_LINEAGE, RELAY, StateServer, allocate_flat, digest, list_blocks
+from swarm.state_server import (
+    BLOCK,
+    MAX_BLOCKS,
+    MAX_LINEAGE,
+    NUM_SUMS,
+    RELAY,
+    StateRequest,
+    StateServer,
+    allocate_flat,
+    digest,
+    list_blocks,
+)
 from swarm.trust import MAX_LEAD
 
 logger = logging.getLogger("swarm")
@@ -59,11 +71,19 @@ class DownloadProgress(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
 
 
+def compute_rms(sums: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of each row, which for the sums of a block estimates its norm."""
+    return sums.square().mean(-1).sqrt()
+
+
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
-    """Return whether digests of shape (..., 2) describe other numbers; `floors` are differences that do not matter."""
-    sizes = digests.abs().sum(-1, keepdim=True)
+    """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers; `floors` are differences that do not
+    matter."""
+    digests, others = digests.double(), others.double()  # or huge numbers would have infinite limits
+    limits = TOLERANCE * (digests[..., 0].abs() + compute_rms(digests[..., 1:])) + floors
+    differences = (digests - others).abs()
     # the first digests are finite; the other ones differ if they are not
-    return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()
+    return not ((differences[..., 0] <= limits) & (compute_rms(differences[..., 1:]) <= limits)).all()
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +117,7 @@ class Donor:
             counts[kinds[i]] += stop - start
         self.rms = {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
         self.num_param_blocks = len(list_blocks(params))
-        self.floors = torch.zeros(len(self.digests), 1)
+        self.floors = torch.zeros(len(self.digests))
         for number, (i, start, stop) in enumerate(blocks):
             floor = MATRIX_FLOOR if len(self.infos[i].descriptor.shape) > 1 else VECTOR_FLOOR
             self.floors[number] = floor * self.rms[kinds[i]] * (stop - start) ** 0.5
@@ -121,8 +141,8 @@ class Donor:
         pairs = [(self.rms[kind], other.rms[kind]) for kind in self.rms]
         if any(max(pair) > MAX_NEAR_RATIO * min(pair) for pair in pairs):
             return math.inf
-        digests, others = (donor.digests[: self.num_param_blocks].double() for donor in (self, other))
-        limits = NEAR_TOLERANCE * digests.abs().sum(-1, keepdim=True) + self.floors[: self.num_param_blocks]
+        digests, others = (donor.digests[: self.num_param_blocks, :2].double() for donor in (self, other))
+        limits = NEAR_TOLERANCE * digests.abs().sum(-1, keepdim=True) + self.floors[: self.num_param_blocks, None]
         return ((digests - others).abs() / limits.clamp(min=1e-300)).max().item()
 
 
@@ -178,20 +198,20 @@ class StateDownload:
     timeout: float = 600.0  # seconds for a whole state
     is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
-    ranks: dict[PeerID, tuple] = dataclasses.field(default_factory=dict)
     voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
+    clients: set[PeerID] = dataclasses.field(default_factory=set)  # these cannot be called, unless they have called
 
     async def fetch_step(self, epoch: int, lineage: str) -> tuple[dict, list[torch.Tensor]] | None:
         """Return the description and the averaged gradients of the step that other peers made from this state."""
-        epochs = await self.fetch_epochs()
-        others = [peer for peer, their_epoch in epochs.items() if epoch < their_epoch < RELAY]
-        others = [peer for peer in others if peer.to_bytes() not in self.avoid and peer not in self.voters]
+        epochs = await self.find_peers(epoch + 1)
+        others = [peer for peer in epochs if epochs[peer] > epoch and peer not in self.voters]
+        others = [peer for peer in others if peer.to_bytes() not in self.avoid]
         random.shuffle(others)
-        peers = [*self.voters, *others][:MAX_DONORS]
-        candidates = await self.ask_for_descriptions(peers, [epoch, lineage])
-        for group in select_agreed(group_donors(candidates), self.voters):
-            metadata, step_key = group[0].metadata, (epoch, self.averager.make_step_key(lineage))
-            if group[0].key != step_key or type(metadata.get("group")) is not bytes:
+        step = StateRequest(epoch, self.averager.make_step_key(lineage))
+        donors = await self.ask_for_descriptions([*self.voters, *others], step)
+        for group in select_agreed(group_donors(donors), self.voters):
+            metadata = group[0].metadata
+            if group[0].key != (step.epoch, step.lineage) or type(metadata.get("group")) is not bytes:
                 continue
             if tensors := await self.download_from(group):
                 return metadata | {"group": metadata["group"][:MAX_LINEAGE]}, tensors
@@ -203,54 +223,53 @@ class StateDownload:
             await asyncio.sleep(DOWNLOAD_PAUSE if attempt else 0)
             # on the last attempt, an earlier state is better than none
             first_epoch = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
-            peers = await self.rank_peers(min_epoch, first_epoch, lowest_epoch)
+            epochs = await self.find_peers(min_epoch)
+            peers = [peer for peer in epochs if epochs[peer] >= lowest_epoch]
+            peers.sort(key=lambda peer: (self.rank(peer), epochs[peer], random.random()), reverse=True)
             if not peers and attempt >= 3:
                 break  # no peer can serve a state
-            batches = [peers[at : at + MAX_DONORS] for at in range(0, len(peers), MAX_DONORS)]
-            # all voters are in the first batch, and batches without voters cannot decide
-            for batch in batches[:1] if self.voters else batches:
-                candidates = await self.ask_for_descriptions(batch, [first_epoch])
-                for group in select_agreed(group_donors(candidates), self.voters, self.is_synchronous):
-                    if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
-                        continue
-                    for donor in candidates:
-                        if donor.key == group[0].key and donor not in group:
-                            logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
-                    if tensors := await self.download_from(group):
-                        senders = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
-                        # an auxiliary peer names the client that it relays
-                        names = [str(donor.metadata.get("origin", donor.peer))[:100] for donor in senders]
-                        return group[0].metadata | {"donors": list(dict.fromkeys(names))}, tensors
+            donors = await self.ask_for_descriptions(peers, StateRequest(first_epoch))
+            for group in select_agreed(group_donors(donors), self.voters, self.is_synchronous):
+                if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
+                    continue
+                for donor in donors:
+                    if donor.key == group[0].key and donor not in group:
+                        logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
+                if tensors := await self.download_from(group):
+                    senders = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
+                    return group[0].metadata | {"donors": [str(donor.peer) for donor in senders]}, tensors
         return None
 
-    async def fetch_epochs(self) -> dict[PeerID, float]:
-        """Return the epochs of the states that trainers and auxiliary peers declare, and choose the voters of them."""
-        epochs = await self.averager.fetch_epochs("all_averagers")
-        voters = [peer for peer in epochs if peer.to_bytes() in self.trusted and self.failures[peer] < 2]
+    async def find_peers(self, min_epoch: int) -> dict[PeerID, float]:
+        """Return the peers that declare a state, and its epoch. Choose the voters, and a relay for each client. Unknown
+        clients are left out if another peer has at least the epoch before `min_epoch`."""
+        averager = self.averager
+        declared = await averager.fetch_epochs("all_averagers")
+        relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
+        epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
+        voters = [peer for peer in epochs if peer.to_bytes() in self.trusted]
         self.voters = random.sample(voters, min(MAX_DONORS, len(voters)))
-        return epochs
+        if averager.client_mode and not relays:
+            return epochs
+        clients = await averager.fetch_epochs("clients")
+        if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
+            clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
+        # more failures are allowed, because a relay may have caused them: the next time, it may be another one
+        clients = {peer: epoch for peer, epoch in clients.items() if self.failures[peer] < 6}
+        self.clients = set(clients)
+        if relays and averager.mode != AveragingMode.AUX:  # an auxiliary peer can call the clients itself
+            averager.relays = {peer: random.choice(relays) for peer in clients}
+        return epochs | clients
 
-    async def rank_peers(self, min_epoch: int, first_epoch: int, lowest_epoch: int) -> list[PeerID]:
-        """Return the peers that may have the state, best first."""
-        epochs = await self.fetch_epochs()
-        # trainers that have the epoch rank before auxiliary peers, which relay it from a client
-        kinds = {peer: 2 if first_epoch <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
-        if not self.averager.client_mode:
-            # clients come last, because only the peers that they have called can reach them
-            has_newest = any(min_epoch - 1 <= epoch < RELAY for epoch in epochs.values())
-            clients = await self.averager.fetch_epochs("clients")
-            epochs |= {peer: clients[peer] for peer in clients if not has_newest or peer.to_bytes() in self.trusted}
-        self.ranks = {}
-        for peer, epoch in epochs.items():
-            peer_id, failures = peer.to_bytes(), self.failures[peer]
-            if epoch >= lowest_epoch and failures < (2 if epoch < RELAY else 6):
-                rank = peer in self.voters, -failures, peer_id in self.trusted, peer_id not in self.avoid
-                self.ranks[peer] = *rank, kinds.get(peer, 0)
-        return sorted(self.ranks, key=lambda peer: (self.ranks[peer], epochs[peer], random.random()), reverse=True)
+    def rank(self, peer: PeerID) -> tuple:
+        """Return a sort key of the peers that may have the state; better ones are larger."""
+        peer_id = peer.to_bytes()
+        trust = peer in self.voters, -self.failures[peer], peer_id in self.trusted, peer_id not in self.avoid
+        return *trust, peer not in self.clients
 
-    async def ask_for_descriptions(self, peers: Sequence[PeerID], request: list) -> list[Donor]:
-        """Return the peers that describe the requested state, see `parse_request`. Once a peer has described it, the
-        others get as much time again, and at least 1 s. With voters, more than half of them must have described it
+    async def ask_for_descriptions(self, peers: Sequence[PeerID], request: StateRequest) -> list[Donor]:
+        """Return those of the first MAX_DONORS peers that describe the requested state. Once a peer has described it,
+        the others get as much time again, and at least 1 s. With voters, more than half of them must have described it
         first, because a malicious peer may be quick."""
         donors = []
 
@@ -260,7 +279,8 @@ class StateDownload:
                     message = await anext(self.averager.request_state(peer, request), None)
                 if message is None:
                     raise ValueError("the peer sent no description")
-                if donor := self.parse_description(peer, self.averager.serializer.loads(message.metadata), request[0]):
+                metadata = self.averager.serializer.loads(message.metadata)
+                if donor := self.parse_description(peer, metadata, request.epoch):
                     donors.append(donor)
             except Exception as e:  # untrusted bytes and a broken network can raise any exception
                 self.note_failure(peer, e)
@@ -271,7 +291,7 @@ class StateDownload:
                     if not is_alive and len(self.voters) > 1:
                         self.voters.remove(peer)
 
-        loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers]
+        loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers[:MAX_DONORS]]
         start = loop.time()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
@@ -303,7 +323,7 @@ class StateDownload:
             elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
                 raise ValueError("the optimizer's state differs from this peer's")
             elif isinstance(item["value"], (int, float)):
-                plain_numbers.append([float(item["value"])] * 2)
+                plain_numbers.append([float(item["value"])] * (1 + NUM_SUMS))
         descriptions = metadata.get("tensors")
         if not isinstance(descriptions, list) or len(descriptions) != len(expected):
             raise ValueError(f"the state does not have {len(expected)} tensors, as this peer's has")
@@ -315,13 +335,13 @@ class StateDownload:
                 raise ValueError(f"tensor {index} is {str(described)[:100]}, not {own}")
             infos.append(CompressionInfo(index, TensorDescriptor(tensor.shape, types[name]), role))
         digests, blocks = metadata["digests"], list_blocks(infos)
-        if type(digests) is not bytes or len(digests) != 8 * len(blocks):
+        if type(digests) is not bytes or len(digests) != 4 * (1 + NUM_SUMS) * len(blocks):
             raise ValueError(f"the description does not have digests for {len(blocks)} blocks")
-        digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 2)
-        digests = torch.cat((digests, torch.tensor(plain_numbers).view(-1, 2)))
+        digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
+        digests = torch.cat((digests, torch.tensor(plain_numbers).view(-1, 1 + NUM_SUMS)))
         if not digests.isfinite().all():
             raise ValueError("the state is not finite")
-        return Donor(peer, metadata, infos, digests, self.ranks.get(peer, ()))
+        return Donor(peer, metadata, infos, digests, self.rank(peer))
 
     def note_failure(self, peer: PeerID, error: Exception) -> None:
         """Count the failure of a peer, and log it."""
@@ -400,7 +420,7 @@ class BlockDownload:
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""
         parts, size = [], 0
-        stream = self.averager.request_state(donor.peer, [*donor.key, list(numbers)])
+        stream = self.averager.request_state(donor.peer, StateRequest(*donor.key, numbers))
         async with contextlib.aclosing(stream):
             async for message in stream:
                 donor.silence.reschedule(asyncio.get_running_loop().time() + self.max_silence)

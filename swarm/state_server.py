@@ -1,21 +1,20 @@
 """Serving states to other peers: a donor describes its state, and keeps that copy while any peer downloads its blocks.
 
 Peers of one epoch and lineage have the same state except for the last bits, because they average in different orders
-and through compression. A hash could not compare such states. Instead, each block has a digest: its norm and its sum.
+and through compression. A hash could not compare such states. Instead, each block has a digest: its norm, and its sums
+with several patterns of random signs, which differ as much as the blocks themselves.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import multiprocessing
-import random
-import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
+from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -35,6 +34,7 @@ logger = logging.getLogger("swarm")
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
 MAX_BLOCKS = 256  # blocks per request
 MAX_LINEAGE = 64  # bytes
+NUM_SUMS = 8  # of each block, with different signs
 FIRST_ANSWER = 5.0  # seconds; timeout for the first message from a client
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
 
@@ -68,25 +68,38 @@ def list_blocks(infos: Sequence[CompressionInfo]) -> list[tuple[int, int, int]]:
     return [(i, at, min(at + BLOCK, count)) for i, count in enumerate(counts) for at in range(0, count, BLOCK)]
 
 
+@functools.cache
+def make_signs() -> torch.Tensor:
+    """Return the random signs of each sum, of shape (NUM_SUMS, BLOCK); the first sum has none."""
+    signs = 2.0 * torch.randint(2, (NUM_SUMS, BLOCK), generator=torch.Generator().manual_seed(0)) - 1.0
+    signs[0] = 1.0
+    return signs
+
+
 def digest(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the norm and the sum of these numbers, of shape (2,)."""
+    """Return the norm of these numbers and their sums, of shape (1 + NUM_SUMS,)."""
     numbers = numbers.float()
-    return torch.stack((numbers.norm(), numbers.sum()))
+    return torch.cat((numbers.norm().view(1), make_signs()[:, : len(numbers)] @ numbers))
 
 
-def parse_request(data: bytes) -> list | None:
-    """Parse the request of a downloading peer; return None if it is invalid.
+class StateRequest(NamedTuple):
+    """A request of a downloading peer: for these blocks of a state or step, or without any, for its description."""
 
-    [epoch] requests the description of a state of at least that epoch, [epoch, lineage] that of the step from this
-    state to the next one, and [epoch, lineage, block numbers] these blocks of a described state or step.
-    """
+    epoch: int  # of the state; for the description of a state, the lowest one that is of use
+    lineage: str = ""  # of a step, see `StateServer.make_step_key`; empty to describe the newest state
+    blocks: Sequence[int] = ()
+    client: bytes = b""  # the id of the client to which an auxiliary peer should pass this request on
+
+
+def parse_request(data: bytes) -> StateRequest | None:
+    """Parse the request of a downloading peer; return None if it is invalid."""
     try:
-        request = MSGPackSerializer.loads(data) if data else [0]
-        if [type(part) for part in request] == [int, str, list] and 0 < len(request[2]) <= MAX_BLOCKS:
-            return request if {type(number) for number in request[2]} == {int} else None
-        return request if [type(part) for part in request] in ([int], [int, str]) else None
+        request = StateRequest(*MSGPackSerializer.loads(data))
     except Exception:  # on untrusted bytes, the decoder can raise any exception
         return None
+    if [type(field) for field in request] != [int, str, list, bytes] or len(request.blocks) > MAX_BLOCKS:
+        return None
+    return request if all(type(number) is int for number in request.blocks) else None
 
 
 class StateSnapshot:
@@ -121,7 +134,7 @@ class StateSnapshot:
 
 class StateServer(VerifyingAverager):
     """An averager that serves snapshots of its state, and the gradients of its last step, to several peers at once.
-    Clients (note 65) serve it to the peers that they have called: to auxiliary peers, which relay it."""
+    Only peers that a client has called can reach it (note 65): an auxiliary peer passes on what others ask it for."""
 
     def __init__(self, *args, **kwargs):
         self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
@@ -130,8 +143,8 @@ class StateServer(VerifyingAverager):
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
         self._last_requests = {}  # the time of each served peer's last request
-        # for an auxiliary peer: the failures of each client, and the client that described each state
-        self._client_failures, self._origins = Counter(), {}
+        #: the auxiliary peer through which this peer calls each client
+        self.relays: dict[PeerID, PeerID] = {}
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -162,7 +175,7 @@ class StateServer(VerifyingAverager):
             self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
     def serve_state(self) -> None:
-        """Start to serve this client's state to the peers that it has called; an auxiliary peer starts to relay."""
+        """Start to serve a client's state to the peers that it has called; or, on an auxiliary peer, start to relay."""
         if self.mode == AveragingMode.AUX:
             self.state_sharing_priority, self.allow_state_sharing = RELAY, True
         else:
@@ -199,22 +212,33 @@ class StateServer(VerifyingAverager):
             and peer != self.peer_id.to_bytes()
         }
 
-    async def request_state(self, peer: PeerID, request: list) -> AsyncIterator[DownloadData]:
-        """Send a request (see `parse_request`) to a peer, and yield the messages of its answer."""
+    async def request_state(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
+        """Send a request to a peer, or to a client's relay, and yield the messages of the answer."""
+        if relay := self.relays.get(peer):
+            peer, request = relay, request._replace(client=peer.to_bytes())
+        fields = [request.epoch, request.lineage, list(request.blocks), request.client]
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        stream = await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(request)))
+        stream = await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(fields)))
         async for message in self.dht.uplink.receive(stream):
             yield message
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
-        """Serve a description or blocks of the state, or relay a client's state, at the uplink's pace."""
-        fields, peer = parse_request(request.value), context.remote_id
-        if fields is None or not self.allow_state_sharing or not self._admit(peer):
+        """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
+        parsed, peer = parse_request(request.value), context.remote_id
+        if parsed is None or not self.allow_state_sharing or not self._admit(peer):
             return
-        is_relay = self.mode == AveragingMode.AUX
-        answer = self._relay_client_state(peer, fields) if is_relay else self._answer(peer, *fields)
+        answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
         async for message in self.dht.uplink.send(answer, is_round=False):
             yield message
+
+    async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:
+        """Yield a client's answer to a request, for a peer that cannot reach the client."""
+        answer = self.request_state(PeerID(request.client), request._replace(client=b""))
+        try:
+            async for message in aiter_with_timeout(answer, self.donor_timeout):
+                yield message
+        except Exception as e:  # untrusted bytes and a broken network can raise any exception
+            logger.debug(f"could not relay the state of {request.client}: {e!r}")
 
     def _admit(self, peer: PeerID) -> bool:
         """Count this peer among those that are served, unless these are enough for the uplink; return whether it is
@@ -227,10 +251,9 @@ class StateServer(VerifyingAverager):
         self._last_requests[peer] = now
         return True
 
-    async def _answer(
-        self, peer: PeerID, epoch: int, lineage: str | None = None, numbers: Sequence[int] = ()
-    ) -> AsyncIterator[DownloadData]:
-        """Yield the description or the blocks of a snapshot, see `parse_request`."""
+    async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
+        """Yield the description or the blocks of a snapshot."""
+        epoch, lineage, numbers, _ = request
         if not numbers:
             is_new_enough = self.state_sharing_priority >= epoch
             snapshot = await self._find_snapshot(peer, epoch, lineage) if is_new_enough else None
@@ -244,24 +267,24 @@ class StateServer(VerifyingAverager):
         for message in snapshots[0].give(numbers, self.state_compression, peer):
             yield message
 
-    async def _find_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> StateSnapshot | None:
+    async def _find_snapshot(self, peer: PeerID, epoch: int, step_key: str) -> StateSnapshot | None:
         """Return a snapshot of the current state, or the newest existing snapshot if there is no room for another.
 
-        :param lineage: the lineage of the state whose next step is requested instead. That step must be the last one,
+        :param step_key: the key of the step that is requested instead, or an empty string. It must be the last step,
             and no round may have started since; otherwise the result is None
         """
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
-            name = self.lineage if lineage is None else self.make_step_key(lineage)
-            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == name), None)
+            name = step_key or self.lineage
+            snapshot = next((it for it in self._snapshots if it.lineage == name), None)
             if snapshot is None:
-                oldest = min(self._snapshots, key=lambda snapshot: snapshot.last_use, default=None)
+                oldest = min(self._snapshots, key=lambda it: it.last_use, default=None)
                 if len(self._snapshots) >= MAX_SNAPSHOTS and time.monotonic() - oldest.last_use > IN_USE:
                     self._snapshots.remove(oldest)
                 if len(self._snapshots) < MAX_SNAPSHOTS:
-                    snapshot = await self._take_snapshot(epoch, name, is_step=lineage is not None)
-                elif lineage is None:
+                    snapshot = await self._take_snapshot(epoch, name, is_step=bool(step_key))
+                elif not step_key:
                     snapshot = next((it for it in reversed(self._snapshots) if not it.is_step), None)
             if snapshot is not None:
                 snapshot.used[peer] = time.monotonic()
@@ -283,36 +306,3 @@ class StateServer(VerifyingAverager):
             await asyncio.sleep(1.0)
         with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
             self._snapshots.remove(snapshot)
-
-    async def _relay_client_state(self, asker: PeerID, request: list) -> AsyncIterator[DownloadData]:
-        """Relay the answer of a client; if it does not describe its state, try the next client."""
-        is_description = len(request) == 1
-        if is_description:
-            epochs = await self.fetch_epochs("clients")
-            epochs.pop(asker, None)
-            # any client at or above the median: an untrusted one may claim the highest epoch
-            usual = statistics.median(epochs.values()) if epochs else 0
-            clients = [peer for peer, epoch in epochs.items() if epoch >= usual]
-        else:
-            clients = [peer for key, peer in self._origins.items() if key == (request[0], request[1])]
-        # clients with the fewest failures come first
-        for peer in sorted(clients, key=lambda peer: (self._client_failures[peer], random.random())):
-            has_answered = False
-            # shorter than the timeout of the peer that waits for this answer
-            timeout = FIRST_ANSWER if is_description else self.donor_timeout
-            try:
-                async for message in aiter_with_timeout(self.request_state(peer, request), timeout):
-                    if is_description:
-                        metadata = self.serializer.loads(message.metadata)
-                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_LINEAGE]] = peer
-                        self._origins = dict(list(self._origins.items())[-2 * MAX_RELAYED_PEERS :])
-                        message.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
-                    has_answered = True
-                    yield message
-                if has_answered:
-                    return
-            except Exception as e:  # untrusted bytes and a broken network can raise any exception
-                logger.debug(f"could not relay the state of peer {peer}: {e!r}")
-            self._client_failures[peer] += 1
-            if has_answered:
-                return

@@ -11,11 +11,11 @@ import hivemind.dht.node
 import hivemind.dht.protocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
-from swarm.membership import RPC_SHOW_CREDENTIAL, Membership
+from swarm.membership import Membership
 from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
@@ -30,18 +30,9 @@ FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part of the RPC names
     """A DHT protocol that accepts only a limited number of records, from their owners."""
 
-    membership: Membership | None = None  # set by `DHT.run`, as hivemind makes the instances
-
     def __init__(self, **options):
         super().__init__(**options)
         self.held = TimedStorage()  # by sender: the size and the expiration time of each record, by key and subkey
-
-    @classmethod
-    async def create(cls, p2p: P2P, *args, **options) -> "DHTProtocol":
-        """Create the protocol; in a closed run, serve the exchange of credentials first."""
-        if cls.membership:  # before this peer calls others, because they may call back at once
-            await p2p._client.control.add_unary_handler(RPC_SHOW_CREDENTIAL, cls.membership.serve_exchange)
-        return await super().create(p2p, *args, **options)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """Store only the records that `accepts_record` admits; hivemind stores all valid ones."""

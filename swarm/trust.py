@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.progress_tracker import LocalTrainingProgress
@@ -22,6 +23,12 @@ from utils import LocalMetrics, filter_plausible_records, make_worker_key
 
 logger = logging.getLogger("swarm")
 
+# The reasons for which a peer does not count until it reports again:
+SILENT = "silent"  # it answers no request; it still counts toward the quorum for a while
+BANNED = "banned"  # it has broken a rule; also for the time of the ban
+LATE = (
+    "late"  # it reports, but misses rounds; for BAN_SECONDS, or until a round with it succeeds: it may join any group
+)
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
@@ -77,18 +84,22 @@ class ContributorRegistry:
         return self.present
 
 
+@dataclass
+class Absence:
+    """Why a peer does not count, and since when a report of it ends that."""
+
+    reason: str  # SILENT, BANNED or LATE
+    until: float  # seconds of the DHT's time
+
+
 class PeerTrust:
-    """The knowledge of a peer about the others: which have worked, and which are silent, late or banned. All times are
-    in seconds of the DHT's time."""
+    """The knowledge of a peer about the others: which have worked, and which do not count for a while."""
 
     def __init__(self, uplink: Uplink, attested: Iterable[bytes] = ()):
         self.uplink = uplink
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
-        # when peers were found silent; until when they are banned; until when no round waits for them
-        self.silent_since: dict[bytes, float] = {}
-        self.banned_until: dict[bytes, float] = {}
-        self.unawaited_until: dict[bytes, float] = {}
+        self.absent: dict[bytes, Absence] = {}
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}
         self.missed_rounds = Counter()
@@ -130,39 +141,43 @@ class PeerTrust:
     @property
     def excluded(self) -> set[bytes]:
         """The ids of peers that answer no request, or are banned."""
-        return self.silent_since.keys() | self.banned_until.keys()
+        return {peer_id for peer_id, absence in list(self.absent.items()) if absence.reason != LATE}
+
+    @property
+    def banned_until(self) -> dict[bytes, float]:
+        """The end of the ban of each peer that is banned."""
+        return {peer_id: it.until for peer_id, it in list(self.absent.items()) if it.reason == BANNED}
 
     def select_present(self, records: Records) -> dict[bytes, LocalTrainingProgress]:
-        """Return the records of peers that are neither excluded nor absent from all rounds."""
-        out = self.excluded | self.unawaited_until.keys()
-        return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in out}
+        """Return the records of the peers that count."""
+        return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
         """Return how many peers a round takes, this one included: most of the known contributors at this epoch. A peer
         that has just fallen silent still counts: if the network is cut in two, the smaller half may not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
-        silent = {peer_id for peer_id, since in list(self.silent_since.items()) if since < oldest}
-        out = silent | self.banned_until.keys() | self.unawaited_until.keys()
-        members = {p: record for p, record in list(records.items()) if record.epoch >= min_epoch and p not in out}
+        just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
+        counted = self.select_present(records).keys() | just_silent & records.keys()
+        members = {peer_id: records[peer_id] for peer_id in counted if records[peer_id].epoch >= min_epoch}
         return 1 + (1 + len(self.select_known(members))) // 2
 
     # --- events
 
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
-        self.silent_since |= dict.fromkeys(peer_ids, get_dht_time())
+        now = get_dht_time()
+        self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
         for peer, violation in violations.items():
             peer_id, now = peer.to_bytes(), get_dht_time()
-            if self.banned_until.get(peer_id, 0.0) > now:
-                continue
             last, ended = self.last_bans.get(peer_id, (0.0, 0.0))
+            if now < ended:
+                continue
             seconds = 4 * last if now < ended + FORGIVEN_AFTER * last else BAN_SECONDS
-            self.banned_until[peer_id] = now + seconds
             self.last_bans[peer_id] = seconds, now + seconds
-            self.silent_since.pop(peer_id, None)
+            self.absent[peer_id] = Absence(BANNED, now + seconds)
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
@@ -171,7 +186,8 @@ class PeerTrust:
         self.partners |= set(group)
         for peer_id in group:
             del self.missed_rounds[peer_id]
-            self.unawaited_until.pop(peer_id, None)
+            if peer_id in self.absent and self.absent[peer_id].reason != BANNED:
+                del self.absent[peer_id]
         for peer_id, record in absent.items():
             # a peer that is behind may be making the step of the others; a busy one reports nothing
             if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
@@ -179,7 +195,7 @@ class PeerTrust:
             if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
                 del self.missed_rounds[peer_id]
                 # no ban: it may be slow, and is welcome in any group that it finds in time
-                self.unawaited_until[peer_id] = get_dht_time() + BAN_SECONDS
+                self.absent[peer_id] = Absence(LATE, get_dht_time() + BAN_SECONDS)
                 fault = f"reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row"
                 logger.warning(f"peer {PeerID(peer_id)} {fault}: not waiting for it for {BAN_SECONDS:.0f} s")
 
@@ -189,18 +205,16 @@ class PeerTrust:
         self.attested.clear()
 
     def update(self, records: Records) -> None:
-        """End what is over, after a look at the records: bans, and the silence of peers that have reported again."""
+        """Count the peers again that have reported since their absence was over, or whose records have expired."""
         now = get_dht_time()
-        self.unawaited_until = {peer_id: until for peer_id, until in self.unawaited_until.items() if now < until}
-        for times in (self.silent_since, self.banned_until):
-            for peer_id, since in list(times.items()):
-                record = records.get(peer_id)
-                if min(record.time if record else now, now) <= since:
-                    continue
-                times.pop(peer_id, None)  # a round in the background may look at the records as well
+        for peer_id, absence in list(self.absent.items()):
+            record = records.get(peer_id)
+            if min(record.time if record else now, now) > absence.until:
+                self.absent.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        if silent := [peer_id for peer_id in records if self.silent_since.get(peer_id, 0.0) > self._updated_at]:
+        silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until > self._updated_at}
+        if silent := [peer_id for peer_id in records if peer_id in silent]:
             others = format_count(len(self.select_present(records)), "other peer")
             logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
         self._updated_at = now

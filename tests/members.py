@@ -8,19 +8,18 @@ from pathlib import Path
 import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PHandlerError, PeerID
-from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
 from swarm.config import SwarmConfig
 from swarm.contract import RunSchema
-from swarm.credentials import Authority, Invitation
+from swarm.credentials import Authority, Invitation, load_invitation, parse_credential
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.joining import start_dht
 from swarm.membership import explain_denial
-from utils import RecordValidator, find_peer_id, make_validators
+from utils import make_validators
 
 PLAIN_CLIENT = p2pclient.Client
 
@@ -69,13 +68,11 @@ async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
 def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0, **changes) -> str:
     """Write an invitation by the authority in this folder; `changes` are of the content of its credential."""
     authority, path = Authority(folder / "authority.pem"), folder / f"{name}.invite"
-    key = RSAPrivateKey()
-    peer_id = find_peer_id(RecordValidator(key).local_public_key)
-    content = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
-    credential = authority.sign(b"pass", (content | changes).values())
-    with authority.open_run(run) as entry:
-        authority.issue(run, peer_id, name, lifetime, entry)
-    Invitation(key, credential, authority.public_key).save("out", path)
+    authority.invite(run, name, lifetime, path)
+    if changes:
+        invitation = load_invitation(path)
+        content = vars(parse_credential(invitation.credential, invitation.authority)) | changes
+        Invitation(invitation.key, authority.sign(b"pass", content.values()), authority.public_key).save("out", path)
     return str(path)
 
 

@@ -70,7 +70,7 @@ def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data)
     peers_shown = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
     assert {peer["username"] for peer in peers_shown.values()} == {"ada", "bob"}
     assert re.search(r"Peer ada [0-9a-f]{8} contributed [\d,]+ samples", monitor.text)
-    assert len(re.findall(r"refused \d+ calls? of peer", monitor.text)) == 1
+    assert len(re.findall(r"refused \d+ calls?, the last of peer", monitor.text)) == 1
 
     # no output or file of any of them contains a key or a credential, except for the invitations
     secrets = [part for path in tmp_path.glob("*.invite") for part in secret_parts(path.read_text())]
@@ -105,7 +105,7 @@ def test_invitation_is_valid_for_one_run(start, tmp_path, tiny_data):
         ):
             assert "its run is closed" in intruder.run_coroutine(partial(open_stream, peer=peer, name=name)), name
         trainers[0].wait_for(
-            rf"refused \d+ calls? of peer {intruder.peer_id}, which may not take part in this run", 120
+            rf"refused \d+ calls?, the last of peer {intruder.peer_id}, which may not take part in this run", 120
         )
     wrong = run_python(
         *("run_trainer.py", *LOOPBACK, "--initial_peers", monitors[1][1], "--output_dir", tmp_path / "lost"),
@@ -114,7 +114,7 @@ def test_invitation_is_valid_for_one_run(start, tmp_path, tiny_data):
     )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert "the credential in --invite is for another run" in wrong.stderr.splitlines()[-1]
-    monitors[1][0].wait_for(r"refused 1 call of peer \w+,.*: another run", 60)
+    monitors[1][0].wait_for(r"refused 1 call, the last of peer \w+,.*: another run", 60)
     for script in (*trainers, *(monitor for monitor, _ in monitors)):
         script.interrupt()
         script.assert_clean_end(180)

@@ -114,14 +114,12 @@ def test_group_data_is_bounded(data, parts):
 
 
 @FAST
-@given(data=BYTES, parts=st.lists(st.integers(0, 9) | st.text(max_size=9) | st.lists(NUMBERS, max_size=9), max_size=3))
-def test_requests_of_peers_are_bounded(data, parts):
-    for message in (data, MSGPackSerializer.dumps(parts)):
+@given(data=BYTES, blocks=st.lists(NUMBERS, max_size=9), client=st.binary(max_size=9) | NUMBERS)
+def test_requests_of_peers_are_bounded(data, blocks, client):
+    for message in (data, MSGPackSerializer.dumps([5, "a", blocks, client])):
         if (request := parse_request(message)) is not None:
-            kinds = [int, str, list][: len(request)]
-            assert [type(part) for part in request] == kinds
-            blocks = request[2] if len(request) == 3 else []
-            assert len(blocks) <= MAX_BLOCKS and all(type(number) is int for number in blocks)
+            assert [type(part) for part in request] == [int, str, list, bytes]
+            assert len(request.blocks) <= MAX_BLOCKS and all(type(number) is int for number in request.blocks)
 
 
 @FAST

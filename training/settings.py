@@ -20,7 +20,7 @@ from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from common.flags import format_flag, list_values
 from swarm.addresses import check_multiaddrs, get_host_port
-from swarm.attestation import RunAttestation, fetch_attestations, find_problem, merge_attestations
+from swarm.attestation import RunAttestation, contact_initial_peers, merge_attestations
 from swarm.config import SwarmConfig, make_config
 from swarm.identity import make_identity
 from swarm.joining import Swarm
@@ -51,12 +51,14 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    attestation = merge_attestations(asyncio.run(fetch_attestations(maddrs, membership)), prefix, swarm.new_run)
+    attestations, problem = asyncio.run(contact_initial_peers(maddrs, membership))
+    attestation = merge_attestations(attestations, prefix, swarm.new_run)
     if not attestation:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
-        problem = asyncio.run(find_problem(maddrs, membership))
         raise UserError(problem or "--initial_peers did not send a run name: pass --experiment_prefix")
+    if problem:
+        logger.warning(problem)
     if not prefix and not re.fullmatch(r"[\w-]{1,100}", attestation.prefix, re.ASCII):
         # The name becomes a part of folder and dashboard names, so the user must confirm an unusual one.
         raise UserError(f"--initial_peers serve run {attestation.prefix!r}: if you trust it, pass --experiment_prefix")

@@ -54,7 +54,7 @@ class BadStateAverager(StateAverager):
     async def rpc_download_state(
         self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        if is_description := len(parse_request(request.value)) == 1:
+        if is_description := not parse_request(request.value).blocks:
             self.downloads.value += 1
             self._snapshots.clear()
             print(json.dumps({"gave": self.kind}), flush=True)

@@ -32,7 +32,8 @@ def test_kept_key_survives_restart(start, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     assert start(path) == label
     path.write_bytes(b"no key")
-    assert start(path) != label
+    with pytest.raises(UserError, match="signing_key is not a key file"):
+        start(path)
     assert path.read_bytes() == b"no key"
 
 

@@ -20,6 +20,8 @@ from swarm.trust import (
     MAX_BROKEN_ROUNDS,
     MAX_LEAD,
     MAX_MISSED_ROUNDS,
+    SILENT,
+    Absence,
     PeerTrust,
     RoundTrust,
 )
@@ -64,8 +66,9 @@ def make_trust(*known: bytes, epoch_seconds: float = 40.0) -> PeerTrust:
 def test_recently_silent_peer_counts_toward_quorum(silent, banned, quorum):
     trust, records = make_trust(*NAMES), make_records(*NAMES) | make_records(b"behind", epoch=3)
     trust.attested |= {b"behind"}
-    trust.silent_since = {name: get_dht_time() - ago for name, ago in zip(NAMES, silent, strict=False)}
-    trust.banned_until = dict.fromkeys(NAMES[len(silent) : len(silent) + banned], get_dht_time() + 60)
+    for name, ago in zip(NAMES, silent, strict=False):
+        trust.absent[name] = Absence(SILENT, get_dht_time() - ago)
+    trust.ban({PeerID(name): "has sent nonsense" for name in NAMES[len(silent) : len(silent) + banned]})
     assert trust.count_quorum(records, min_epoch=4) == quorum
 
 
@@ -108,10 +111,11 @@ def test_ban_doubles_and_ends_with_report():
     for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
         trust.ban({peer: "has sent nonsense"})
         trust.ban({peer: "is banned already"})
-        assert trust.banned_until[b"a"] == pytest.approx(get_dht_time() + seconds, abs=1) and not trust.silent_since
+        assert trust.banned_until == {b"a": pytest.approx(get_dht_time() + seconds, abs=1)}
         trust.update(make_records(*NAMES))
         assert set(trust.select_present(make_records(*NAMES))) == set(NAMES[1:]), "the ban goes on"
-        trust.banned_until[b"a"] = get_dht_time() - 10  # it is over
+        trust.absent[b"a"].until = get_dht_time() - 10  # it is over
+        trust.last_bans[b"a"] = seconds, get_dht_time() - 10
         trust.update(make_records(*NAMES, ago=20))
         assert trust.excluded == {b"a"}, "it has not reported since"
         trust.update(make_records(*NAMES))
@@ -119,11 +123,13 @@ def test_ban_doubles_and_ends_with_report():
     trust.last_bans[b"a"] = 16 * BAN_SECONDS, get_dht_time() - (16 * FORGIVEN_AFTER + 1) * BAN_SECONDS
     trust.ban({peer: "has sent nonsense after a long time"})
     assert trust.banned_until[b"a"] == pytest.approx(get_dht_time() + BAN_SECONDS, abs=1)
+    trust.record_round([b"a"], {}, None, own_epoch=5)
+    assert trust.excluded == {b"a"}, "a group of others that it is in does not end the ban"
 
 
 def test_silent_peer_is_back_once_it_reports():
     trust = make_trust(*NAMES)
-    trust.silent_since = dict.fromkeys(NAMES, get_dht_time() - 5)
+    trust.absent = {name: Absence(SILENT, get_dht_time() - 5) for name in NAMES}
     trust.update(make_records(b"a", b"b", ago=10) | make_records(b"c"))
     assert trust.excluded == {b"a", b"b"}, "c has reported, d has left"
 
@@ -135,12 +141,12 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     for _ in range(MAX_MISSED_ROUNDS - 1):
         trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
     trust.record_round([b"d"], reports, None, own_epoch=5)  # no group waited for it
-    assert not trust.unawaited_until
+    assert not trust.absent
     trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
-    assert set(trust.unawaited_until) == {b"a"} and trust.is_known(b"d")
+    assert set(trust.absent) == {b"a"} and trust.is_known(b"d")
     assert b"a" not in trust.select_present(reports) and b"a" not in trust.excluded
     trust.record_round([b"a"], {}, None, own_epoch=5)
-    assert not trust.unawaited_until
+    assert not trust.absent
 
 
 def test_peer_breaking_rounds_is_banned():
