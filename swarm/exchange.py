@@ -5,11 +5,14 @@ checked when it arrives. Each peer fetches all blobs of a round, and serves bloc
 
 - A block comes from the owner of its blob, or from a relay: another peer that fetches the same blob. All peers choose
   the same source, by the uplinks (`plan_loads`, `choose_source`). So a slow owner sends each block once, to the relay.
-- If a source fails, its blocks come from the owner, and then from the other holders.
+- A source has to send all that it is asked for within a time that follows from the bytes and the uplinks. If it fails,
+  the blocks that lack come from the owner, and then from the other holders. Then this source is the last choice for
+  blobs of this owner, but not for other blobs: a false owner must not bring relays into disrepute.
 - A client accepts no connections, but serves its blobs over those that it has opened: by a message to each holder.
 
 A stream is a request and its answer: the blob's id, a count, and numbers of blocks; then the hashes and these blocks,
-each after a header (number, bytes). It is raw: hivemind's streams hold as much memory as the other side claims.
+each after a header (number, bytes). It is raw: hivemind's streams hold as much memory as the other side claims. So what
+a peer costs is bounded: one block and one piece for each stream, and `_admit` limits streams and messages.
 """
 
 import asyncio
@@ -22,8 +25,9 @@ import random
 import struct
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,16 +46,20 @@ REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
 HASHES = -1  # the number of the hashes in a header
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
-# Limits of a participant, and of all other peers together, in a period of this many seconds: requests, messages, and
-# copies of a blob that it fetches.
-COUNT_PERIOD, MAX_REQUESTS, MAX_MESSAGES, MAX_COPIES = 60.0, 500, 2000, 2
-MAX_MESSAGE_BYTES = 2**16
-MIN_MBITS, MAX_MBITS = 0.1, 1000.0  # of a peer, as far as its claim counts
+# Limits of a participant: at once, and in a period of this many seconds. All other peers together have the same limits,
+# and one of them a share, so that it cannot take all.
+PERIOD, SHARE = 60.0, 4
+MAX_REQUESTS, MAX_MESSAGES = (64, 500), (8, 2000)
+MAX_COPIES = 2  # of a blob, for each peer in a period
+MAX_MESSAGE_BYTES = 2**17
+MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
+MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts
 
-MIN_STALL, MAX_STALL = 4.0, 60.0  # seconds in which a source has to deliver a block
+MIN_STALL, MAX_STALL = 4.0, 120.0  # seconds in which a source has to send all blocks of a request
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
-UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 5.0, 0.2  # seconds; others may have heard of a blob before this peer
-EXCLUSION = 600.0  # seconds for which a peer that has failed is the last choice
+REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
+UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 3.0, 0.2  # seconds; others may have heard of a blob before this peer
+EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
 
@@ -176,7 +184,7 @@ class Download:
 
     def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int):
         self.blob, self.owner, self.num_bytes, self.num_blocks = blob, owner, num_bytes, num_blocks
-        self.missing = set(range(num_blocks))
+        self.missing, self.hashes = set(range(num_blocks)), b""
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
@@ -194,12 +202,21 @@ class Download:
             del sources[self.owner]  # two clients cannot connect
         return [peer for peer in sources if peer != own_id]
 
-    def compute_stall(self, source: PeerID) -> float:
-        """Return the seconds in which a source should deliver a block: twice those in which it and the owner should
-        send all their copies."""
+    def compute_timeout(self, source: PeerID) -> float:
+        """Return the seconds in which a source has to send its blocks: twice those in which it and the owner should
+        send all their copies of all blobs. A limit for each block would let a source drip them."""
         peers = {self.owner, source} & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
+
+
+@contextlib.contextmanager
+def abort_at_end(writer: asyncio.StreamWriter) -> Iterator[None]:
+    """Close a stream at the end, even if the other side does not read."""
+    try:
+        yield
+    finally:
+        writer.transport.abort()
 
 
 async def get_daemon_maddr(_: hivemind.DHT, node: DHTNode) -> Multiaddr:
@@ -215,7 +232,7 @@ class Exchange:
     :param num_blocks: the number of blocks of each blob
     :param max_block_bytes: the limit of a block's size
     :param check_block: raises a ValueError if a block, given its number, is invalid; called in a thread
-    :param on_message: returns the answer to a message, given its sender; called in a thread, perhaps twice at a time
+    :param on_message: returns the answer to a message, given its sender; called in a thread, one at a time
     """
 
     def __init__(
@@ -235,10 +252,12 @@ class Exchange:
         self.participants: frozenset[PeerID] = frozenset()
         self._message_name, self._fetch_name = f"{prefix}::Exchange.message", f"{prefix}::Exchange.fetch"
         self._downloads: dict[bytes, Download] = {}
-        self._excluded: dict[PeerID, float] = {}  # until this time
-        self._counts, self._period_end = Counter(), 0.0
-        self._locks: dict[PeerID, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._workers, started = ThreadPoolExecutor(2, "exchange worker"), Future()
+        self._excluded: dict[tuple[PeerID, PeerID], float] = {}  # until this time, by owner and source
+        self._active, self._counts, self._period_end = Counter(), Counter(), 0.0
+        self._locks = weakref.WeakValueDictionary()  # by peer
+        # messages and blocks do not wait for each other
+        self._message_worker, self._block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
+        started = Future()
         # not dht.replicate_p2p: an averager that this process forks would replace that object, and unlink its socket
         main = self._run(dht.run_coroutine(get_daemon_maddr), started)
         self._thread = threading.Thread(target=asyncio.run, args=(main,), name="exchange", daemon=True)
@@ -263,20 +282,31 @@ class Exchange:
         await self._p2p.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the thread, and cancel the futures of all calls."""
+        """Stop the threads, and cancel the futures of all calls."""
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
-        self._workers.shutdown()
+        self._message_worker.shutdown()
+        self._block_worker.shutdown()
 
-    def _count(self, act: str | bytes, peer: PeerID, limit: int) -> None:
-        """Count an act of a peer, and raise a ValueError if there are too many."""
+    @contextlib.contextmanager
+    def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int) -> Iterator[None]:
+        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period."""
         if time.monotonic() > self._period_end:
-            self._period_end = time.monotonic() + COUNT_PERIOD
+            self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
-        key = act, peer if peer in self.participants else None
-        self._counts[key] += 1
-        if self._counts[key] > limit:
+        shares = {(act, peer): 1} if peer in self.participants else {(act, peer): SHARE, (act, None): 1}
+        if any(
+            self._active[key] >= at_once / share or self._counts[key] >= in_period / share
+            for key, share in shares.items()
+        ):
             raise ValueError("too many requests")
+        self._active.update(shares.keys())
+        self._counts.update(shares.keys())
+        try:
+            yield
+        finally:
+            self._active.subtract(shares.keys())
+            self._active = +self._active  # without zeros
 
     # --- messages
 
@@ -295,45 +325,57 @@ class Exchange:
 
     async def _serve_message(self, request: BytesValue, context: P2PContext) -> BytesValue:
         sender = context.remote_id
-        self._count("message", sender, MAX_MESSAGES)
         if len(request.value) > MAX_MESSAGE_BYTES:
             raise ValueError("the message is too large")
-        answer = await self._loop.run_in_executor(self._workers, self.on_message, sender, request.value)
-        if sender in self.participants:
-            self.uplink.reserve(len(answer), is_round=True)
-        else:
-            await self.uplink.pace(len(answer), is_round=False)
-        return BytesValue(value=answer)
+        with self._admit("message", sender, *MAX_MESSAGES):
+            answer = await self._loop.run_in_executor(self._message_worker, self.on_message, sender, request.value)
+            if sender in self.participants:
+                self.uplink.reserve(len(answer), is_round=True)
+            else:
+                await self.uplink.pace(len(answer), is_round=False)
+            return BytesValue(value=answer)
 
     # --- serving
 
     async def _serve(self, info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the hashes and the requested blocks of a blob, each as soon as it is here; then close the stream."""
-        peer, names, unknown_at = info.peer_id, [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        """Read a request, and send its answer; then close the stream."""
+        peer = info.peer_id
+        writer.transport.set_write_buffer_limits(0)  # at the end, nothing waits to be sent
         # asyncio logs a traceback for a handler that is cancelled at the shutdown
-        with contextlib.closing(writer), contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError):
-            async with asyncio.timeout(FETCH_TIMEOUT):
-                self._count("request", peer, MAX_REQUESTS)
+        errors = contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError)
+        with abort_at_end(writer), errors, self._admit("request", peer, *MAX_REQUESTS):
+            async with asyncio.timeout(REQUEST_TIMEOUT):
                 blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
                 if count > self.num_blocks:
                     raise ValueError("too many blocks requested")
                 numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
-                while numbers:
-                    if not names and self.store.has_file(blob):
-                        names = self.store.list_hashes(blob)
-                        await self._send_block(peer, HASHES, b"".join(names), writer)
-                    ready = {number for number in numbers if names and self.store.has_file(names[number])}
-                    for number in sorted(ready):
-                        self._count(blob, peer, MAX_COPIES * self.num_blocks)
-                        async with self._locks[peer]:  # so each peer gets the same share of the uplink
-                            await self._send_block(peer, number, self.store.get(names[number]), writer)
-                    numbers -= ready
-                    if numbers and blob in self._downloads:
-                        await self._downloads[blob].arrival.wait()
-                    elif peer not in self.participants or time.monotonic() > unknown_at:
-                        return
-                    elif numbers:
-                        await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
+            async with asyncio.timeout(FETCH_TIMEOUT):
+                await self._serve_blocks(peer, blob, numbers, writer)
+
+    async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
+        """Send these blocks of a blob, each as soon as it is here, and the hashes before the first of them."""
+        hashes, has_begun, unknown_at = [], False, time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
+        while numbers:
+            if not hashes and self.store.has_file(blob):
+                hashes = self.store.list_hashes(blob)
+            ready = {number for number in numbers if number < len(hashes) and self.store.has_file(hashes[number])}
+            for number in sorted(ready):
+                self._counts[blob, peer] += 1
+                if self._counts[blob, peer] > MAX_COPIES * self.num_blocks:
+                    raise ValueError("too many copies requested")
+                async with lock:
+                    if not has_begun:
+                        await self._send_block(peer, HASHES, b"".join(hashes), writer)
+                    has_begun = True
+                    await self._send_block(peer, number, self.store.get(hashes[number]), writer)
+            numbers -= ready
+            if numbers and blob in self._downloads:
+                await self._downloads[blob].arrival.wait()
+            elif peer not in self.participants or time.monotonic() > unknown_at:
+                return
+            elif numbers:
+                await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
 
     async def _send_block(self, peer: PeerID, number: int, data: bytes, writer: asyncio.StreamWriter) -> None:
         data = HEADER.pack(number, len(data)) + data
@@ -349,7 +391,8 @@ class Exchange:
         self, blob: bytes, owner: PeerID, holders: Mapping[PeerID, float], num_bytes: int, seconds: float = 0.0
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
-        with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time.
+        with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time. It is
+        cancelled if MAX_DOWNLOADS newer ones are on their way.
 
         :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
             the owner if they do; another call for the same blob adds more
@@ -362,12 +405,15 @@ class Exchange:
     async def _fetch(self, blob, owner, holders, num_bytes, seconds) -> None:
         if self.store.has(blob):
             return
-        download = self._downloads.get(blob) or Download(blob, owner, num_bytes, self.num_blocks)
+        num_bytes = min(num_bytes, self.num_blocks * self.max_block_bytes)
+        download = self._downloads.get(blob)
+        if not download:
+            if len(self._downloads) >= MAX_DOWNLOADS:
+                next(iter(self._downloads.values())).task.cancel()
+            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks)
+            download.task = asyncio.create_task(self._download(download))
         download.uplinks |= holders
         download.loads = plan_loads(download.uplinks, num_bytes, seconds)
-        if blob not in self._downloads:
-            self._downloads[blob] = download
-            download.task = asyncio.create_task(self._download(download))
         await asyncio.shield(download.task)
 
     async def _download(self, download: Download) -> None:
@@ -386,46 +432,50 @@ class Exchange:
     def _start_fetching(self, tasks: asyncio.TaskGroup, download: Download, numbers: Iterable[int], tried) -> None:
         """Fetch each block from its best source that has not been tried."""
         groups, now = defaultdict(list), time.monotonic()
+        self._excluded = {key: end for key, end in self._excluded.items() if end > now}
         for number in numbers:
             sources = [peer for peer in download.list_sources(number, self.peer_id) if peer not in tried]
             if sources:
-                groups[min(sources, key=lambda peer: self._excluded.get(peer, 0.0) > now)].append(number)
+                groups[min(sources, key=lambda peer: (download.owner, peer) in self._excluded)].append(number)
         for peer, group in groups.items():
             tasks.create_task(self._fetch_from(tasks, download, peer, group, tried | {peer}))
 
     async def _fetch_from(self, tasks, download: Download, peer: PeerID, numbers: list[int], tried) -> None:
         """Fetch these blocks from a peer, and those that do not arrive from the next one."""
+        start = time.monotonic()
         try:
             async with asyncio.timeout(self.uplink.timeouts.request):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer, self._fetch_name)
-            with contextlib.closing(writer):
-                writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
-                await self._receive(download, peer, {HASHES, *numbers}, reader)
+            with abort_at_end(writer):
+                async with asyncio.timeout(download.compute_timeout(peer)):
+                    writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
+                    await self._receive(download, {HASHES, *numbers}, reader)
         except PEER_ERRORS as e:
-            if not isinstance(e, EOFError):  # it has closed the stream, because it does not have the blob
-                self._excluded[peer] = time.monotonic() + EXCLUSION
+            # a peer that does not have the blob closes the stream at once
+            if not isinstance(e, EOFError) or time.monotonic() > start + MIN_STALL:
+                self._excluded[download.owner, peer] = time.monotonic() + EXCLUSION
             logger.debug(f"peer {peer} does not send blob {download.blob.hex()}: {e!r:.200}")
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
-    async def _receive(self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader) -> None:
+    async def _receive(self, download: Download, wanted: set[int], reader: asyncio.StreamReader) -> None:
         """Receive the hashes and these blocks, and store each."""
         while wanted:
-            async with asyncio.timeout(download.compute_stall(peer)):
-                number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
-                expected = wanted & {HASHES} or wanted  # the hashes come first
-                if number not in expected or size > max(self.max_block_bytes, HASH_BYTES * self.num_blocks):
-                    raise ValueError(f"it has sent block {number} of {size} bytes")
-                data = await reader.readexactly(size)
+            number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+            expected = wanted & {HASHES} or wanted  # the hashes come first
+            if number not in expected or size > max(self.max_block_bytes, HASH_BYTES * self.num_blocks):
+                raise ValueError(f"it has sent block {number} of {size} bytes")
+            data = await reader.readexactly(size)
             self.uplink.count_received(size)
             wanted.remove(number)
-            await self._loop.run_in_executor(self._workers, self._store, download, number, data)
+            await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)
             download.arrival.set()
             download.arrival = asyncio.Event()
 
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
-        name = download.blob if number == HASHES else self.store.list_hashes(download.blob)[number]
+        at = number * HASH_BYTES
+        name = download.blob if number == HASHES else download.hashes[at : at + HASH_BYTES]
         if hash_bytes(data) != name:
             raise ValueError("its data has another hash")
         try:
@@ -433,6 +483,8 @@ class Exchange:
                 self.check_block(data, number)
             elif len(data) != HASH_BYTES * self.num_blocks:
                 raise ValueError(f"the blob has {len(data) / HASH_BYTES:g} blocks instead of {self.num_blocks}")
+            else:
+                download.hashes = data
         except ValueError as e:
             raise InvalidBlobError(str(e)) from None
         try:

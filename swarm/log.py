@@ -7,9 +7,11 @@ owner has one offer for each base, so no sample counts twice. An offer that is t
 **Choice of a commit.** It is single-decree Paxos among the voters, one decision for each parent. An attempt has one
 leader, by hash, and the leader has one list, because its vote is its proposal: with two lists in an attempt, a later
 leader could not know which one may have a quorum. Attempt 0 starts when the offers are there. If it fails, attempts are
-the numbers of time slots, so that no peer can run ahead. Their leader first asks for answers: a voter states its last
-vote, and promises not to vote in earlier attempts. The leader then proposes the list of the newest vote in a quorum of
-answers, or a fresh list if there is none. The hash of a list contains neither attempt nor votes.
+the numbers of time slots, so that no peer can run ahead, and a leader that does not lead costs one slot. When a slot
+begins, each voter sends an answer: its last vote, and the promise not to vote in earlier attempts. With a quorum of
+answers, the leader proposes the list of the newest vote in them, or a fresh list if there is none. It leaves out an
+answer that names a list of which it cannot get a blob: a liar may have voted for that. The hash of a list contains
+neither attempt nor votes.
 
 **Safety.** A quorum is more than half of the voters, so any two have a common voter. If a list has a quorum of votes in
 an attempt, the answers of every later attempt contain one of them, so every later proposal is the same list. Voters
@@ -21,17 +23,20 @@ chain, with any loss, delay or crash. Clocks matter for progress only.
 **Liars.** A liar in two quorums can cause a fork. Votes and answers are signed. Two that contradict each other are a
 proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
-propose. Voters vote for a list once it has offers of all voters, or after a deadline, so that no leader commits alone.
-A list that omits an offer passes: the offer is in the next one. Branches compare by their content, because
-certificates differ from peer to peer: fewer absent voters in the first commit, then more voters whose offers build on
-the branch, then the smaller hash of the first commit.
+propose. Voters vote for a new list once it has offers of all voters, or after a deadline, and only if it has half of
+the voters' offers that they hold: a leader alone could send an update that no other one bounds. A list that omits fewer
+passes: the next one can have them. Branches compare by their content, because certificates differ from peer to peer:
+fewer absent voters in the first commit, then more voters whose offers build on the branch, then the smaller hash of the
+first commit.
 
-**Silence.** If half of the voters were silent for long, the others may make a decision that names these as absent: it
-is another Paxos, whose voters are the others. It can be a fork if the absent live on, and then a commit of a quorum
-wins. A leave record counts from the commit that holds it, so a leaving peer votes until then.
+**Silence.** If half of the voters gave no vote and no answer for long, although there are offers, the others may make a
+decision that names these as absent: it is another Paxos, whose voters are the others. It can be a fork if the absent
+live on, and then a commit of a quorum wins. A leave record counts from the commit that holds it, so a leaving peer
+votes until then.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
-messages repeat, late peers catch up, and clients, which cannot be called, take part.
+messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
+counted offers have limits of their own for bytes, and thus for signatures to check; all other peers share one.
 """
 
 import hashlib
@@ -46,12 +51,12 @@ import msgpack
 
 MAX_MESSAGE_BYTES = 128 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_ANSWER_BYTES = 48 * 1024
-MAX_TRAFFIC = 512 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
+MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
 MAX_OFFERS, RESERVED_OFFERS = 16, 12  # in a commit, and those of them for voters if there are more
 MAX_VOTERS = 64
-MAX_POOL = 64  # offers of other peers than voters
+MAX_POOL = 16  # offers of other peers than voters
 MAX_VOTES = 8  # of one voter in one decision, answers included
-MAX_PROPOSALS, MAX_DECISIONS, MAX_HOLDERS = 16, 8, 64
+MAX_PROPOSALS, MAX_DECISIONS = 16, 8
 WINDOW, MIN_COUNTED = 8, 4  # an owner with offers in 4 of the last 8 commits is a voter
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
@@ -292,6 +297,11 @@ class State:
     clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, Peer]
 
+    @property
+    def participants(self) -> set[bytes]:
+        """The voters, and the owners of counted offers in the last commits."""
+        return {*self.voters, *(peer for peers in self.owners for peer in peers)}
+
     def make_decision(self, absent: tuple[bytes, ...]) -> Decision:
         """Return the electorate of the next commit, or in an emergency that without the absent."""
         voters = tuple(peer for peer in self.voters if peer not in absent)
@@ -380,18 +390,8 @@ class Status:
 
     heads: Annotated[tuple, 1, len(ANCESTOR_STEPS) + 3, Hash]  # the newest commit, and some before
     records: Names
-    complete: Names  # offers of which the peer holds the blob
     missing_keys: Peers
     is_answer: Annotated[bool, 0, 1]  # so that no status follows
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A leader's question for the last votes in a decision."""
-
-    parent: Hash
-    absent: Peers
-    attempt: Number
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class Key:
     key: Annotated[bytes, 1, 600]
 
 
-KINDS = Status, Key, Commit, Offer, Leave, Proof, Ask, Proposal, Vote  # a message is a list of these
+KINDS = Status, Key, Commit, Offer, Leave, Proof, Proposal, Vote  # a message is a list of these
 
 
 def encode(*records: object) -> bytes:
@@ -424,10 +424,10 @@ class Action(NamedTuple):
 
     `send`: the message to `peers`, or to all peers if there are none (as the response if the peer has just called).
     `save`: write the memory to disk before any later action. `append`: the same with a commit, which replaces that of
-    its epoch. `fetch`: the blob of an offer from these peers, then call `mark_complete`; repeated if they change.
-    `apply`: a commit, of which this peer holds all blobs, to the model. `fork`: the model has commits that lost:
-    download one with this commit or a later one, keep the residual, and call `mark_applied`. `return`: add the blob of
-    this peer's offer to the residual, because no commit will count it.
+    its epoch. `fetch`: the blob of an offer, from these peers or any other participant, then call `mark_complete`;
+    repeated after a commit, or if `Log.fetching` loses it. `apply`: a commit, of which this peer holds all blobs, to
+    the model. `fork`: the model has commits that lost: download one with this commit or a later one, keep the residual,
+    and call `mark_applied`. `return`: add the blob of this peer's offer to the residual: no commit will count it.
     """
 
     kind: str
@@ -478,28 +478,25 @@ class Log:
         :param applied: the hash of the commit that the model has, by default that of the state
         """
         self.identity, self.timeouts, self.holds = identity, timeouts, holds
-        self.me, self.now, self.started = identity.peer, now, now
-        self.chain = {state.head: Entry(None, state)}  # in order
+        self.me, self.now = identity.peer, now
+        self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         for commit in commits:
             if commit.parent == state.head:
                 state = state.advance(commit)
                 self.chain[commit.hash] = Entry(commit, state)
-        self.branch: list[Entry] = []  # another chain from one of these commits
-        self.tip = state.head  # the newest commit of the chain that other peers are sending
         model = self.chain.get(applied or next(iter(self.chain)))
         self.applied: int | None = model.state.epoch if model else None  # None during a download
         memories = unpack(Annotated[tuple, 0, MAX_COMMITS, Memory], memory) if memory else ()
         self.memories = {item.decision: item for item in memories}
         self.records: dict[bytes, object] = {}  # of the next commit, by name
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
-        self.holders: dict[bytes, set[bytes]] = {}  # of blobs, as they say
-        self.heard: dict[bytes, float] = {}  # the times of the last messages
+        self.heard: dict[bytes, float] = {}  # the times of the last votes
         self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
-        self.fetching: dict[bytes, Action] = {}  # by blob
+        self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
         self.actions: list[Action] = []
-        self.is_leaving, self.status_time, self.tip_epoch = False, now, 0
-        self.start_height()
+        self.is_leaving, self.status_time = False, now
+        self.start_height(state)
 
     def add_offer(self, now: float, base: bytes, *values) -> list[Action]:
         """Publish this peer's offer.
@@ -520,8 +517,12 @@ class Log:
         return self.finish()
 
     def mark_applied(self, now: float, head: bytes) -> list[Action]:
-        """Continue after a state was downloaded: that after the commit with this hash."""
-        self.now, self.applied = now, self.chain[head].state.epoch
+        """Continue after a state was downloaded: that after the commit with this hash, unless this commit has lost."""
+        self.now = now
+        if head in (path := self.list_path()):
+            self.applied = path[head].state.epoch
+        else:
+            self.actions.append(Action("fork", self.chain[self.head.head].commit))
         return self.finish()
 
     def leave(self, now: float) -> list[Action]:
@@ -532,43 +533,43 @@ class Log:
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; call this about once a second."""
-        self.now, self.traffic, self.tip_epoch = now, {}, 0
-        self.find_decision(self.head.head, self.find_absent())
-        self.settle()
-        self.fetch()
-        if self.is_dirty or now >= self.status_time + STATUS_INTERVAL:
+        self.now, self.traffic = now, {}
+        if absent := self.find_absent():
+            self.open_decision(absent)
+        if now >= self.status_time + STATUS_INTERVAL:
+            self.missing_keys, self.is_dirty = set(), True
+        if self.is_dirty:
             self.is_dirty, self.status_time = False, now
             self.send_status()
-        self.missing_keys = set()
         return self.finish()
 
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
         """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
-        self.now, tip_epoch, missing = now, self.tip_epoch, set(self.missing_keys)
+        self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
         if len(message) > MAX_MESSAGE_BYTES or not self.spend(sender, message):
             return []
         try:
             records = decode(message)
         except ValueError:
             return []
-        if sender in self.head.voters:
-            self.heard[sender] = now
         for record in records:
             TAKERS[KINDS.index(type(record))](self, sender, record)
-        if self.missing_keys - missing or self.tip_epoch > tip_epoch:
+        if self.missing_keys - missing or next(reversed(self.chain)) != newest:
             self.send_status(sender, is_answer=True)
         return self.finish()
 
     def finish(self) -> list[Action]:
         """Return all actions that follow from the new knowledge."""
         self.settle()
+        self.fetch()
         actions, self.actions = self.actions, []
         return actions
 
     def spend(self, peer: bytes, message: bytes) -> bool:
-        """Count the bytes of a message, and return whether a peer stays below its limit."""
-        self.traffic[peer] = self.traffic.get(peer, 0) + len(message)
-        return self.traffic[peer] <= MAX_TRAFFIC
+        """Count the bytes of a message, and return whether a peer stays below its limit. Untrusted ones share one."""
+        name = peer if peer in self.head.participants else b""
+        self.traffic[name] = self.traffic.get(name, 0) + len(message)
+        return self.traffic[name] <= MAX_TRAFFIC
 
     def send(self, *records: object, to: bytes | None = None) -> None:
         """Send a message to a peer that stays below its limit, or to all."""
@@ -605,33 +606,26 @@ class Log:
 
     def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
         """Say what this peer has."""
-        heads = list(self.chain)
-        ancestors = [heads[-1 - step] for step in ANCESTOR_STEPS if step < len(heads)]
-        complete = [name for name, it in self.records.items() if isinstance(it, Offer) and self.holds(it.blob)]
-        missing = tuple(sorted(self.missing_keys)[:MAX_VOTERS])
-        known = tuple(self.records)[:1024], tuple(complete)[:1024], missing
-        self.send(Status((heads[-1], self.tip, *ancestors, heads[0]), *known, is_answer), to=to)
+        path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
+        ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
+        known = tuple(self.records)[:1024], tuple(sorted(self.missing_keys)[:MAX_VOTERS])
+        self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to)
 
     def take_status(self, sender: bytes, status: Status) -> None:
         """Send a peer all that it lacks."""
-        for name in status.complete:
-            if isinstance(offer := self.records.get(name), Offer):
-                holders = self.holders.setdefault(offer.blob, set())
-                holders |= {sender} if len(holders) < MAX_HOLDERS else set()
         answer = [Key(peer, key) for peer in status.missing_keys if (key := self.identity.find_key(peer))]
-        epochs = [self.chain[head].state.epoch for head in status.heads if head in self.chain]
-        if epochs:
+        path = self.list_path()
+        if epochs := [path[head].state.epoch for head in status.heads if head in path]:
             limit = MAX_COMMITS if status.is_answer else MAX_UNASKED
             answer += [entry.commit for entry in self.list_entries(max(epochs))[:limit]]
         is_level = status.heads[0] == self.head.head
         if is_level:
             lacking = [record for name, record in self.records.items() if name not in status.records]
             answer += sorted(lacking, key=lambda it: (KINDS.index(type(it)), -getattr(it, "attempt", 0)))
-            answer += [ask for ask in self.asks.values() if ask.attempt == self.find_slot()]
         num_bytes, chosen = 0, []
         for record in answer:
             num_bytes += len(pack(record))
-            if num_bytes > MAX_ANSWER_BYTES:
+            if chosen and num_bytes > MAX_ANSWER_BYTES:
                 break
             chosen.append(record)
         if chosen:
@@ -647,11 +641,11 @@ class Log:
             self.identity.add_key(record.peer, record.key)
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
-        """Keep a valid offer, and one more for the same base as evidence."""
+        """Keep a valid offer, the first one for each key. Another peer may keep another one; a commit has one."""
         offers, voters = self.select(Offer), self.head.voters
-        same = [other for other in offers if other.key == offer.key]
+        is_known = offer.key in {other.key for other in offers}
         is_full = offer.peer not in voters and sum(other.peer not in voters for other in offers) >= MAX_POOL
-        if offer not in same and len(same) < 2 and not is_full and self.head.fits(offer) and self.is_signed(offer):
+        if not is_known and not is_full and self.head.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
 
     def take_notice(self, sender: bytes, record: Leave | Proof) -> None:
@@ -663,101 +657,82 @@ class Log:
 
     def fetch(self) -> None:
         """Request blobs that the next commit may contain, or that a commit contains."""
-        lists = [(self.choose(self.list_offers()), ())]
-        for proposal in self.select(Proposal):
-            lists.append((proposal.commit.offers, [step.vote.peer for step in proposal.steps]))
-        for entry in self.list_entries(self.head.epoch if self.applied is None else self.applied)[:WINDOW]:
-            lists.append((entry.commit.offers, [vote.peer for vote in entry.commit.votes]))
-        wanted: dict[bytes, set[bytes]] = {}
-        found = {}
-        for offers, peers in lists:
-            for offer in offers:
-                if not self.holds(offer.blob):
-                    found[offer.blob] = offer
-                    wanted.setdefault(offer.blob, {offer.peer}).update(peers, self.holders.get(offer.blob, ()))
-        fetching = {
-            blob: Action("fetch", found[blob], tuple(sorted(peers - {self.me}))) for blob, peers in wanted.items()
-        }
-        self.actions += [action for blob, action in fetching.items() if self.fetching.get(blob) != action]
-        self.fetching = fetching
+        lists = [proposal.commit.offers for proposal in self.select(Proposal)]
+        entries = self.list_entries(self.head.epoch if self.applied is None else self.applied)[:WINDOW]
+        lists += [self.choose(self.select(Offer)), *(entry.commit.offers for entry in entries)]
+        wanted = {offer.blob: offer for offers in lists for offer in offers if not self.holds(offer.blob)}
+        for blob, offer in wanted.items():
+            if blob not in self.fetching:
+                peers = {offer.peer, *self.head.voters} - {self.me}
+                self.actions.append(Action("fetch", offer, tuple(sorted(peers))))
+        self.fetching = wanted
 
     # The chain
 
+    def list_path(self) -> dict[bytes, Entry]:
+        """Return the commits up to the newest one by their hashes, the oldest first."""
+        entries, entry = [], self.chain[self.head.head]
+        while entry:
+            entries.append(entry)
+            entry = self.chain.get(entry.state.parent) if entry.commit else None
+        return {entry.state.head: entry for entry in reversed(entries)}
+
     def list_entries(self, epoch: int) -> list[Entry]:
         """Return the commits after an epoch."""
-        return [entry for entry in self.chain.values() if entry.commit and entry.state.epoch > epoch]
+        return [entry for entry in self.list_path().values() if entry.commit and entry.state.epoch > epoch]
 
-    def start_height(self) -> None:
-        """Start the choice of the next commit."""
-        self.head = state = next(reversed(self.chain.values())).state
+    def start_height(self, state: State) -> None:
+        """Start the choice of the commit after a state."""
+        self.head = state
         self.since, self.first_time, self.most_time, self.is_dirty = self.now, None, None, True
         self.decisions: dict[bytes, Decision] = {}
-        self.asks: dict[bytes, Ask] = {}
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
         self.records = {}
         for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values())):
             self.add_record(record)
         self.actions += [Action("return", offer) for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
-        blobs = {offer.blob for offer in self.select(Offer)} | self.fetching.keys()
-        self.holders = {blob: peers for blob, peers in self.holders.items() if blob in blobs}
         self.memories = {name: item for name, item in self.memories.items() if item.epoch > state.epoch}
+        self.fetching = {}
         self.open_decision(())
+        self.main = self.decisions[state.head]
         if self.is_leaving:
             self.sign_leave()
 
-    def append(self, commit: Commit) -> None:
-        """Add a valid commit to the chain."""
-        self.chain[commit.hash] = Entry(commit, self.head.advance(commit))
-        self.actions.append(Action("append", commit))
+    def take_commit(self, sender: bytes, commit: Commit) -> None:
+        """Keep a valid commit that a quorum has voted for."""
+        if commit.hash not in self.chain and commit.parent in self.chain:
+            state = self.chain[commit.parent].state
+            try:
+                state.check_votes(commit, self.is_signed)  # first, so that only voters can cause more work
+                state.check(commit, self.is_signed)
+            except ValueError:
+                return
+            self.add_commit(commit)
+
+    def add_commit(self, commit: Commit) -> None:
+        """Add a valid commit, and follow its branch if that is the better one."""
+        state = self.chain[commit.parent].state.advance(commit)
+        self.chain[commit.hash] = Entry(commit, state)
+        path, branch = self.list_path(), [self.chain[commit.hash]]
+        while branch[0].commit.parent not in path:
+            if branch[0].commit.parent not in self.chain:
+                return
+            branch.insert(0, self.chain[branch[0].commit.parent])
+        fork = self.chain[branch[0].commit.parent].state
+        lost = self.list_entries(fork.epoch)
+        if lost and rank(lost, fork) <= rank(branch, fork):
+            return
+        offers = {offer for entry in lost for offer in entry.commit.offers if offer.peer == self.me}
+        counted = {offer for entry in branch for offer in entry.commit.offers}
+        self.own = {offer.key: offer for offer in {*self.own.values(), *offers} - counted}
+        self.actions += [Action("append", entry.commit) for entry in branch]
+        if lost and (self.applied is None or self.applied > fork.epoch):
+            self.applied = None
+            self.actions.append(Action("fork", commit))
+        self.start_height(state)
         if len(self.chain) > MAX_COMMITS:
             del self.chain[next(iter(self.chain))]
-        self.own = {key: offer for key, offer in self.own.items() if offer not in commit.offers}
-        self.tip = commit.hash
-        self.start_height()
-
-    def take_commit(self, sender: bytes, commit: Commit) -> None:
-        """Add a commit to the chain, or to a branch of it."""
-        heads = [entry.state.head for entry in self.branch]
-        if commit.hash in self.chain or commit.hash in heads:
-            self.tip, self.tip_epoch = commit.hash, max(self.tip_epoch, commit.epoch)
-            return
-        if commit.parent in self.chain:
-            state, before = self.chain[commit.parent].state, []
-        elif commit.parent in heads:
-            before = self.branch[: heads.index(commit.parent) + 1]
-            state = before[-1].state
-        else:
-            return
-        try:
-            state.check(commit, self.is_signed)
-            state.check_votes(commit, self.is_signed)
-        except ValueError:
-            return
-        self.tip_epoch = max(self.tip_epoch, commit.epoch)
-        if state is self.head:
-            self.append(commit)
-            return
-        self.tip, self.branch = commit.hash, [*before, Entry(commit, state.advance(commit))]
-        fork = self.chain.get(self.branch[0].commit.parent)
-        if fork and rank(self.branch, fork.state) < rank(self.list_entries(fork.state.epoch), fork.state):
-            self.switch(fork.state)
-
-    def switch(self, fork: State) -> None:
-        """Replace the commits after a fork by the branch."""
-        mine = self.list_entries(fork.epoch)
-        lost, won = ({o.key: o for entry in entries for o in entry.commit.offers} for entries in (mine, self.branch))
-        self.own |= {key: offer for key, offer in lost.items() if offer.peer == self.me}
-        self.own = {key: offer for key, offer in self.own.items() if offer != won.get(key)}
-        for entry in mine:
-            del self.chain[entry.state.head]
-        self.chain |= {entry.state.head: entry for entry in self.branch}
-        self.actions += [Action("append", entry.commit) for entry in self.branch]
-        if self.applied is None or self.applied > fork.epoch:
-            self.applied = None
-            self.actions.append(Action("fork", self.branch[-1].commit))
-        self.branch = []
-        self.start_height()
 
     def apply(self) -> None:
         """Apply the next commits whose blobs are here."""
@@ -779,23 +754,21 @@ class Log:
         return int((self.now + skew) // SLOT)
 
     def find_absent(self) -> tuple[bytes, ...]:
-        """Return the voters that were silent, if there is an emergency."""
-        start, voters = self.now - self.timeouts.emergency, self.head.voters
-        absent = [peer for peer in voters if peer != self.me and self.heard.get(peer, self.started) < start]
-        is_emergency = self.since < start and len(voters) - len(absent) < self.decisions[self.head.head].quorum
-        return tuple(absent) if is_emergency else ()
+        """Return the voters without a vote or an answer for long, if there is an emergency.
 
-    def find_decision(self, parent: bytes, absent: tuple[bytes, ...]) -> Decision | None:
-        """Return the decision for the next commit, with absent voters only if they are silent here too."""
-        is_new = name_decision(parent, absent) not in self.decisions and len(self.decisions) < MAX_DECISIONS
-        is_possible = list(absent) == sorted(set(absent)) and set(absent) <= set(self.find_absent())
-        if is_new and is_possible and parent == self.head.head:
-            self.open_decision(absent)
-        return self.decisions.get(name_decision(parent, absent))
+        Messages do not count: clients do not hear each other, and a peer that never votes would hinder all others.
+        """
+        start = self.now - self.timeouts.emergency
+        absent = [peer for peer in self.head.voters if peer != self.me and self.heard.get(peer, 0.0) < start]
+        num_present = len(self.head.voters) - len(absent)
+        is_emergency = self.deadline + self.timeouts.commit < start and num_present < self.main.quorum
+        return tuple(absent) if is_emergency else ()
 
     def open_decision(self, absent: tuple[bytes, ...]) -> None:
         """Start a decision, or continue one from before a restart."""
         decision = self.head.make_decision(absent)
+        if decision.name in self.decisions or len(self.decisions) >= MAX_DECISIONS:
+            return
         self.decisions[decision.name] = decision
         for proposal in self.recall(decision).choice:
             self.add_record(proposal)
@@ -814,20 +787,10 @@ class Log:
         if self.me in self.head.voters:
             self.take_notice(self.me, self.sign(Leave, self.head.head, self.me))
 
-    def list_votes(self, decision: Decision, attempt: int, proposal: bytes) -> dict[bytes, Vote]:
-        """Return the votes for a list in an attempt, by voter."""
-        terms = decision.name, attempt, attempt, proposal
-        return {vote.peer: vote for vote in self.select(Vote) if list_fields(vote)[:4] == terms}
-
     def list_proposals(self, decision: Decision) -> dict[tuple[int, bytes], Proposal]:
         """Return the proposals in a decision, by attempt and list."""
         proposals = [it for it in self.select(Proposal) if it.steps[0].vote.decision == decision.name]
         return {(proposal.attempt, proposal.commit.hash): proposal for proposal in proposals}
-
-    def list_offers(self) -> list[Offer]:
-        """Return the offers for the next commit without those of which there are two."""
-        counts = Counter(offer.key for offer in self.select(Offer))
-        return [offer for offer in self.select(Offer) if counts[offer.key] == 1]
 
     def choose(self, offers: Iterable[Offer]) -> list[Offer]:
         """Return as many offers as a commit may have: late ones, then those whose owners were not counted for longest.
@@ -840,7 +803,7 @@ class Log:
         def rank_offer(offer: Offer) -> tuple:
             return offer.base == state.head, newest.get(offer.peer, -1), compute_hash(state.head, offer.peer)
 
-        ranked = sorted(offers, key=rank_offer)
+        ranked = sorted({offer.key: offer for offer in offers}.values(), key=rank_offer)
         voters = [offer for offer in ranked if offer.peer in state.voters]
         others = [offer for offer in ranked if offer.peer not in state.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
@@ -848,10 +811,7 @@ class Log:
 
     def make_list(self, decision: Decision) -> Commit | None:
         """Return a list with all offers and notices that this peer holds, or None if there is no offer."""
-        offers = [offer for offer in self.list_offers() if self.holds(offer.blob)]
-        # if all voters restart, each may have two offers, and without a commit there is no base for new ones
-        twins = [offer for offer in self.select(Offer) if offer.peer in decision.voters and self.holds(offer.blob)]
-        offers = offers or list({offer.key: offer for offer in twins}.values())
+        offers = [offer for offer in self.select(Offer) if self.holds(offer.blob)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         if not offers:
             return None
@@ -862,6 +822,12 @@ class Log:
         """Return whether a list has offers of all voters that stay, or the time for others is over."""
         owners = {record.peer for record in (*commit.offers, *self.select(Leave))}
         return self.now >= self.deadline or owners >= set(decision.voters)
+
+    def is_fair(self, commit: Commit) -> bool:
+        """Return whether a list has half of the voters' offers that are here: its leader must not decide alone."""
+        offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
+        expected = {offer.key for offer in self.choose(offers)}
+        return 2 * len(expected & {offer.key for offer in commit.offers}) >= len(expected)
 
     @property
     def deadline(self) -> float:
@@ -875,56 +841,59 @@ class Log:
         owners = {offer.peer for offer in self.select(Offer)}
         if owners and self.first_time is None:
             self.first_time = self.now
-        if self.most_time is None and len(owners & {*self.head.voters}) >= self.decisions[self.head.head].quorum:
+        if self.most_time is None and len(owners & {*self.head.voters}) >= self.main.quorum:
             self.most_time = self.now
         for decision in [it for it in self.decisions.values() if self.me in it.voters]:
+            self.answer(decision)
             self.lead(decision)
             self.vote(decision)
         if commit := self.find_commit():
-            self.append(commit)
+            self.add_commit(commit)
             self.settle()
         self.apply()
 
     def find_commit(self) -> Commit | None:
         """Return a list that a quorum has voted for, with the votes."""
+        votes: dict[tuple, dict[bytes, Vote]] = {}
+        for vote in self.select(Vote):
+            if vote.last == vote.attempt:
+                votes.setdefault((vote.decision, vote.proposal, vote.attempt), {})[vote.peer] = vote
         for proposal in self.select(Proposal):
             decision = self.decisions[proposal.steps[0].vote.decision]
-            name = proposal.commit.hash
-            for attempt in {vote.attempt for vote in self.select(Vote) if vote.proposal == name}:
-                votes = self.list_votes(decision, attempt, name)
-                if decision.has_quorum(votes.values()):
-                    return replace(proposal.commit, votes=tuple(votes.values()))
+            for (name, proposed, _), by_peer in votes.items():
+                is_vote = (name, proposed) == (decision.name, proposal.commit.hash)
+                if is_vote and decision.has_quorum(by_peer.values()):
+                    return replace(proposal.commit, votes=tuple(by_peer.values()))
         return None
 
     def lead(self, decision: Decision) -> None:
-        """Ask, or propose a list, if it is this peer's turn."""
+        """Propose a list, if it is this peer's turn."""
         memory, steps, answers = self.recall(decision), (), ()
-        attempt = self.find_slot() if self.now >= self.deadline + self.timeouts.commit else 0
-        if memory.promised > attempt or memory.last >= attempt or decision.find_leader(attempt) != self.me:
+        attempt = memory.promised
+        if memory.last >= attempt or attempt not in (0, self.find_slot()) or decision.find_leader(attempt) != self.me:
             return
         commit = self.make_list(decision)
         if attempt > 0:
-            if memory.promised < attempt:
-                self.answer(decision, attempt)
-                self.asks[decision.name] = Ask(self.head.head, decision.absent, attempt)
-                self.send(self.asks[decision.name])
             lists = self.list_proposals(decision)
+            # A liar may name a list that does not exist, or withhold a blob of it. A chosen list is in any quorum.
             answers = tuple(
                 vote
                 for vote in self.select(Vote)
                 if (vote.decision, vote.attempt) == (decision.name, attempt - 1)
-                and (vote.last < 0 or (vote.last, vote.proposal) in lists)  # a liar may name one that does not exist
+                and (vote.last < 0 or (it := lists.get((vote.last, vote.proposal))) and self.holds_all(it.commit))
             )
             if not decision.has_quorum(answers):
                 return
+            fair = tuple(it for it in answers if it.last < 0 or self.is_fair(lists[it.last, it.proposal].commit))
+            answers = fair if decision.has_quorum(fair) else answers
             newest = max(answers, key=lambda vote: vote.last)
             if newest.last >= 0:
                 proposal = lists[newest.last, newest.proposal]
                 commit, steps = proposal.commit, proposal.steps[:1]
-        if commit and self.holds_all(commit) and (attempt > 0 or self.is_complete(decision, commit)):
-            vote = self.sign_vote(decision, attempt, attempt, commit.hash)
+        if commit and (attempt > 0 or self.is_complete(decision, commit)):
+            vote = self.sign(Vote, decision.name, attempt, attempt, commit.hash, self.me)
             proposal = Proposal(commit, (*steps, Step(vote, answers)))
-            self.remember(replace(self.recall(decision), promised=attempt, last=attempt, choice=(proposal,)))
+            self.remember(replace(memory, last=attempt, choice=(proposal,)))
             self.send(proposal)
             self.take_proposal(self.me, proposal)
 
@@ -934,41 +903,32 @@ class Log:
         newest = max(proposals, key=lambda proposal: proposal.attempt, default=None)
         if not newest or newest.attempt < memory.promised or newest.attempt <= memory.last:
             return
-        if self.holds_all(newest.commit) and (newest.attempt > 0 or self.is_complete(decision, newest.commit)):
-            attempt = newest.attempt
+        attempt, commit = newest.attempt, newest.commit
+        # more than one step: an earlier leader may have got a quorum for the list
+        is_due = len(newest.steps) > 1 or self.is_fair(commit) and (attempt or self.is_complete(decision, commit))
+        if is_due and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, last=attempt, choice=(newest,)))
-            vote = self.sign_vote(decision, attempt, attempt, newest.commit.hash)
-            self.send(vote)
-            self.take_vote(self.me, vote)
+            self.send_vote(decision, attempt, attempt, commit.hash)
 
-    def sign_vote(self, decision: Decision, attempt: int, last: int, proposal: bytes) -> Vote:
-        """Return this peer's signed record, the same one if it exists."""
-        terms = decision.name, attempt, last, proposal, self.me
-        known = (vote for vote in self.select(Vote) if list_fields(vote)[:5] == terms)
-        return next(known, None) or self.sign(Vote, *terms)
+    def answer(self, decision: Decision) -> None:
+        """Once attempt 0 had its time, promise in each slot not to vote in earlier ones, and say the last vote."""
+        memory, attempt = self.recall(decision), self.find_slot()
+        if self.now >= self.deadline + self.timeouts.commit and memory.promised < attempt:
+            self.remember(replace(memory, promised=attempt))
+            proposal = b"".join(it.commit.hash for it in memory.choice)
+            self.send_vote(decision, attempt - 1, memory.last, proposal)
 
-    def answer(self, decision: Decision, attempt: int) -> Vote:
-        """Promise not to vote before an attempt, and return the record that says so with the last vote."""
-        memory = replace(self.recall(decision), promised=attempt)
-        self.remember(memory)
-        vote = self.sign_vote(decision, attempt - 1, memory.last, b"".join(it.commit.hash for it in memory.choice))
+    def send_vote(self, *terms) -> None:
+        """Sign and send a vote or an answer: the decision, the attempt, the attempt of the last vote, and its list."""
+        decision, *others = terms
+        vote = self.sign(Vote, decision.name, *others, self.me)
+        self.send(vote)
         self.take_vote(self.me, vote)
-        return vote
-
-    def take_ask(self, sender: bytes, ask: Ask) -> None:
-        """Answer the leader of this time, once there was time for attempt 0."""
-        decision = self.find_decision(ask.parent, ask.absent)
-        is_time = ask.attempt in (self.find_slot(-MAX_SKEW), self.find_slot(MAX_SKEW)) and self.now >= self.deadline
-        if not decision or not is_time or self.me not in decision.voters or sender != decision.find_leader(ask.attempt):
-            return
-        memory = self.recall(decision)
-        if memory.promised <= ask.attempt and memory.last < ask.attempt:
-            self.send(*memory.choice, self.answer(decision, ask.attempt), to=sender)
 
     def take_proposal(self, sender: bytes, proposal: Proposal) -> None:
         """Keep a valid proposal with the records in it."""
         commit, known = proposal.commit, self.select(Proposal)
-        decision = self.find_decision(commit.parent, commit.absent)
+        decision = self.decisions.get(name_decision(commit.parent, commit.absent))
         if not decision or commit.votes or (proposal.attempt, commit.hash) in self.list_proposals(decision):
             return
         votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
@@ -994,8 +954,10 @@ class Log:
             return
         own = [other for other in self.select(Vote) if (other.decision, other.peer) == (vote.decision, vote.peer)]
         is_odd = vote.last > vote.attempt or (vote.last >= 0) != bool(vote.proposal)
-        if is_odd or vote in own or not self.is_signed(vote):
+        is_known = list_fields(vote)[:-1] in [list_fields(other)[:-1] for other in own]
+        if is_odd or is_known or not self.is_signed(vote):
             return
+        self.heard[vote.peer] = self.now
         for other in own:
             self.take_notice(sender, Proof(other, vote))
         self.add_record(vote)
@@ -1012,4 +974,4 @@ def rank(entries: list[Entry], fork: State) -> tuple:
 
 # for each of KINDS
 TAKERS = [Log.take_status, Log.take_key, Log.take_commit, Log.take_offer, Log.take_notice, Log.take_notice]
-TAKERS += [Log.take_ask, Log.take_proposal, Log.take_vote]
+TAKERS += [Log.take_proposal, Log.take_vote]

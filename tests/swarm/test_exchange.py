@@ -1,7 +1,11 @@
 """Blobs and messages between peers on loopback: spread, failing holders, clients, limits, the end."""
 
+import asyncio
+import contextlib
+import glob
 import os
 import threading
+import time
 
 import pytest
 from hivemind.p2p import PeerID
@@ -9,7 +13,18 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix
 
 from swarm.dht import DHT
-from swarm.exchange import BlobStore, Exchange, InvalidBlobError, choose_source, plan_loads
+from swarm.errors import SwarmError
+from swarm.exchange import (
+    MAX_MESSAGE_BYTES,
+    MAX_REQUESTS,
+    REQUEST,
+    SHARE,
+    BlobStore,
+    Exchange,
+    InvalidBlobError,
+    choose_source,
+    plan_loads,
+)
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -24,58 +39,97 @@ class UncheckedStore(BlobStore):
     """A store that serves wrong bytes."""
 
     def get(self, name: bytes) -> bytes:
-        return (self.folder / name.hex()).read_bytes()
+        return bytes(BLOCK_BYTES)
+
+
+class SilentExchange(Exchange):
+    """A holder that takes requests and sends nothing."""
+
+    async def _serve_blocks(self, *_) -> None:
+        await asyncio.sleep(60)
+
+
+class DrippingExchange(Exchange):
+    """A holder that sends a few bytes a second."""
+
+    async def _send_block(self, peer, number, data, writer) -> None:
+        for at in range(len(data)):
+            await asyncio.sleep(0.2)
+            writer.write(data[at : at + 1])
 
 
 def make_blocks() -> list[bytes]:
     return [os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
 
 
+def start_dht(*others, is_client: bool = False) -> DHT:
+    RSAPrivateKey._process_wide_key = None
+    peers = [str(maddr) for dht in others for maddr in dht.get_visible_maddrs()]
+    return DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
+
+
 @pytest.fixture(scope="module")
 def dhts():
     """The DHTs of two peers and a client."""
-    started = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, RSAPrivateKey, "_process_wide_key", None)
+        started = []
         for number in range(3):
-            RSAPrivateKey._process_wide_key = None
-            peers = [str(maddr) for dht in started for maddr in dht.get_visible_maddrs()]
-            is_client = number == 2
-            started.append(
-                DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
-            )
+            started.append(start_dht(*started, is_client=number == 2))
+            stack.callback(started[-1].shutdown)
         yield started
-    finally:
-        RSAPrivateKey._process_wide_key = None
-        for dht in started:
-            dht.shutdown()
 
 
 @pytest.fixture
-def exchanges(dhts, tmp_path):
+def start(dhts, tmp_path):
+    """Return a function that starts the exchange of a DHT; all its peers are participants."""
     prefix, started = make_prefix(), []
-    for number, dht in enumerate(dhts):
-        store = BlobStore(tmp_path / str(number), 10**7)
-        answer = (b"%d " % number).__add__
-        exchange = Exchange(
-            dht,
-            prefix,
-            store,
-            NUM_BLOCKS,
-            2 * BLOCK_BYTES,
-            check_block,
-            lambda sender, message, answer=answer: answer(message),
+
+    def start_exchange(dht: DHT, kind: type = Exchange) -> Exchange:
+        store = BlobStore(tmp_path / str(len(started)), 10**8)
+        answer = (b"%d " % len(started)).__add__
+        exchange = kind(
+            dht, prefix, store, NUM_BLOCKS, 2 * BLOCK_BYTES, check_block, lambda sender, message: answer(message)
         )
-        exchange.participants = frozenset(dht.peer_id for dht in dhts)
         started.append(exchange)
-    for exchange in started[:2]:  # the client opens its connections
-        assert started[2].send(exchange.peer_id, b"offer").result(20).endswith(b" offer")
-    yield started
+        for other in started:
+            other.participants = frozenset(it.peer_id for it in started)
+        return exchange
+
+    yield start_exchange
     for exchange in started:
-        exchange.shutdown()
+        if exchange._thread.is_alive():
+            exchange.shutdown()
 
 
-def fetch(exchange: Exchange, blob: bytes, owner: PeerID, *holders: PeerID) -> None:
-    exchange.fetch(blob, owner, dict.fromkeys(holders, 20.0), NUM_BLOCKS * BLOCK_BYTES).result(60)
+@pytest.fixture
+def exchanges(dhts, start):
+    started = [start(dht) for dht in dhts]
+    connect(*started)
+    return started
+
+
+def connect(*exchanges: Exchange) -> None:
+    """Let the last one, a client, open its connections."""
+    for exchange in exchanges[:-1]:
+        assert exchanges[-1].send(exchange.peer_id, b"offer").result(20).endswith(b" offer")
+
+
+def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) -> None:
+    """Fetch a blob from these holders, of which the later ones have more Mbit/s."""
+    mbits = {holder.peer_id: 20.0 * 50**index for index, holder in enumerate(holders)}
+    exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES).result(60)
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def count_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_exchange_of_all_blobs_includes_client(exchanges):
@@ -94,37 +148,119 @@ def test_exchange_of_all_blobs_includes_client(exchanges):
     )
 
 
-def test_fetch_from_lying_holder_uses_another(exchanges):
-    one, two, client = exchanges
+@pytest.mark.parametrize("fault", ["silent", "dripping", "wrong bytes"])
+def test_fetch_from_faulty_relay_uses_owner(dhts, start, monkeypatch, fault):
+    monkeypatch.setattr("swarm.exchange.MIN_STALL", 1.0)
+    owner, client = start(dhts[0]), start(dhts[2])
+    relay = start(dhts[1], {"silent": SilentExchange, "dripping": DrippingExchange}.get(fault, Exchange))
+    connect(owner, relay, client)
+    blocks, others = make_blocks(), make_blocks()
+    blob = owner.store.add(blocks)
+    relay.store.add(blocks)
+    if fault == "wrong bytes":
+        relay.store = UncheckedStore(relay.store.folder, 10**8)
+    begin = time.monotonic()
+    fetch(client, blob, owner, owner, relay)
+    assert client.store.read(blob) == blocks and time.monotonic() < begin + 10
+    # the owner may be at fault, so the relay stays the first choice for other owners
+    assert client._excluded.keys() == {(owner.peer_id, relay.peer_id)}
+    begin, blob = time.monotonic(), owner.store.add(others)
+    fetch(client, blob, owner, owner, relay)
+    assert time.monotonic() < begin + 1
+
+
+def test_fetch_from_leaving_owner_uses_another(dhts, start):
+    """The owner leaves while it sends; a relay has the blob, and serves it after the owner's end."""
+    dht = start_dht(dhts[0])
+    owner, relay, client = start(dht), start(dhts[1]), start(dhts[2])
+    connect(owner, relay, client)
     blocks = make_blocks()
-    blob = one.store.add(blocks)
-    two.store.add(blocks)
-    for path in two.store.folder.iterdir():
-        if path.stat().st_size == BLOCK_BYTES:
-            path.write_bytes(b"x" * BLOCK_BYTES)
-    two.store = UncheckedStore(two.store.folder, 10**7)
-    fetch(client, blob, two.peer_id, one.peer_id, two.peer_id)
+    blob = owner.store.add(blocks)
+    fetch(relay, blob, owner, owner)
+    dht.uplink.set_bandwidth(0.2, is_fixed=True)
+    future = client.fetch(blob, owner.peer_id, {owner.peer_id: 1000.0, relay.peer_id: 1.0}, NUM_BLOCKS * BLOCK_BYTES)
+    wait_until(lambda: len(list(client.store.folder.iterdir())) > 1)
+    assert not client.store.has(blob)
+    owner.shutdown()
+    dht.shutdown()
+    future.result(20)
+    assert client.store.read(blob) == blocks
+    (path,) = (path for path in client.store.folder.iterdir() if path.name == blob.hex())
+    path.unlink()
+    fetch(client, blob, owner, owner, relay)
     assert client.store.read(blob) == blocks
 
 
 def test_fetch_of_invalid_blob_fails(exchanges):
-    blob = exchanges[0].store.add([INVALID, *make_blocks()[1:]])
+    one, two, _ = exchanges
+    blob = one.store.add([INVALID, *make_blocks()[1:]])
     with pytest.raises(InvalidBlobError, match="block 0"):
-        fetch(exchanges[1], blob, exchanges[0].peer_id, exchanges[0].peer_id)
-    short = exchanges[0].store.add(make_blocks()[1:])
+        fetch(two, blob, one, one)
+    short = one.store.add(make_blocks()[1:])
     with pytest.raises(InvalidBlobError, match="5 blocks instead of 6"):
-        fetch(exchanges[1], short, exchanges[0].peer_id, exchanges[0].peer_id)
+        fetch(two, short, one, one)
+
+
+def test_fetch_with_full_disk_names_cure(exchanges):
+    one, two, _ = exchanges
+    two.store.folder.rmdir()
+    with pytest.raises(SwarmError, match="free some space"):
+        fetch(two, one.store.add(make_blocks()), one, one)
+
+
+def open_streams(exchange: Exchange, server: Exchange, count: int, *requests: bytes) -> list:
+    """Return the readers of streams that have sent a request, or nothing."""
+
+    async def open_all() -> list:
+        readers = []
+        for _ in range(count):
+            _, reader, writer = await exchange._p2p.call_binary_stream_handler(server.peer_id, server._fetch_name)
+            writer.writelines(requests)
+            readers.append((reader, writer))
+        return readers
+
+    return asyncio.run_coroutine_threadsafe(open_all(), exchange._loop).result(20)
+
+
+def test_streams_of_stranger_do_not_block_participant(exchanges):
+    one, two, stranger = exchanges
+    one.participants = frozenset([two.peer_id])
+    most = MAX_REQUESTS[0] // SHARE
+    streams = open_streams(stranger, one, most + 4)
+    wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4)
+    fetch(two, one.store.add(make_blocks()), one, one)
+    assert one._active == {("request", stranger.peer_id): most, ("request", None): most}
+
+
+def test_stream_ends_without_reader(exchanges, monkeypatch):
+    """Otherwise each stream of a peer that does not read would keep a file open for good."""
+    monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 2.0)
+    server, _, client = exchanges
+    blob = server.store.add([os.urandom(10**6) for _ in range(NUM_BLOCKS)])
+    count = count_files()
+    streams = open_streams(client, server, 3, REQUEST.pack(blob, NUM_BLOCKS), bytes(range(NUM_BLOCKS)))
+    assert len(streams) == 3 and count_files() >= count + 3
+    wait_until(lambda: not server._active)
+    wait_until(lambda: count_files() <= count + 3)  # those of the client
 
 
 def test_message_above_limit_is_refused(exchanges):
     with pytest.raises(Exception, match="too large"):
-        exchanges[0].send(exchanges[1].peer_id, bytes(2**16 + 1)).result(20)
+        exchanges[0].send(exchanges[1].peer_id, bytes(MAX_MESSAGE_BYTES + 1)).result(20)
 
 
-def test_shutdown_leaves_no_thread(dhts, tmp_path):
+def test_shutdown_leaves_nothing(dhts, tmp_path):
+    """During a fetch from a peer that does not exist."""
+    sockets, count = set(glob.glob("/tmp/hivemind-p2pclient*")), count_files()
     store = BlobStore(tmp_path / "store", 10**7)
-    Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, BLOCK_BYTES, check_block, lambda *_: b"").shutdown()
+    exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, BLOCK_BYTES, check_block, lambda *_: b"")
+    peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES)
+    wait_until(lambda: exchange._downloads)
+    exchange.shutdown()
+    assert future.cancelled() and set(glob.glob("/tmp/hivemind-p2pclient*")) == sockets
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("exchange")]
+    wait_until(lambda: count_files() <= count)
 
 
 def test_store_keeps_newest_and_drops_damaged(tmp_path):
