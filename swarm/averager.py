@@ -250,5 +250,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._trust.record_averages({peers[index]: share for index, share in shares.items()}, share_of_all, weight)
         self._trust.record_round(averaged)
         settings = runner.settings
-        summary = runner.group_id, settings.num_partitions, settings.partition_index, runner.violations
+        members = tuple(peer.to_bytes() for peer in runner.sender_peer_ids)
+        summary = runner.group_id, members, settings.num_partitions, settings.partition_index, runner.violations
         return dict.fromkeys(averaged, summary)

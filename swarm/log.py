@@ -534,12 +534,11 @@ class Log:
         """Continue with the passage of time; call this about once a second."""
         self.now, self.traffic, self.tip_epoch = now, {}, 0
         self.find_decision(self.head.head, self.find_absent())
-        self.settle()
-        self.fetch()
-        if self.is_dirty or now >= self.status_time + STATUS_INTERVAL:
+        if now >= self.status_time + STATUS_INTERVAL:
+            self.missing_keys, self.is_dirty = set(), True
+        if self.is_dirty:
             self.is_dirty, self.status_time = False, now
             self.send_status()
-        self.missing_keys = set()
         return self.finish()
 
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
@@ -562,6 +561,7 @@ class Log:
     def finish(self) -> list[Action]:
         """Return all actions that follow from the new knowledge."""
         self.settle()
+        self.fetch()
         actions, self.actions = self.actions, []
         return actions
 

@@ -43,6 +43,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     gives_up_early = True
     #: the id of the group whose gradients the next step applies, or of this peer if it is alone; set by the optimizer
     group_id = b""
+    #: the lineage after the next step, if it applies a commit of the log; set by the optimizer
+    next_lineage: str | None = None
     #: the averager whose last step is served to peers that missed it; set by the optimizer
     grad_averager: GradientAverager | None = None
     #: the local steps, by which the model is ahead of the parameters here, or None; set by the optimizer
@@ -55,7 +57,7 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def record_step(self, *_) -> None:
         """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
-        self.lineage = self.extend_lineage(self.local_epoch, self.group_id.hex())
+        self.lineage = self.next_lineage or self.extend_lineage(self.local_epoch, self.group_id.hex())
         self.state_sharing_priority = self.local_epoch
 
     def extend_lineage(self, epoch: int, group_id: str) -> str:
