@@ -56,6 +56,7 @@ class Envelope:
 
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model
+    key: Annotated[bytes, 0, 600]  # the sender's public key, in its first call
     request: Annotated[bytes, 0, 32]  # the commit after which the sender wants the log's state; empty for none
     state: Annotated[bytes, 0, MAX_MESSAGE_BYTES]  # the requested one; empty if it is not known
     messages: Annotated[tuple, 0, MAX_QUEUE, Annotated[bytes, 1, MAX_MESSAGE_BYTES]]
@@ -125,6 +126,7 @@ class LogRounds:
         self._answers: deque[tuple] = deque()  # of peers and of fetched blobs, for the thread
         self._callers: dict[bytes, float] = {}
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
+        self._has_key: set[bytes] = set()  # peers that have got this peer's public key
         self._next_poll = 0.0
         self.exchange = Exchange(
             dht,
@@ -147,7 +149,7 @@ class LogRounds:
         """
         memory = self._memory_file.read_bytes() if self._memory_file.exists() else b""
         with self._lock:
-            self.log_id, self._seen = log_id, {}
+            self.log_id, self._seen, self._has_key = log_id, {}, set()
             self.log = Log(
                 state, self.identity, self._compute_timeouts(), self.store.has, get_dht_time(), memory, applied=applied
             )
@@ -211,7 +213,7 @@ class LogRounds:
         :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
             log
         """
-        question = pack(Envelope(b"", self.epoch, head, b"", ()))
+        question = pack(Envelope(b"", self.epoch, b"", head, b"", ()))
         calls = [self.exchange.send(PeerID(peer), question) for peer in peers]
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []
@@ -323,7 +325,7 @@ class LogRounds:
 
     def _call(self, peer: bytes) -> None:
         self._called.add(peer)
-        call = self.exchange.send(PeerID(peer), pack(self._make_envelope(self._take_messages(peer))))
+        call = self.exchange.send(PeerID(peer), pack(self._make_envelope(peer)))
         call.add_done_callback(lambda done: (self._answers.append((peer, done)), self._wake.set()))
 
     def _poll(self) -> None:
@@ -344,8 +346,11 @@ class LogRounds:
             messages.append(queue.popleft())
         return tuple(messages)
 
-    def _make_envelope(self, messages: tuple[bytes, ...] = (), state: bytes = b"") -> Envelope:
-        return Envelope(self.log_id, self.epoch, b"", state, messages)
+    def _make_envelope(self, peer: bytes) -> Envelope:
+        """Return as many messages to a peer as one call may have, and this peer's key if the other does not have it."""
+        key = b"" if peer in self._has_key else self.identity.public_keys[self.identity.peer]
+        self._has_key.add(peer)
+        return Envelope(self.log_id, self.epoch, key, b"", b"", self._take_messages(peer))
 
     def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
         """Take the answer of a peer, or the end of the download of an offer's blob."""
@@ -367,6 +372,8 @@ class LogRounds:
 
     def _read(self, peer: bytes, envelope: Envelope) -> list[bytes]:
         """Take the messages of a peer, and return the answers to them."""
+        if envelope.key:
+            self.identity.add_key(peer, envelope.key)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         replies = []
@@ -380,14 +387,13 @@ class LogRounds:
         envelope, peer = unpack(Envelope, message), sender.to_bytes()
         with self._lock:
             if envelope.request:
-                return pack(self._make_envelope(state=self._describe(envelope.request)))
+                return pack(Envelope(self.log_id, self.epoch, b"", b"", self._describe(envelope.request), ()))
             if peer not in self.tracker.others:
                 self._callers = dict(list(self._callers.items())[-100:]) | {peer: time.monotonic()}
             replies = self._read(peer, envelope)
             for reply in replies:
                 self._outbox[peer].append(reply)
-            answer = pack(self._make_envelope(self._take_messages(peer)))
-        return answer
+            return pack(self._make_envelope(peer))
 
     def _describe(self, head: bytes) -> bytes:
         """Return the log's state after a commit, or nothing if it is not here."""

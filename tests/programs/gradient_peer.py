@@ -7,6 +7,7 @@ components; after each epoch it prints a JSON line with its parameters and count
 import argparse
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -280,7 +281,8 @@ def main() -> None:
                     "averaging": optimizer.stats.averaging_seconds,
                 },
                 "unsent": optimizer.grad_averager.unsent[0].mean().item(),
-                "anchor": next(iter(optimizer.opt.param_groups))["params"][0].mean().item(),
+                "anchor": (anchor := next(iter(optimizer.opt.param_groups))["params"][0].detach()).mean().item(),
+                "digest": hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }
             print(json.dumps(report), flush=True)

@@ -1,0 +1,83 @@
+"""Local steps over the replicated log, with real peers: the same bytes on all of them, whatever happens."""
+
+import pytest
+from processes import make_prefix, wait_until
+from swarms import epochs, start_peer, stop
+
+FROM = 3  # the epoch at which the log begins: gradient_peer.py
+
+
+class Peers:
+    """A swarm of gradient peers that begin together."""
+
+    def __init__(self, start, *groups, samples: int = 48):
+        """:param groups: the flags of each peer"""
+        self.start, self.prefix, self.all = start, make_prefix(), []
+        self.flags = ("--local_steps", 4, "--target_batch_size", samples, "--group_size", 16, "--density", 0.03)
+        for flags in groups:
+            self.add("--others", len(groups) - 1, *flags)
+
+    def add(self, *flags):
+        number = len(self.all)
+        own = (*self.flags, *flags)
+        peer = start_peer(self.start, f"peer{number}", self.prefix, 1 + number / 2, 16, self.all[:1], own)
+        self.all.append(peer)
+        return peer
+
+    def wait(self, *peers, more: int = 0, seconds: float = 60) -> int:
+        """Wait until all of these peers have made this number of epochs of local steps more, and return the last."""
+        epoch = max(FROM, *(last_epoch(peer) for peer in peers)) + more
+        wait_until(lambda: all(last_epoch(peer) >= epoch for peer in peers), seconds, f"epoch {epoch}")
+        return epoch
+
+
+def last_epoch(peer) -> int:
+    return max(epochs(peer), default=0)
+
+
+def assert_same_bytes(*peers) -> None:
+    """Assert that these peers had the same parameters at each epoch with a log that they have in common."""
+    digests = [{epoch: line["digest"] for epoch, line in epochs(peer).items() if epoch >= FROM} for peer in peers]
+    common = set(digests[0]).intersection(*digests[1:])
+    assert len(common) > 2
+    for epoch in common:
+        assert len({of[epoch] for of in digests}) == 1, epoch
+
+
+@pytest.mark.parametrize("flags", [(), ("--overlap",), ("--client_mode",)])
+def test_peers_keep_same_bytes(start, flags):
+    swarm = Peers(start, (), (), flags)
+    swarm.wait(*swarm.all, more=5)
+    stop(*swarm.all)
+    assert_same_bytes(*swarm.all)
+    for peer in swarm.all:
+        of_log = [line for epoch, line in epochs(peer).items() if epoch > FROM]
+        assert {line["averaged_with"] for line in of_log[1:]} <= ({2, 3} if flags else {3})
+        traffic = of_log[-1]["traffic"][0] - of_log[0]["traffic"][0]
+        assert traffic < (len(of_log) - 1) * 40_000  # of 400 kB
+
+
+def test_killed_and_new_peer_leave_bytes_equal(start):
+    swarm = Peers(start, (), (), ())
+    one, two, three = swarm.all
+    swarm.wait(one, two, three, more=2)
+    three.kill()
+    swarm.wait(one, two, more=3)
+    four = swarm.add()
+    swarm.wait(one, two, four, more=3)
+    stop(one, two, four)
+    assert_same_bytes(one, two, four)
+    assert epochs(one)[last_epoch(one)]["averaged_with"] == 3
+
+
+def test_frozen_peer_replays_commits(start):
+    swarm = Peers(start, (), (), ())
+    one, two, three = swarm.all
+    swarm.wait(one, two, three, more=2)
+    three.freeze()
+    epoch = swarm.wait(one, two, more=3)
+    three.thaw()
+    swarm.wait(one, two, three, more=3)
+    stop(one, two, three)
+    assert_same_bytes(one, two, three)
+    assert set(range(FROM, epoch + 3)) <= epochs(three).keys(), "a state was downloaded"
