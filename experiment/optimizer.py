@@ -20,13 +20,13 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments
 from common.console import UserError, first_line
 from models.build import describe_architecture, digest
-from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
+from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
 from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
-from swarm.sparse import TopKCompression, compress_sparse_step
+from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("trainer")
 
@@ -216,9 +216,10 @@ def make_optimizer(
         optimizer=partial(make_local_optimizer, args, find_device=lambda: model.device),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[config.compression],
-        local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,
+        local_steps=TopKCompression(config.density) if is_sparse else None,
         state_averaging=COMPRESSIONS[config.state_compression],
-        load_state=compress_sparse_step(load_state) if is_sparse else load_state,
+        # states after the same commits have the same bits, apart from the moments
+        load_state=keep_parameters_exact(load_state) if is_sparse else load_state,
     )
 
 

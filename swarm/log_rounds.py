@@ -133,7 +133,7 @@ class LogRounds:
             tracker.prefix,
             self.store,
             numbers.num_blocks,
-            max_block_bytes=int(6 * BLOCK * codec.estimate_compression_ratio(None)),
+            max_block_bytes=int(1.5 * codec.estimate_bytes(BLOCK)),
             check_block=lambda data, index: check_block(data, numbers.count(index), codec),
             on_message=self._answer,
         )

@@ -15,7 +15,7 @@ from hivemind.utils import MPFuture, nested_map, nested_pack
 
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import StateServer, copy_flat
+from swarm.state_server import StateServer, copy_flat, get_moment_role, list_exact_moments
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -84,7 +84,8 @@ class StateAverager(TrainingStateAverager, StateServer):
             with self.lock_optimizer:
                 params, (values, moments) = list_params(self.optimizer), dump_optimizer_state(self.optimizer)
                 infos = [CompressionInfo.from_tensor(param, role=TensorRole.PARAMETER) for param in params]
-                infos += [CompressionInfo.from_tensor(moment, role=TensorRole.OPTIMIZER) for moment in moments]
+                exact = list_exact_moments(self.optimizer)
+                infos += [CompressionInfo.from_tensor(it, role=get_moment_role(it, exact)) for it in moments]
                 # hivemind's local_epoch is ahead of the parameters until the step is made
                 metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
                 return metadata, copy_flat([*params, *moments], infos), infos
