@@ -243,7 +243,7 @@ class Run:
             if self.done // EVALUATE_EVERY > (self.done - local) // EVALUATE_EVERY or self.done == s.steps:
                 self.record()
 
-    def apply_updates(self, codec, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
+    def aggregate(self, codec, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
         """Make the outer step as the peers of a log do, and return the mean bytes of an update."""
         offers = [encode(Numbers([torch.zeros_like(it)]), Numbers([it]), codec) for it in unsent]
         parts = zip(samples, late, offers, strict=True)

@@ -44,6 +44,23 @@ def assert_same_bytes(*peers) -> None:
         assert len({of[epoch] for of in digests}) == 1, epoch
 
 
+def assert_steps_contain_updates(*peers) -> None:
+    """Assert that each outer step is that of the peers' updates, each of which is its gradients without what is left.
+
+    All numbers of a peer are the same, so updates have the same entries. Each counts as a copy, with the same weight.
+    """
+    lines, momentum = [epochs(peer) for peer in peers], 0.0
+    for epoch in range(FROM + 1, min(map(last_epoch, peers)) + 1):
+        updates = []
+        for number, of in enumerate(lines):
+            left = of[epoch]["unsent"] - (of[epoch - 1]["unsent"] if epoch > FROM + 1 else 0.0)
+            updates.append(of[epoch]["samples"] / 16 * (1 + number / 2) - left)
+        update = sum(min(it, sorted(updates)[len(updates) // 2]) for it in updates) / len(updates)
+        momentum = 0.5 * momentum + update
+        step = lines[0][epoch]["anchor"] - lines[0][epoch - 1]["anchor"]
+        assert step == pytest.approx(-(update + 0.5 * momentum), rel=1e-3), epoch
+
+
 @pytest.mark.parametrize("flags", [(), ("--overlap",), ("--client_mode",)])
 def test_peers_keep_same_bytes(start, flags):
     swarm = Peers(start, (), (), flags)
@@ -55,6 +72,8 @@ def test_peers_keep_same_bytes(start, flags):
         assert {line["averaged_with"] for line in of_log[1:]} <= ({2, 3} if flags else {3})
         traffic = of_log[-1]["traffic"][0] - of_log[0]["traffic"][0]
         assert traffic < (len(of_log) - 1) * 40_000  # of 400 kB
+    if not flags:
+        assert_steps_contain_updates(*swarm.all)
 
 
 def test_killed_and_new_peer_leave_bytes_equal(start):
