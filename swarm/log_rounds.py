@@ -3,8 +3,9 @@
 The training loop makes offers and applies commits, see `CollaborativeOptimizer`. In between it does not wait for this
 thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module is the link between them:
 
-- Peers that accept connections are called when the log has a message for them. A client, which cannot be called, and an
-  auxiliary peer, of which the log knows nothing, call others regularly. Their messages are in the answers.
+- Peers that accept connections are called when the log has a message for them. A client, which cannot be called, calls
+  others regularly, and their messages are in the answers.
+- Auxiliary peers are in the DHT's list of donors. They hold all blobs, and relay between clients.
 - Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
   more peers stays, or of two equal ones that with the smaller hash.
 - A peer without the log asks known contributors for the log's state after its own model's commit, and believes what
@@ -14,6 +15,7 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 import concurrent.futures
 import contextlib
 import logging
+import math
 import random
 import shutil
 import threading
@@ -42,7 +44,8 @@ TICK = 0.5  # seconds between two looks of the log at the clock
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 POLLED_PEERS = 3
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
-MAX_CALLERS = 4  # peers outside of the swarm's records, such as auxiliary peers, that get all messages
+MAX_HELPERS = 4  # auxiliary peers that get all messages
+HELPERS_INTERVAL = 10.0  # seconds between two looks for them
 RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
 MIN_STORE_BYTES = 2**26
 MAX_KEYS = 4096
@@ -56,6 +59,7 @@ class Envelope:
 
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model
+    mbits: Annotated[float, 0.0, 1e9]  # of its uplink
     key: Annotated[bytes, 0, 600]  # the sender's public key, in its first call
     request: Annotated[bytes, 0, 32]  # the commit after which the sender wants the log's state; empty for none
     state: Annotated[bytes, 0, MAX_MESSAGE_BYTES]  # the requested one; empty if it is not known
@@ -106,10 +110,8 @@ class LogRounds:
         codec: TopKCompression,
         folder: Path,
         accepts_connections: bool,
-        is_auxiliary: bool,
     ):
         self.dht, self.tracker, self.accepts_connections = dht, tracker, accepts_connections
-        self.has_to_call = is_auxiliary or not accepts_connections
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.log: Log | None = None
         self.log_id = b""
@@ -124,7 +126,11 @@ class LogRounds:
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._answers: deque[tuple] = deque()  # of peers and of fetched blobs, for the thread
-        self._callers: dict[bytes, float] = {}
+        #: the Mbit/s of auxiliary peers; the running search for them, and the time of the next one
+        self.helpers: dict[bytes, float] = {}
+        self._search, self._next_search = None, 0.0
+        #: the log of a client, for an auxiliary peer that has none
+        self.offered: tuple[bytes, State] | None = None
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
         self._has_key: set[bytes] = set()  # peers that have got this peer's public key
         self._next_poll = 0.0
@@ -213,7 +219,7 @@ class LogRounds:
         :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
             log
         """
-        question = pack(Envelope(b"", self.epoch, b"", head, b"", ()))
+        question = pack(Envelope(b"", self.epoch, 0.0, b"", head, b"", ()))
         calls = [self.exchange.send(PeerID(peer), question) for peer in peers]
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []
@@ -272,6 +278,7 @@ class LogRounds:
             with self._lock:
                 while self._answers:
                     self._take(*self._answers.popleft())
+                self._find_helpers()
                 if self.log is None:
                     continue
                 if time.monotonic() >= next_tick:
@@ -305,14 +312,25 @@ class LogRounds:
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages."""
         present = {*self.tracker.present, *self.log.head.voters} if self.log else {*self.tracker.present}
-        oldest = time.monotonic() - RECENT
-        callers = [peer for peer, at in self._callers.items() if at > oldest and peer not in present]
-        return ({*present, *callers[:MAX_CALLERS]} - {self.identity.peer}) - self.tracker.trust.banned_until.keys()
+        return {*present, *self.helpers} - {self.identity.peer, *self.tracker.trust.banned_until}
+
+    def _find_helpers(self) -> None:
+        """Look for auxiliary peers from time to time. They declare a state of infinite epoch."""
+        if self._search is not None and self._search.done():
+            done, self._search = self._search, None
+            entry = None if done.cancelled() or done.exception() else done.result()
+            values = entry.value if entry is not None and isinstance(entry.value, dict) else {}
+            found = sorted(peer for peer, item in values.items() if isinstance(peer, bytes) and item.value == math.inf)
+            found = [peer for peer in found if peer != self.identity.peer][:MAX_HELPERS]
+            self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found}
+        elif self._search is None and time.monotonic() >= self._next_search:
+            self._next_search = time.monotonic() + HELPERS_INTERVAL
+            key = f"{self.tracker.prefix}_state_averager.all_averagers"
+            self._search = self.dht.get(key, latest=True, return_future=True)
 
     def _can_call(self, peer: bytes) -> bool:
         record = self.tracker.others.get(peer)
-        is_client = record.client_mode if record else peer in self._callers or peer in self.log.head.clients
-        return not is_client
+        return not (record.client_mode if record else peer in self.log.head.clients)
 
     def _send(self) -> None:
         """Call each peer for which there are messages, unless its last answer is awaited."""
@@ -330,7 +348,7 @@ class LogRounds:
 
     def _poll(self) -> None:
         """Call some peers if others cannot call this one."""
-        if not self.has_to_call or time.monotonic() < self._next_poll:
+        if self.accepts_connections or time.monotonic() < self._next_poll:
             return
         has_open_offer = bool(self.log.own) or bool(self.log.fetching)
         self._next_poll = time.monotonic() + (POLL_INTERVAL if has_open_offer else IDLE_POLL_INTERVAL)
@@ -350,7 +368,8 @@ class LogRounds:
         """Return as many messages to a peer as one call may have, and this peer's key if the other does not have it."""
         key = b"" if peer in self._has_key else self.identity.public_keys[self.identity.peer]
         self._has_key.add(peer)
-        return Envelope(self.log_id, self.epoch, key, b"", b"", self._take_messages(peer))
+        mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
+        return Envelope(self.log_id, self.epoch, mbits, key, b"", b"", self._take_messages(peer))
 
     def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
         """Take the answer of a peer, or the end of the download of an offer's blob."""
@@ -374,6 +393,14 @@ class LogRounds:
         """Take the messages of a peer, and return the answers to them."""
         if envelope.key:
             self.identity.add_key(peer, envelope.key)
+        if peer in self.helpers:
+            self.helpers[peer] = envelope.mbits
+            if envelope.request and self.log is not None:  # it cannot call this peer
+                state = self._describe(envelope.request)
+                answer = Envelope(self.log_id, self.epoch, 0.0, b"", b"", state, ())
+                self.exchange.send(PeerID(peer), pack(answer))
+        if self.log is None and envelope.state:
+            self.offered = envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         replies = []
@@ -387,10 +414,10 @@ class LogRounds:
         envelope, peer = unpack(Envelope, message), sender.to_bytes()
         with self._lock:
             if envelope.request:
-                return pack(Envelope(self.log_id, self.epoch, b"", b"", self._describe(envelope.request), ()))
-            if peer not in self.tracker.others:
-                self._callers = dict(list(self._callers.items())[-100:]) | {peer: time.monotonic()}
+                return pack(Envelope(self.log_id, self.epoch, 0.0, b"", b"", self._describe(envelope.request), ()))
             replies = self._read(peer, envelope)
+            if self.log is None and envelope.log and not envelope.state:
+                return pack(Envelope(b"", self.epoch, 0.0, b"", NEWEST, b"", ()))
             for reply in replies:
                 self._outbox[peer].append(reply)
             return pack(self._make_envelope(peer))
@@ -407,7 +434,8 @@ class LogRounds:
         offers = list(self.log.select(Offer))
         for entry in list(self.log.chain.values())[-2:]:
             offers += entry.commit.offers if entry.commit else ()
-        holders = {PeerID(it.peer): it.mbits for it in (*offers, offer) if it.accepts_connections}
+        holders = {PeerID(peer): mbits for peer, mbits in self.helpers.items()}
+        holders |= {PeerID(it.peer): it.mbits for it in (*offers, offer) if it.accepts_connections}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         owner = PeerID(offer.peer)

@@ -59,9 +59,8 @@ class LogSteps:
     def __init__(self, optimizer, codec: TopKCompression, folder: Path, overlap: bool):
         self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
-        dht, is_auxiliary = self.tracker.dht, optimizer.is_auxiliary
-        numbers = Numbers(list_params(optimizer.opt))
-        self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, not dht.client_mode, is_auxiliary)
+        numbers, is_callable = Numbers(list_params(optimizer.opt)), not self.tracker.dht.client_mode
+        self.rounds = LogRounds(self.tracker.dht, self.tracker, numbers, codec, folder, is_callable)
         #: this peer's offers that are neither committed nor returned, by blob
         self.offers: dict[bytes, Offer] = {}
         #: whether this peer takes part in a log, or other peers do
@@ -120,8 +119,10 @@ class LogSteps:
     def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
         """Load the state of a member, and begin the log with it; return whether that succeeded."""
         deadline = time.monotonic() + 2 * self.tracker.dht.uplink.timeouts.matchmaking
+        record = self.tracker.others.get(leader)
         while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
-            found = self.rounds.find([leader], NEWEST)
+            peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
+            found = self.rounds.find(peers, NEWEST)
             state = found[1] if found else None
             if state is None or state.epoch < epoch:
                 time.sleep(GENESIS_PAUSE)
@@ -156,7 +157,10 @@ class LogSteps:
         self._next_join = time.monotonic() + JOIN_INTERVAL
         present = self.tracker.present
         peers = self.tracker.list_donors() or [peer for peer, record in present.items() if not record.client_mode]
+        peers = peers or list(self.rounds.helpers)  # a run of clients
         found = self.rounds.find(peers, self.head) if peers else None
+        if found is None and self.optimizer.is_auxiliary:
+            found = self.rounds.offered
         self.exists = found is not None
         if found is None:
             self.optimizer.begin_epoch()
