@@ -152,6 +152,10 @@ class LogSteps:
 
     def join(self) -> bool:
         """Look for the others' log from time to time, and join it; return whether there is one."""
+        if self.optimizer.is_auxiliary and self.rounds.offered:
+            self._open(*self.rounds.offered, NEWEST)
+            self.rounds.offered = None
+            return True
         if time.monotonic() < self._next_join:
             return self.exists
         self._next_join = time.monotonic() + JOIN_INTERVAL
@@ -159,8 +163,6 @@ class LogSteps:
         peers = self.tracker.list_donors() or [peer for peer, record in present.items() if not record.client_mode]
         peers = peers or list(self.rounds.helpers)  # a run of clients
         found = self.rounds.find(peers, self.head) if peers else None
-        if found is None and self.optimizer.is_auxiliary:
-            found = self.rounds.offered
         self.exists = found is not None
         if found is None:
             self.optimizer.begin_epoch()

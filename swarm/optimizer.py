@@ -401,7 +401,7 @@ class AveragingHelper(CollaborativeOptimizer):
         """Average with the trainers when their epoch ends; the model stays as it is."""
         self.state_averager.step(apply_delayed_updates=True)
         self._follow_trainers()
-        if self.log_steps and self._takes_local_steps:
+        if self.log_steps and (self._takes_local_steps or self.log_steps.rounds.offered):
             self.log_steps.follow()
             if self.log_steps.is_open or self.log_steps.join():
                 return
