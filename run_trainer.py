@@ -94,7 +94,8 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
         contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
         swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)
-        optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args)
+        folder = Path(args.output_dir) / "log"
+        optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, folder=folder)
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, fingerprint)
     reader = ranks.broadcast(str(swarm.dht.peer_id) if ranks.is_main else None) + ranks.suffix

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from hivemind.utils import get_dht_time
@@ -195,6 +196,7 @@ def make_optimizer(
     args: OptimizerArguments,
     averaging: AveragingArguments,
     *,
+    folder: Path | None = None,
     auxiliary: bool = False,
 ) -> CollaborativeOptimizer:
     """Return the collaborative optimizer, which averages gradients with the swarm, clips them and steps.
@@ -202,6 +204,7 @@ def make_optimizer(
     It starts helper processes. Build it before any CUDA context and DataLoader worker, for the CPU model with loaded
     weights. Then move the model and call `optimizer.accumulate_on(device)`.
 
+    :param folder: a folder of this peer's key, for what it has voted for in rounds of local steps
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)
@@ -215,6 +218,7 @@ def make_optimizer(
         # a function, because the model moves to its device later
         optimizer=partial(make_local_optimizer, args, find_device=lambda: model.device),
         scheduler=partial(make_scheduler, args),
+        folder=folder,
         gradients=COMPRESSIONS[config.compression],
         local_steps=TopKCompression(config.density) if is_sparse else None,
         state_averaging=COMPRESSIONS[config.state_compression],

@@ -183,8 +183,8 @@ class LogRounds:
         with self._lock:
             return self.log.head.head == head and self.log.most_time is not None
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
-        """Store and publish an update of this peer."""
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> bytes:
+        """Store and publish an update of this peer, and return its blob's id."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
@@ -192,10 +192,9 @@ class LogRounds:
             actions = self.log.add_offer(
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
-            (offer,) = [it for it in self.log.own.values() if it.blob == blob]
             self._perform(actions)
         self._wake.set()
-        return offer
+        return blob
 
     def knows(self, head: bytes) -> bool:
         """Return whether a commit is in the chain."""

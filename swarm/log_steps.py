@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,14 @@ class StoredBlob(Sequence):
         return self.store.get(self.names[index])
 
 
+class Pending(NamedTuple):
+    """An offer of this peer that is neither committed nor returned."""
+
+    base: bytes
+    digest: bytes
+    samples: int
+
+
 class LogSteps:
     """The offers and the commits of one peer.
 
@@ -61,8 +70,8 @@ class LogSteps:
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         numbers, is_callable = Numbers(list_params(optimizer.opt)), not self.tracker.dht.client_mode
         self.rounds = LogRounds(self.tracker.dht, self.tracker, numbers, codec, folder, is_callable)
-        #: this peer's offers that are neither committed nor returned, by blob
-        self.offers: dict[bytes, Offer] = {}
+        #: by blob
+        self.offers: dict[bytes, Pending] = {}
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
         self._next_join, self._stuck_since = 0.0, None
@@ -258,8 +267,8 @@ class LogSteps:
         optimizer.local.record_averaged(update)
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
-        offer = self.rounds.add_offer(head, compute_digest(*self._list_numbers()), samples, blocks)
-        self.offers[offer.blob] = offer
+        digest = compute_digest(*self._list_numbers())
+        self.offers[self.rounds.add_offer(head, digest, samples, blocks)] = Pending(head, digest, samples)
         if not self.overlap:
             with self.tracker.performance_ema.pause():
                 self._wait_for_commit(head)
