@@ -298,8 +298,12 @@ class LogRounds:
                     (replies if peer == caller else self._outbox[peer]).append(content)
             elif kind == "save":
                 unfinished = self._memory_file.with_suffix(".unfinished")
-                unfinished.write_bytes(content)
-                unfinished.rename(self._memory_file)
+                try:
+                    unfinished.write_bytes(content)
+                    unfinished.rename(self._memory_file)
+                except OSError as e:  # a vote that is not on disk must not be sent
+                    logger.warning(f"{self._memory_file} cannot be written ({e.strerror}): this peer does not vote")
+                    break
             elif kind == "fetch":
                 self._fetch(content)
             elif kind != "append":
@@ -319,7 +323,7 @@ class LogRounds:
             done, self._search = self._search, None
             entry = None if done.cancelled() or done.exception() else done.result()
             values = entry.value if entry is not None and isinstance(entry.value, dict) else {}
-            found = sorted(peer for peer, item in values.items() if isinstance(peer, bytes) and item.value == math.inf)
+            found = sorted(peer for peer, item in values.items() if getattr(item, "value", None) == math.inf)
             found = [peer for peer in found if peer != self.identity.peer][:MAX_HELPERS]
             self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found}
         elif self._search is None and time.monotonic() >= self._next_search:

@@ -268,7 +268,14 @@ class LogSteps:
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
-        self.offers[self.rounds.add_offer(head, digest, samples, blocks)] = Pending(head, digest, samples)
+        try:
+            blob = self.rounds.add_offer(head, digest, samples, blocks)
+        except OSError as e:
+            logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
+            restore(blocks, Numbers(grad_averager.unsent))
+            grad_averager.samples += samples
+            return
+        self.offers[blob] = Pending(head, digest, samples)
         if not self.overlap:
             with self.tracker.performance_ema.pause():
                 self._wait_for_commit(head)
