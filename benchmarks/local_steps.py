@@ -19,6 +19,7 @@ import json
 import random
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -233,9 +234,8 @@ class Run:
                 self.agreements.append(measure_agreement([unsent[peer] for peer in group]) if len(group) > 1 else 1.0)
                 late = [outer_steps - taken_over[peer] for peer in group]
                 updates, counts = [unsent[peer] for peer in group], [samples[peer] for peer in group]
-                sent = (
-                    self.apply_updates(codec, updates, counts, late) if codec else self.average(updates, counts, late)
-                )
+                step = partial(self.aggregate, codec) if codec else self.average
+                sent = step(updates, counts, late)
                 outer_steps += 1
                 self.bytes += (len(group) - 1) / s.peers * sent
                 for peer in group:
