@@ -956,14 +956,18 @@ class Log:
         return vote
 
     def take_ask(self, sender: bytes, ask: Ask) -> None:
-        """Answer the leader of this time, once there was time for attempt 0."""
+        """Answer the leader of this time, once there was time for attempt 0. For a client, another peer may ask."""
         decision = self.find_decision(ask.parent, ask.absent)
         is_time = ask.attempt in (self.find_slot(-MAX_SKEW), self.find_slot(MAX_SKEW)) and self.now >= self.deadline
-        if not decision or not is_time or self.me not in decision.voters or sender != decision.find_leader(ask.attempt):
+        if not decision or not is_time or self.me not in decision.voters:
+            return
+        leader = decision.find_leader(ask.attempt)
+        if sender != leader and leader not in self.head.clients:
             return
         memory = self.recall(decision)
         if memory.promised <= ask.attempt and memory.last < ask.attempt:
-            self.send(*memory.choice, self.answer(decision, ask.attempt), to=sender)
+            answer = self.answer(decision, ask.attempt)
+            self.send(*memory.choice, answer, to=sender if sender == leader else None)
 
     def take_proposal(self, sender: bytes, proposal: Proposal) -> None:
         """Keep a valid proposal with the records in it."""

@@ -33,7 +33,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
-from swarm.log import Action, Log, Number, Offer, State, Timeouts, pack, unpack
+from swarm.log import Action, Log, Number, Offer, State, Status, Timeouts, decode, pack, unpack
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from utils import RecordValidator, find_peer_id
@@ -110,8 +110,10 @@ class LogRounds:
         codec: TopKCompression,
         folder: Path,
         accepts_connections: bool,
+        is_auxiliary: bool,
     ):
         self.dht, self.tracker, self.accepts_connections = dht, tracker, accepts_connections
+        self.is_auxiliary = is_auxiliary
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.log: Log | None = None
         self.log_id = b""
@@ -289,13 +291,12 @@ class LogRounds:
                 self._poll()
                 self._send()
 
-    def _perform(self, actions: list[Action], caller: bytes = b"") -> list[bytes]:
-        """Do what the log says, and return its messages to the peer that has just called."""
-        replies = []
+    def _perform(self, actions: list[Action]) -> None:
+        """Do what the log says. Its messages to a peer that has just called are in the answer."""
         for kind, content, peers in actions:
             if kind == "send":
                 for peer in peers or self._list_members():
-                    (replies if peer == caller else self._outbox[peer]).append(content)
+                    self._outbox[peer].append(content)
             elif kind == "save":
                 unfinished = self._memory_file.with_suffix(".unfinished")
                 try:
@@ -310,7 +311,6 @@ class LogRounds:
                 self._events.append((kind, content))
                 self.news.set()
         self._wake.set()
-        return replies
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages."""
@@ -392,8 +392,8 @@ class LogRounds:
             with contextlib.suppress(ValueError):
                 self._read(peer, unpack(Envelope, done.result()))
 
-    def _read(self, peer: bytes, envelope: Envelope) -> list[bytes]:
-        """Take the messages of a peer, and return the answers to them."""
+    def _read(self, peer: bytes, envelope: Envelope) -> None:
+        """Take the messages of a peer."""
         if envelope.key:
             self.identity.add_key(peer, envelope.key)
         if peer in self.helpers:
@@ -406,11 +406,20 @@ class LogRounds:
             self.offered = envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
-        replies = []
         if self.log is not None and envelope.log == self.log_id:
             for message in envelope.messages:
-                replies += self._perform(self.log.receive(get_dht_time(), peer, message), caller=peer)
-        return replies
+                self._perform(self.log.receive(get_dht_time(), peer, message))
+                if self.is_auxiliary and not self._can_call(peer):
+                    self._relay(peer, message)
+
+    def _relay(self, sender: bytes, message: bytes) -> None:
+        """Pass the records of a client on to the other clients, which it cannot call."""
+        with contextlib.suppress(ValueError):
+            if any(isinstance(record, Status) for record in decode(message)):
+                return
+            for peer in self._list_members() - {sender}:
+                if not self._can_call(peer):
+                    self._outbox[peer].append(message)
 
     def _answer(self, sender: PeerID, message: bytes) -> bytes:
         """Answer a call; runs in a thread of the exchange."""
@@ -418,11 +427,9 @@ class LogRounds:
         with self._lock:
             if envelope.request:
                 return pack(Envelope(self.log_id, self.epoch, 0.0, b"", b"", self._describe(envelope.request), ()))
-            replies = self._read(peer, envelope)
+            self._read(peer, envelope)
             if self.log is None and envelope.log and not envelope.state:
                 return pack(Envelope(b"", self.epoch, 0.0, b"", NEWEST, b"", ()))
-            for reply in replies:
-                self._outbox[peer].append(reply)
             return pack(self._make_envelope(peer))
 
     def _describe(self, head: bytes) -> bytes:

@@ -68,8 +68,9 @@ class LogSteps:
     def __init__(self, optimizer, codec: TopKCompression, folder: Path, overlap: bool):
         self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
-        numbers, is_callable = Numbers(list_params(optimizer.opt)), not self.tracker.dht.client_mode
-        self.rounds = LogRounds(self.tracker.dht, self.tracker, numbers, codec, folder, is_callable)
+        dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
+        options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
+        self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, **options)
         #: by blob
         self.offers: dict[bytes, Pending] = {}
         #: whether this peer takes part in a log, or other peers do

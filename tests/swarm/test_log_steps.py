@@ -105,6 +105,7 @@ def test_frozen_peer_replays_commits(start):
 
 def test_clients_commit_through_aux_peer(start):
     swarm = Peers(start)
+    swarm.flags += ("--group_size", 3)
     aux = swarm.add("--auxiliary", "--step_seconds", 0.1)
     one, two = (swarm.add("--client_mode", "--others", 1) for _ in range(2))
     swarm.wait(one, two, more=4, seconds=90)
