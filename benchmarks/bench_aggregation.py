@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    codec = TopKCompression(0.03, 2)
+    codec = TopKCompression(0.03)
     anchor, momentum, residual, update = (Numbers([torch.zeros(args.numbers)]) for _ in range(4))
     blobs = []
     for _ in range(args.offers):

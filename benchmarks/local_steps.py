@@ -15,17 +15,16 @@ Seconds are their time at 20 Mbit/s plus --seconds_per_step of a GPU.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import random
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from hivemind.compression import CompressionInfo
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -33,6 +32,7 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
+from swarm.aggregation import Contribution, Numbers, aggregate, encode
 from swarm.sparse import TopKCompression
 from training.evaluation import evaluate
 from training.model import move_batch
@@ -56,9 +56,6 @@ class Setting:
     momentum: float = 0.5
     density: float = 0.0  # 0: dense
     bits: int = 2
-    answer_density: float = 1.0  # density of the averages that are sent back
-    answer_bits: int = 4
-    error_decay: float = 1.0
     lost: float = 0.0  # share of the offers and averages that do not arrive
     lost_rounds: float = 0.0  # share of the rounds that fail for all peers
     ramp: float = 0.0  # upper bound on H as a share of the steps so far; 0: none
@@ -211,7 +208,6 @@ class Run:
     def train_locally(self) -> None:
         s, size, chance = self.setting, len(self.anchor), random.Random(self.setting.seed)
         codec = TopKCompression(s.density, s.bits) if s.density else None
-        answer_codec = TopKCompression(s.answer_density, s.answer_bits)
         adams = [self.adam.copy() for _ in range(s.peers)]
         starts = [self.anchor] * s.peers
         unsent, samples = [torch.zeros(size) for _ in range(s.peers)], [0] * s.peers
@@ -219,7 +215,7 @@ class Run:
             0,
             [0] * s.peers,
         )  # outer steps of the anchor, and the last one that each peer has loaded
-        velocity = torch.zeros(size)
+        self.velocity = torch.zeros(size)
         speeds = [s.fast] + [1.0] * (s.peers - 1)
         while self.done < s.steps:
             lr = s.lr + (s.final_lr - s.lr) * (self.done - s.begin) / max(1, s.steps - s.begin)
@@ -236,27 +232,37 @@ class Run:
             group = [peer for peer in range(s.peers) if chance.random() >= s.lost]
             if group and chance.random() >= s.lost_rounds:
                 self.agreements.append(measure_agreement([unsent[peer] for peer in group]) if len(group) > 1 else 1.0)
-                offers, sent = zip(*(transmit(unsent[peer], codec) for peer in group), strict=True)
-                # a peer that missed outer steps started from an older anchor, so its offer counts less
-                shares = [1 / (1 + outer_steps - taken_over[peer]) for peer in group]
-                weights = torch.tensor([float(samples[peer]) for peer in group])
-                average = torch.einsum("p,pn->n", weights * torch.tensor(shares) / weights.sum(), torch.stack(offers))
-                answer, answered = transmit(average, answer_codec if codec else None)
-                for peer, offer in zip(group, offers, strict=True):
-                    unsent[peer] = (unsent[peer] - offer) * s.error_decay
-                # the peer that has averaged a part keeps the values that it did not send
-                missing = (average - answer).tensor_split(len(group))
-                offsets = list(itertools.accumulate([len(part) for part in missing], initial=0))
-                for peer, weight, part, offset in zip(group, weights, missing, offsets[:-1], strict=True):
-                    unsent[peer][offset : offset + len(part)] += part * float(weights.sum() / weight)
+                late = [outer_steps - taken_over[peer] for peer in group]
+                updates, counts = [unsent[peer] for peer in group], [samples[peer] for peer in group]
+                step = partial(self.aggregate, codec) if codec else self.average
+                sent = step(updates, counts, late)
                 outer_steps += 1
-                velocity.mul_(s.momentum).add_(answer)
-                self.anchor = self.anchor - s.outer_lr * (answer + s.momentum * velocity)
-                self.bytes += (len(group) - 1) / s.peers * (sum(sent) / len(group) + answered)
+                self.bytes += (len(group) - 1) / s.peers * sent
                 for peer in group:
                     starts[peer], samples[peer], taken_over[peer] = self.anchor, 0, outer_steps
             if self.done // EVALUATE_EVERY > (self.done - local) // EVALUATE_EVERY or self.done == s.steps:
                 self.record()
+
+    def aggregate(self, codec, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
+        """Make the outer step as the peers of a log do, and return the mean bytes of an update."""
+        offers = [encode(Numbers([torch.zeros_like(it)]), Numbers([it]), codec) for it in unsent]
+        parts = zip(samples, late, offers, strict=True)
+        contributions = [Contribution(bytes([i]), *part) for i, part in enumerate(parts)]
+        self.anchor = self.anchor.clone()
+        state = Numbers([self.anchor]), Numbers([self.velocity])
+        aggregate(*state, contributions, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum)
+        return sum(len(block) for blocks in offers for block in blocks) / len(offers)
+
+    def average(self, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
+        """Make the outer step with the average in 16 bits, and return the bytes that a peer sends, and again for it."""
+        weights = torch.tensor([float(count) for count in samples])
+        shares = torch.tensor([1 / (1 + epochs) for epochs in late])
+        average = torch.einsum("p,pn->n", weights * shares / weights.sum(), torch.stack(unsent).half().float())
+        for tensor in unsent:
+            tensor.sub_(tensor.half().float())
+        self.velocity.mul_(self.setting.momentum).add_(average)
+        self.anchor = self.anchor - self.setting.outer_lr * (average + self.setting.momentum * self.velocity)
+        return 4 * len(average) / len(unsent)
 
     def take_steps(self, peer: int, start: torch.Tensor, adam: AdamW, steps: int, lr: float) -> torch.Tensor:
         worker = self.worker
@@ -266,14 +272,6 @@ class Run:
             self.losses.append(worker.add_gradient(peer))
             adam.step(worker.weights, worker.gradient, lr, worker.decay)
         return worker.weights.clone()
-
-
-def transmit(tensor: torch.Tensor, codec: TopKCompression | None) -> tuple[torch.Tensor, int]:
-    """Return the received tensor and the bytes; without a codec, it is sent in 16 bits."""
-    if codec is None:
-        return tensor.half().float(), 2 * len(tensor)
-    message = codec.compress(tensor, CompressionInfo.from_tensor(tensor))
-    return codec.extract(message), len(message.buffer)
 
 
 def parse_setting(text: str) -> Setting:

@@ -11,10 +11,6 @@ Columns: the mean squared distance from the mean of all peers after k rounds, re
 round; then its mean over 100 rounds if each peer moves by an independent step of length 1 before every round. Next to
 each is the theory for random groups without churn: groups of M of N peers leave f = (N - M) / (M (N - 1)) of it in a
 round, and f / (1 - f) in the end. Groups of a grid are as large as its side, which may be less than --group.
-
-The second table has the bytes per parameter that a peer sends in a group of M that share the work: (M - 1) / M of its
-own numbers, and as much of averages for the others. Sums are denser than offers. Peers either have nothing in common,
-or half of each update is common to all.
 """
 
 import argparse
@@ -25,9 +21,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-import torch
-
-from swarm.sparse import TopKCompression
 
 NUMBERS = 64  # of each peer
 STEADY_ROUNDS = 100
@@ -105,42 +98,10 @@ def report_distances(args: argparse.Namespace) -> None:
                 print(f"| {peers} | {kind} | {churn:.0%} | " + " | ".join(cells) + " |", flush=True)
 
 
-def count_bytes(
-    peers: int, codec: TopKCompression, answers: TopKCompression, common: float
-) -> tuple[float, float, float]:
-    """Return the bytes per parameter of an offer and of an average, and the density of the whole average."""
-    generator = torch.Generator().manual_seed(0)
-    shared, total = torch.randn(2**18, generator=generator), torch.zeros(2**18)
-    for _ in range(peers):
-        own = torch.randn(2**18, generator=generator)
-        offer = codec.compress(common**0.5 * shared + (1 - common) ** 0.5 * own)
-        total += codec.extract(offer)
-    answer = answers.compress(total / peers)
-    return len(offer.buffer) / 2**18, len(answer.buffer) / 2**18, float((total != 0).float().mean())
-
-
-def report_bytes(args: argparse.Namespace) -> None:
-    codec = TopKCompression(args.density, args.bits)
-    kinds = {f"{bits} bits": TopKCompression(1.0, bits) for bits in (8, 4)}
-    print("\n| group | common | averages | offer | average | its density | sent by a peer | 16 bits | ratio |")
-    print("|---" * 9 + "|")
-    for peers in (3, 8, 16):
-        for common in (0.0, 0.5):
-            for kind, answers in kinds.items():
-                offer, answer, density = count_bytes(peers, codec, answers, common)
-                share = (peers - 1) / peers
-                sent, dense = share * (offer + answer), share * 4
-                cells = [f"{offer:.4f}", f"{answer:.4f}", f"{density:.1%}", f"{sent:.4f}", f"{dense:.2f}"]
-                print(f"| {peers} | {common:.0%} | {kind} | " + " | ".join(cells) + f" | {dense / sent:.0f} |")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--churn", type=float, default=0.1)
-    parser.add_argument("--density", type=float, default=0.03)
-    parser.add_argument("--bits", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=5)
     report_distances(parser.parse_args())
-    report_bytes(parser.parse_args())

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from hivemind.utils import get_dht_time
@@ -20,13 +21,13 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments
 from common.console import UserError, first_line
 from models.build import describe_architecture, digest
-from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
+from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
 from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
-from swarm.sparse import TopKCompression, compress_sparse_step
+from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("trainer")
 
@@ -195,6 +196,7 @@ def make_optimizer(
     args: OptimizerArguments,
     averaging: AveragingArguments,
     *,
+    folder: Path | None = None,
     auxiliary: bool = False,
 ) -> CollaborativeOptimizer:
     """Return the collaborative optimizer, which averages gradients with the swarm, clips them and steps.
@@ -202,6 +204,7 @@ def make_optimizer(
     It starts helper processes. Build it before any CUDA context and DataLoader worker, for the CPU model with loaded
     weights. Then move the model and call `optimizer.accumulate_on(device)`.
 
+    :param folder: a folder of this peer's key, for what it has voted for in rounds of local steps
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)
@@ -215,10 +218,12 @@ def make_optimizer(
         # a function, because the model moves to its device later
         optimizer=partial(make_local_optimizer, args, find_device=lambda: model.device),
         scheduler=partial(make_scheduler, args),
+        folder=folder,
         gradients=COMPRESSIONS[config.compression],
-        local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,
+        local_steps=TopKCompression(config.density) if is_sparse else None,
         state_averaging=COMPRESSIONS[config.state_compression],
-        load_state=compress_sparse_step(load_state) if is_sparse else load_state,
+        # states after the same commits have the same bits, apart from the moments
+        load_state=keep_parameters_exact(load_state) if is_sparse else load_state,
     )
 
 

@@ -5,6 +5,8 @@ lamb_8bit.py does. hivemind's codecs are too coarse: its 16 bits end at 6e-8, in
 and its 8 bits are linear. If a second moment becomes 0 but the first one does not, the next step is huge.
 """
 
+import copy
+
 import torch
 from hivemind.compression import (
     CompressionBase,
@@ -13,6 +15,7 @@ from hivemind.compression import (
     NoCompression,
     RoleAdaptiveCompression,
     SizeAdaptiveCompression,
+    TensorRole,
     Uniform8BitQuantization,
 )
 from hivemind.compression.adaptive import AdaptiveCompressionBase
@@ -109,3 +112,11 @@ LOAD_STATE_COMPRESSIONS = {
         parameter=Scaled16bit(), gradient=MatrixMoments8bit(), optimizer=MatrixMoments8bit()
     ),
 }
+
+
+def keep_parameters_exact(codec: CompressionBase) -> CompressionBase:
+    """Return this state codec without compression of parameters, for runs in which all peers have the same bits."""
+    if isinstance(codec, RoleAdaptiveCompression):
+        codec = copy.copy(codec)
+        codec.role_compressions = codec.role_compressions | {TensorRole.PARAMETER: NoCompression()}
+    return codec

@@ -82,7 +82,7 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     blocks = []
     for index in range(residual.num_blocks):
         values = update.read(index).add_(residual.read(index))
-        blocks.append(codec.compress(values).buffer)
+        blocks.append(codec.compress(values))
         positions, kinds, decoded = decode(blocks[-1], len(values))
         values.numpy()[positions] -= decoded[kinds]
         residual.write(index, values)

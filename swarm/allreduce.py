@@ -61,17 +61,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
     # --- as a sender
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        index, reducer = self.ordered_peer_ids.index(peer_id), self.tensor_part_reducer
-        container = self.tensor_part_container
-        is_own_sparse = self.settings.sparse and peer_id == self.peer_id
         try:
-            if is_own_sparse:  # the own part loses its small entries too, like those of the other peers
-                for part_index in range(reducer.num_parts):
-                    await asyncio.to_thread(container.encode, index, part_index)
             await super()._communicate_with_peer(peer_id)
-            if is_own_sparse and self.weight:  # the residual of the average is this peer's to send, at its own weight
-                for residual, missing in zip(container.residuals[index], reducer.missing, strict=True):
-                    residual.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
             cause, is_violation = self.blamed.get(peer_id, peer_id), isinstance(e, ProtocolViolation)
             if is_violation and peer_id != self.peer_id:
@@ -140,9 +131,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
-                if is_requested and self.settings.sparse:
-                    answer.tensor_part.CopyFrom(reducer.answers[part_index - 1])
-                elif is_requested:
+                if is_requested:
                     serialize = partial(serialize_torch_tensor, average - tensor, message.tensor_part.compression)
                     answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize))
                 yield answer

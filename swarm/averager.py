@@ -26,7 +26,6 @@ from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.plan import choose_fractions, count_bits, has_partition_changed, plan_allreduce
-from swarm.sparse import TopKCompression
 from swarm.trust import RoundTrust
 
 logger = logging.getLogger("swarm")
@@ -150,10 +149,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         members = [parse_gathered(data) for data in group_info.gathered]
         modes, bandwidths = [member.mode for member in members], [member.mbits for member in members]
         own, uplink, codec = group_info.peer_ids.index(self.peer_id), self.dht.uplink, self.codec
-        sparse = codec if isinstance(codec, TopKCompression) else None
         bits = count_bits(tensors, codec, kwargs["tensor_infos"])
-        if sparse:
-            bits *= sparse.estimate_both_ways(sum(mode != AveragingMode.AUX for mode in modes))
         fractions = choose_fractions(peer_fractions, modes, self.allreduce_kwargs["min_vector_size"])
         plan = plan_allreduce(bits, fractions, modes, bandwidths)
         num_partitions = plan.num_partitions[own]
@@ -176,10 +172,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         uplink.expect_round(plan.seconds, own_seconds)
         started, next_chunk = time.monotonic(), uplink.timeouts.next_chunk
         turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index)
-        settings = RoundSettings(self.are_parameters, self.max_weight, sparse, residual=self.residual, **turn)
+        settings = RoundSettings(self.are_parameters, self.max_weight, residual=self.residual, **turn)
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
-        kwargs |= dict(part_size_bytes=sparse.part_size if sparse else plan.part_bytes, prefetch=PREFETCH)
+        kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH)
         kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.has_uplink_slowed = has_uplink_slowed
@@ -250,5 +246,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._trust.record_averages({peers[index]: share for index, share in shares.items()}, share_of_all, weight)
         self._trust.record_round(averaged)
         settings = runner.settings
-        summary = runner.group_id, settings.num_partitions, settings.partition_index, runner.violations
+        members = tuple(peer.to_bytes() for peer in runner.sender_peer_ids)
+        summary = runner.group_id, members, settings.num_partitions, settings.partition_index, runner.violations
         return dict.fromkeys(averaged, summary)

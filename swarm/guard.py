@@ -14,8 +14,6 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
-from swarm.sparse import TopKCompression
-
 MAX_LENGTH = 2.0  # norm of a sender's gradient, relative to the median (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
 MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
@@ -68,7 +66,6 @@ class RoundSettings:
 
     are_parameters: bool = False  # otherwise, gradients are averaged
     max_weight: float | None = None  # of a sender, in samples; None to refuse protocol violations only
-    sparse: TopKCompression | None = None  # the codec of averages; None if reducers send differences
     num_partitions: int = 1  # N to send every N-th part of the tensors; the weight of the other parts is 0
     partition_index: int = 0  # the first part to send, below N
     # zeros, as many as all tensors have elements; receives the part of the tensors that the others do not get
@@ -82,8 +79,6 @@ class RobustReducer(TensorPartReducer):
     def configure(self, settings: RoundSettings) -> None:
         """Set up the checks of a round; call this once, before it starts."""
         self.settings = settings
-        self.answers: list[runtime_pb2.Tensor] = []  # sparse averages, for all peers including this one
-        self.missing: list[torch.Tensor] = []  # the residual of each sparse average
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # the current part and its weight, by sender
         self.weights = [0.0] * self.num_senders  # the largest weight of each sender's parts
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
@@ -108,11 +103,6 @@ class RobustReducer(TensorPartReducer):
             self.sent = {}
             if len(sent) >= (3 if self.settings.are_parameters else 2):
                 self.accumulator, self.denominator = self.average_part(sent), 1.0
-            if sparse := self.settings.sparse:
-                average = self.accumulator / max(self.denominator, NO_WEIGHT)
-                self.answers.append(sparse.answer(average))
-                self.accumulator, self.denominator = sparse.extract(self.answers[-1]), 1.0
-                self.missing.append(average - self.accumulator)
         super().check_current_part_finished()
 
     def average_part(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
@@ -179,8 +169,6 @@ class VerifyingContainer(TensorPartContainer):
         own = self.input_parts[peer_index][part_index][0]
         if part.shape != own.shape:
             raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")
-        if self.settings.sparse and peer_index != self.own_index:
-            part = part - own
         average = own + part
         products = torch.stack([own @ own, average @ average, own @ average])
         if not products.isfinite().all():

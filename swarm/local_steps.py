@@ -7,11 +7,10 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from hivemind.compression import CompressionBase
 
+from swarm.aggregation import Contribution, Numbers, aggregate
 from swarm.gradients import GradientAverager
 from swarm.optimizer_state import list_params
-from swarm.sparse import TopKCompression
 
 
 @torch.no_grad()
@@ -29,6 +28,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
         self.is_outer = False  # whether the next step is an outer step (SGD); set by LocalStepsAverager.is_local
+        #: the offers of the commit that the next outer step applies, instead of a gradient; set by the optimizer
+        self.contributions: list[Contribution] | None = None
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
@@ -45,10 +46,19 @@ class OuterOptimizer(torch.optim.Optimizer):
             self.inner.step()
             return
         params = list_params(self)
+        if self.contributions is not None:
+            anchor, momentum = Numbers(params), Numbers(self.list_momenta())
+            aggregate(anchor, momentum, self.contributions, lr=self.lr, outer_momentum=self.momentum)
+            self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
+            return
         self.inner.grad_norm = torch.nn.utils.get_total_norm([param.grad for param in params]).item()
         for param in params:
             momentum = self.state[param]["outer_momentum"].mul_(self.momentum).add_(param.grad)
             param.sub_(param.grad + self.momentum * momentum, alpha=self.lr)
+
+    def list_momenta(self) -> list[torch.Tensor]:
+        """Return the outer momentum of each parameter."""
+        return [self.state[param]["outer_momentum"] for param in list_params(self)]
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the inner optimizer's state, which this optimizer shares."""
@@ -149,9 +159,7 @@ class LocalStepsAverager(GradientAverager):
     # the epoch of the last round of local steps, and the epoch after the last such round that succeeded
     _taken_epoch, _expected_epoch = 0, 0
 
-    def __init__(self, *args, sparse: TopKCompression | None, **kwargs):
-        """:param sparse: the codec of pseudo-gradients; None for the codec of gradients"""
-        self.sparse = sparse
+    def __init__(self, *args, **kwargs):
         self._is_local = multiprocessing.Value(ctypes.c_bool)
         super().__init__(*args, **kwargs)
 
@@ -164,11 +172,6 @@ class LocalStepsAverager(GradientAverager):
     def is_local(self, value: bool) -> None:
         """Set whether the peers take local steps, in all processes and in the outer optimizer."""
         self._is_local.value = self.local.outer.is_outer = value
-
-    @property
-    def codec(self) -> CompressionBase:
-        """The codec of pseudo-gradients, or of gradients before the peers take local steps."""
-        return self.sparse if self.is_local and self.sparse else super().codec
 
     def list_shared_parameters(self) -> Sequence[torch.Tensor]:
         """Return the anchor, because the local parameters differ between peers."""

@@ -4,10 +4,13 @@
 """
 
 import copy
+import dataclasses
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import hivemind
 import torch
@@ -19,6 +22,7 @@ from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
+from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
@@ -55,12 +59,15 @@ class CollaborativeOptimizer:
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+        folder: Path | None = None,
         **compressions: CompressionBase,
     ):
         """
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
-        :param compressions: of gradients, local_steps (default: the same), averaged and served (load_state) states
+        :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
+        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps,
+            without which rounds of local steps are those of gradients
         """
 
         def make_outer(groups: list[dict]) -> OuterOptimizer:
@@ -96,8 +103,7 @@ class CollaborativeOptimizer:
         exit_if_process_dies(self.state_averager, "state averager")
         if self.state_averager.client_mode:
             self.state_averager.serve_state()
-        make_local = partial(LocalStepsAverager, sparse=compressions.get("local_steps"))
-        self.grad_averager = (make_local if averaging.local_steps > 1 else GradientAverager)(
+        self.grad_averager = (LocalStepsAverager if averaging.local_steps > 1 else GradientAverager)(
             self.state_averager.main_parameters,
             prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
@@ -113,10 +119,17 @@ class CollaborativeOptimizer:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
         averagers = self.state_averager, self.grad_averager
-        self.rounds = Rounds(averaging, self.tracker, *averagers, self.is_auxiliary)
+        codec = compressions.get("local_steps") if averaging.local_steps > 1 else None
+        # with a log, only dense rounds are left, which begin it
+        of_rounds = dataclasses.replace(averaging, overlap=False) if codec else averaging
+        self.rounds = Rounds(of_rounds, self.tracker, *averagers, self.is_auxiliary)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
-        self._begin_epoch()
+        self.log_steps: LogSteps | None = None
+        if codec:
+            folder = folder or Path(tempfile.mkdtemp(prefix="log-"))
+            self.log_steps = LogSteps(self, codec, folder, averaging.overlap)
+        self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
             seconds = 2 * bits / (self.uplink.mbits * 1e6)
@@ -161,7 +174,7 @@ class CollaborativeOptimizer:
         nothing, if its tensors have other shapes than this optimizer's."""
         self.state_averager.restore_state(state)
         self.stats.total_samples = state["total_samples"]
-        self._begin_epoch()
+        self.begin_epoch()
         self.grad_averager.last_step = None
         self.grad_averager.drop_pending()
         if "local" in state:
@@ -175,8 +188,17 @@ class CollaborativeOptimizer:
         """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
         enough, average and step."""
         self.state_averager.step(apply_delayed_updates=True)
+        if self.log_steps:
+            self.log_steps.follow()
         self.grad_averager.accumulate(batch_size)
-        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
+        in_offers = self.log_steps.pending_samples if self.log_steps else 0
+        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
+        if self._takes_local_steps and self.log_steps:
+            if self.log_steps.is_open:
+                self.log_steps.offer()
+                return
+            if self.log_steps.join():
+                return
         inputs = self._collect_inputs()
         if self.epoch.compare_with_swarm(inputs, self.sync.backoff, time.monotonic()):
             self.load_state_from_peers()
@@ -186,6 +208,8 @@ class CollaborativeOptimizer:
     def leave(self) -> None:
         """Tell the others that this peer is about to leave: `shutdown` follows once everything is saved. A round that
         they have begun goes on, without data of this peer."""
+        if self.log_steps:
+            self.log_steps.leave()
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self.rounds.leave(timeout=0.0)
         self.rounds.finish_background(END_TIMEOUT)  # it still changes the parameters
@@ -196,6 +220,8 @@ class CollaborativeOptimizer:
         self.rounds.leave(timeout=END_TIMEOUT)
         if self.grad_averager.is_local:  # the state that is saved belongs to the swarm
             self.grad_averager.drop_pending()
+        if self.log_steps:
+            self.log_steps.shutdown()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 
@@ -282,12 +308,19 @@ class CollaborativeOptimizer:
             **options,
         )
         self.tracker.update_epoch(self.local_epoch)
-        self._begin_epoch()
+        if self.log_steps and self._takes_local_steps and is_trainer:
+            self.log_steps.begin(averager.group_id, self.stats.members)
+        self.begin_epoch()
 
-    def _begin_epoch(self) -> None:
+    @property
+    def _takes_local_steps(self) -> bool:
+        """Whether the peers take local steps in this epoch, or do so once they have a log."""
+        return self.local is not None and self.local_epoch >= self.averaging.local_steps_from
+
+    def begin_epoch(self) -> None:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
         self.epoch, averager = Epoch(self.local_epoch), self.grad_averager
-        is_local = self.local is not None and self.local_epoch >= self.averaging.local_steps_from
+        is_local = self._takes_local_steps and (self.log_steps is None or self.log_steps.exists)
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)
         if self.averaging.robust_averaging == "clip":
@@ -331,11 +364,12 @@ class CollaborativeOptimizer:
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous(wanted)
         with self.tracker.performance_ema.pause():
-            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous)
+            can_replay = is_synchronous and not (self.log_steps and self._takes_local_steps)
+            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
             return False
-        self._begin_epoch()
+        self.begin_epoch()
         # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         self.epoch.is_compared = is_compared
         samples, epochs = self.grad_averager.samples, self.local_epoch - old_epoch
@@ -367,6 +401,10 @@ class AveragingHelper(CollaborativeOptimizer):
         """Average with the trainers when their epoch ends; the model stays as it is."""
         self.state_averager.step(apply_delayed_updates=True)
         self._follow_trainers()
+        if self.log_steps and (self._takes_local_steps or self.log_steps.rounds.offered):
+            self.log_steps.follow()
+            if self.log_steps.is_open or self.log_steps.join():
+                return
         if len(self.tracker.peers_at_epoch) >= 2:  # a trainer that is alone needs no help
             self._advance(self._collect_inputs())
 
@@ -388,7 +426,7 @@ class AveragingHelper(CollaborativeOptimizer):
         self.rounds.leave(timeout=0.0)
         self.rounds.gradient_round = None
         self.state_averager.set_epoch(middle.epoch)
-        self._begin_epoch()
+        self.begin_epoch()
         with self.tracker.pause_updates():
             self.tracker.update_epoch(middle.epoch)
             self.tracker.set_swarm_epoch(middle.epoch)

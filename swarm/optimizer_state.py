@@ -15,7 +15,7 @@ from hivemind.utils import MPFuture, nested_map, nested_pack
 
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import StateServer, copy_flat
+from swarm.state_server import StateServer, copy_flat, get_moment_role, list_exact_moments
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -43,6 +43,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     gives_up_early = True
     #: the id of the group whose gradients the next step applies, or of this peer if it is alone; set by the optimizer
     group_id = b""
+    #: the lineage after the next step, if it applies a commit of the log; set by the optimizer
+    next_lineage: str | None = None
     #: the averager whose last step is served to peers that missed it; set by the optimizer
     grad_averager: GradientAverager | None = None
     #: the local steps, by which the model is ahead of the parameters here, or None; set by the optimizer
@@ -55,7 +57,7 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def record_step(self, *_) -> None:
         """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
-        self.lineage = self.extend_lineage(self.local_epoch, self.group_id.hex())
+        self.lineage = self.next_lineage or self.extend_lineage(self.local_epoch, self.group_id.hex())
         self.state_sharing_priority = self.local_epoch
 
     def extend_lineage(self, epoch: int, group_id: str) -> str:
@@ -82,7 +84,8 @@ class StateAverager(TrainingStateAverager, StateServer):
             with self.lock_optimizer:
                 params, (values, moments) = list_params(self.optimizer), dump_optimizer_state(self.optimizer)
                 infos = [CompressionInfo.from_tensor(param, role=TensorRole.PARAMETER) for param in params]
-                infos += [CompressionInfo.from_tensor(moment, role=TensorRole.OPTIMIZER) for moment in moments]
+                exact = list_exact_moments(self.optimizer)
+                infos += [CompressionInfo.from_tensor(it, role=get_moment_role(it, exact)) for it in moments]
                 # hivemind's local_epoch is ahead of the parameters until the step is made
                 metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
                 return metadata, copy_flat([*params, *moments], infos), infos

@@ -7,7 +7,6 @@ import os
 
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
-from hivemind.compression import serialization
 from hivemind.dht import dht, node
 from hivemind.p2p import P2P, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
@@ -16,7 +15,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
 from swarm.matchmaking import EarlyStartMatchmaking, NonBlockingKeyManager
-from swarm.sparse import TopKCompression
 
 ENVIRONMENT = {
     "LIBP2P_TCP_REUSEPORT": "false",  # otherwise, two peers that dial each other at the same moment can fail (note 6)
@@ -56,8 +54,6 @@ def install() -> None:
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
     averager.StepControl = CancellableStep
-    # hivemind decodes only compression types that it knows; we do not use this one otherwise
-    serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()
 
 
 def install_in_dht_process(protocol_class: type, node_class: type) -> None:

@@ -49,6 +49,7 @@ class RoundStats:
     total_samples: int = 0  # of this peer in all steps
     group_size: int = 1  # peers whose gradients verifiably entered the last step, this one included
     last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round that succeeded
+    members: tuple[bytes, ...] = ()  # ids of all trainers of its group, of which some may have failed
 
     def record_step(self, samples: int, group_size: int) -> None:
         """Record a step with this number of this peer's samples, and of peers."""
@@ -163,6 +164,7 @@ class Rounds:
             self.gradient_round = None
             self.grad_averager.take_pending()
             self.stats.record_step(self.grad_averager.finish(), group_size=1)
+            self.stats.members = (self.tracker.dht.peer_id.to_bytes(),)
             return None
         # otherwise the search in advance has failed, or was that of the last epoch
         searched = self.gradient_round if self.is_searching() else None
@@ -178,7 +180,7 @@ class Rounds:
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        group_id, *sent, violations = next(iter(group.values()))
+        group_id, self.stats.members, *sent, violations = next(iter(group.values()))
         self.stats.record_step(self.grad_averager.finish(*sent), group_size=len(group))
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         self.tracker.ban(violations)

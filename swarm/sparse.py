@@ -1,7 +1,7 @@
 """Top-k sparsification: updates of which only the largest entries are sent (SparseLoCo, arXiv 2508.15706).
 
-The sender adds the residual, tensor minus `extract(compress(tensor))`, to its next update: error feedback
-(arXiv 1809.07599). A message contains, in this order:
+The sender adds what a message lacks to its next update: error feedback (arXiv 1809.07599). A message has
+in this order:
 
     bits per value, number of entries                             1 and 4 bytes
     minimum and range of the magnitudes in each chunk             bfloat16
@@ -9,20 +9,15 @@ The sender adds the residual, tensor minus `extract(compress(tensor))`, to its n
     values: sign, and one of 2 ** (bits - 1) levels of the range  at 2 bits and density 3 %: 9 bits per entry in all
 """
 
-import copy
 import math
 import struct
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
-from hivemind.proto import runtime_pb2
 from torch.nn.functional import pad
 
 CHUNK = 4096  # numbers with a common scale; the same share of each chunk is sent
-PART = 16 * CHUNK  # numbers per message of a round
-MAX_NUMBERS, MAX_DIMENSIONS = 2**26, 8  # per message; `extract` allocates 4 bytes per number
 MAX_SCALE = 1e30  # of a chunk's magnitudes; larger ones are invalid
 TINY = 1e-30  # smaller magnitudes become 0: not all machines compute with numbers below 1.2e-38
 HEADER = struct.Struct("<BI")
@@ -81,17 +76,14 @@ def decode(buffer: bytes, numbers: int) -> Entries:
     return Entries(positions, kinds, np.hstack([values, -values]).ravel())
 
 
-class TopKCompression(CompressionBase):
-    """A codec that sends the largest entries of each chunk in a few bits, and never zeros. hivemind only decodes types
-    that it knows. So this codec uses the type of one that is not used here; `swarm.patches.install` replaces that one.
+class TopKCompression:
+    """A codec that sends the largest entries of each chunk in a few bits, and never zeros.
 
     :param density: the maximum share of numbers to send, above 0 and up to 1
     :param bits: the number of bits per value, 2 to 8, including the sign
     """
 
-    compression_type = runtime_pb2.QUANTILE_8BIT
-
-    def __init__(self, density: float = 1.0, bits: int = 8):
+    def __init__(self, density: float, bits: int = 2):
         self.density, self.bits = density, bits
 
     def choose(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -107,11 +99,8 @@ class TopKCompression(CompressionBase):
         largest = torch.from_numpy(largest + np.arange(0, chunks.numel(), chunk)[:, None]).flatten()
         return largest[chunks.view(-1)[largest] != 0]  # includes NaN, which the receiver refuses
 
-    def compress(
-        self, tensor: torch.Tensor, info: CompressionInfo | None = None, allow_inplace: bool = False
-    ) -> runtime_pb2.Tensor:
-        """Compress 1 to MAX_NUMBERS numbers of any shape; receivers refuse the message if one of them is not finite."""
-        numbers = tensor.detach().float().flatten()
+    def compress(self, numbers: torch.Tensor) -> bytes:
+        """Compress float32 numbers of shape (n,) in host memory; receivers refuse them if one is not finite."""
         positions = self.choose(numbers)
         values, chunk_of = numbers[positions], positions // CHUNK
         magnitudes, zeros = values.abs(), torch.zeros(-(-len(numbers) // CHUNK))
@@ -131,50 +120,9 @@ class TopKCompression(CompressionBase):
         positions = positions.numpy()
         bitmap = np.zeros((len(numbers) >> low_bits) + len(positions) + 1, np.uint8)
         bitmap[(positions >> low_bits) + np.arange(len(positions))] = 1
-        buffer = HEADER.pack(self.bits, len(positions)) + scales.view(torch.int16).numpy().tobytes()
-        buffer += pack(positions, low_bits) + np.packbits(bitmap).tobytes() + pack(codes.numpy(), self.bits)
-        return runtime_pb2.Tensor(compression=self.compression_type, buffer=buffer, size=tensor.shape, dtype="float32")
+        data = HEADER.pack(self.bits, len(positions)) + scales.view(torch.int16).numpy().tobytes()
+        return data + pack(positions, low_bits) + np.packbits(bitmap).tobytes() + pack(codes.numpy(), self.bits)
 
-    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Return the float32 tensor, with zeros for the entries that were not sent.
-
-        :raises ValueError: the message is invalid; this is checked before memory for the tensor is allocated
-        """
-        shape, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
-        numbers = math.prod(shape[:MAX_DIMENSIONS])
-        if len(shape) > MAX_DIMENSIONS or not 0 < numbers <= MAX_NUMBERS:
-            raise ValueError(f"not a sparse tensor: {len(buffer)} bytes for the shape {shape[:MAX_DIMENSIONS]}")
-        entries = decode(buffer, numbers)
-        tensor = torch.zeros(numbers)
-        tensor.numpy()[entries.positions] = entries.values[entries.kinds]
-        return tensor.view(shape)
-
-    def answer(self, average: torch.Tensor) -> runtime_pb2.Tensor:
-        """Compress an average of such messages: all entries, in 4 bits, from which a model learns as well as from 8."""
-        return TopKCompression(density=1.0, bits=4).compress(average)
-
-    def estimate_compression_ratio(self, info: CompressionInfo | None) -> float:
-        """Return the size of a message relative to 32 bits per number, at the maximum density."""
-        return min(1.0, (self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK) / 32)
-
-    def estimate_both_ways(self, senders: int) -> float:
-        """Return the mean size of a message and the answer to it, relative to the message.
-
-        :param senders: the number of senders in the average; their entries are assumed to be independent
-        """
-        answer = TopKCompression(1 - (1 - self.density) ** max(1, senders), bits=4)
-        return (1 + answer.estimate_compression_ratio(None) / self.estimate_compression_ratio(None)) / 2
-
-    @property
-    def part_size(self) -> int:
-        """The size of a round's messages in bytes, by which hivemind splits tensors into parts."""
-        return math.ceil(4 * PART * self.estimate_compression_ratio(None))
-
-
-def compress_sparse_step(codec: CompressionBase) -> CompressionBase:
-    """Return this state codec with 8-bit top-k compression for the gradients of a missed step: an average of sparse
-    updates is mostly zeros, and takes a third of the size. A codec that compresses nothing stays as it is."""
-    if isinstance(codec, RoleAdaptiveCompression):
-        codec = copy.copy(codec)
-        codec.role_compressions = codec.role_compressions | {TensorRole.GRADIENT: TopKCompression()}
-    return codec
+    def estimate_bytes(self, numbers: int) -> float:
+        """Return the size of a message of this many numbers, at the maximum density."""
+        return numbers / 8 * min(32.0, self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK)

@@ -36,7 +36,9 @@ from swarm.state_server import (
     StateServer,
     allocate_flat,
     digest,
+    get_moment_role,
     list_blocks,
+    list_exact_moments,
 )
 from swarm.trust import MAX_LEAD
 
@@ -59,6 +61,7 @@ MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of 
 # models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
 NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
+MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see get_moment_role
 # types of the numbers and settings in an optimizer's state that are not tensors
 PLAIN_TYPES = (int, float, str, type(None))
 # dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
@@ -103,12 +106,10 @@ class Donor:
         """Compute the RMS of the numbers of each kind: the parameters, each of the moments, and single numbers such as
         counts of steps. With it, compute the difference of each digest that does not matter: the gradients of some
         biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates."""
-        params = [info for info in self.infos if info.role != TensorRole.OPTIMIZER]
-        moments = [
-            i for i, info in enumerate(self.infos) if info.role == TensorRole.OPTIMIZER and info.descriptor.shape
-        ]
+        params = [info for info in self.infos if info.role not in MOMENTS]
+        moments = [i for i, info in enumerate(self.infos) if info.role in MOMENTS and info.descriptor.shape]
         per_param = max(1, len(moments) // max(1, len(params)))
-        kinds = ["parameter" if info.role != TensorRole.OPTIMIZER else "number" for info in self.infos]
+        kinds = ["parameter" if info.role not in MOMENTS else "number" for info in self.infos]
         for place, i in enumerate(moments):
             kinds[i] = self.infos[i].descriptor.dtype, place % per_param
         blocks, squares, counts = list_blocks(self.infos), Counter(), Counter()
@@ -313,13 +314,14 @@ class StateDownload:
             return None
         expected = [(param, TensorRole.PARAMETER if self.optimizer else TensorRole.GRADIENT) for param in self.params]
         own, own_tensors = dump_optimizer_state(self.optimizer) if self.optimizer else ([], [])
+        exact = list_exact_moments(self.optimizer) if self.optimizer else set()
         theirs, plain_numbers = metadata.get("optimizer_metadata", []), []
         if not isinstance(theirs, list) or len(theirs) != len(own):
             raise ValueError("the optimizer's state differs from this peer's")
         for item, own_item in zip(theirs, own, strict=True):
             own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
             if item == {"type": "tensor", "index": len(expected) - len(self.params)}:
-                expected.append((own_tensor, TensorRole.OPTIMIZER))
+                expected.append((own_tensor, get_moment_role(own_tensor, exact)))
             elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
                 raise ValueError("the optimizer's state differs from this peer's")
             elif isinstance(item["value"], (int, float)):

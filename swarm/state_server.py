@@ -19,7 +19,7 @@ from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not r
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.compression import CompressionBase, CompressionInfo
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import ValueWithExpiration, get_dht_time
@@ -43,6 +43,17 @@ MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
 UNUSED_TIMEOUT = 30.0  # seconds without a request until a snapshot is dropped
 IN_USE = 5.0  # seconds since its last request in which a snapshot is not replaced, and a peer counts as served
 MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
+
+
+def list_exact_moments(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the addresses of the moments that all peers must have to the last bit."""
+    states = [state["outer_momentum"] for state in optimizer.state.values() if "outer_momentum" in state]
+    return {tensor.data_ptr() for tensor in states}
+
+
+def get_moment_role(moment: torch.Tensor, exact: set[int]) -> TensorRole:
+    """Return the role by which the state's codec compresses a moment, or does not."""
+    return TensorRole.UNSPECIFIED if moment.data_ptr() in exact else TensorRole.OPTIMIZER
 
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:

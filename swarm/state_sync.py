@@ -27,22 +27,25 @@ class StateSync:
         self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
-    def load(self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool) -> str | None:
+    def load(
+        self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool, can_replay: bool = False
+    ) -> str | None:
         """Load the newest state of the swarm.
 
         :param min_epoch: load an earlier state only after some seconds without this one
         :param donors: the ids of peers of which more than half have to describe the same state
-        :param is_synchronous: whether all peers step together. Then a peer that is one step behind first tries to load
-            the gradients of that step alone; otherwise donors have to describe only nearly the same state
+        :param is_synchronous: whether all peers step together; otherwise donors have to describe only nearly the same
+            state
+        :param can_replay: whether a peer that is one step behind first tries to load the gradients of that step alone
         :returns: the first words of a log line; None if no peer has sent a state. Then silent peers no longer count
         """
-        if is_synchronous and self.state_averager.local_epoch + 1 == min_epoch:
+        if can_replay and self.state_averager.local_epoch + 1 == min_epoch:
             if self._replay_missed_step():
                 return "made the step to"
             if self.tracker.global_epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
-        if loaded := self._download("state", min_epoch, donors, is_synchronous):
+        if loaded := self.download(min_epoch, donors, is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
         if STOP_REQUESTED.is_set():
@@ -54,8 +57,8 @@ class StateSync:
         self.backoff.record_failure(time.monotonic())
         return None
 
-    def _download(
-        self, content: str, min_epoch: int, trusted: Sequence[bytes], is_synchronous: bool = True
+    def download(
+        self, min_epoch: int, trusted: Sequence[bytes], is_synchronous: bool = True, content: str = "state"
     ) -> tuple[dict, list] | None:
         """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
         averager = self.state_averager
@@ -77,7 +80,7 @@ class StateSync:
     def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
         than a state; return whether a peer that started from this very state has sent them."""
-        if (loaded := self._download("step", 0, self.tracker.list_donors())) is None:
+        if (loaded := self.download(0, self.tracker.list_donors(), content="step")) is None:
             return False
         metadata, gradients = loaded
         averager, grad_averager = self.state_averager, self.state_averager.grad_averager

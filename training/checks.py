@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from text.shards import ShardedSplit
 
 from arguments import TrainerArguments
 from common.console import UserError, format_bytes, format_count, name_flags
@@ -18,7 +19,6 @@ from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
-from text.shards import ShardedSplit
 from training.checkpoint import choose_state
 
 logger = logging.getLogger("checks")

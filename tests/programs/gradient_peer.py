@@ -7,6 +7,7 @@ components; after each epoch it prints a JSON line with its parameters and count
 import argparse
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -81,7 +82,7 @@ def make_gradient_optimizer(
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
-        local_steps=TopKCompression(density, bits=2) if density < 1 else None,
+        local_steps=TopKCompression(density) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
@@ -280,7 +281,8 @@ def main() -> None:
                     "averaging": optimizer.stats.averaging_seconds,
                 },
                 "unsent": optimizer.grad_averager.unsent[0].mean().item(),
-                "anchor": next(iter(optimizer.opt.param_groups))["params"][0].mean().item(),
+                "anchor": (anchor := next(iter(optimizer.opt.param_groups))["params"][0].detach()).mean().item(),
+                "digest": hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }
             print(json.dumps(report), flush=True)

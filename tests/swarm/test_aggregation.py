@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from processes import ROOT
 
 from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, compute_digest, encode, restore
-from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression
+from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
 
 CODEC = TopKCompression(0.03, 2)
 SIZES = (3, 3 * CHUNK + 5, BLOCK)  # two blocks, and tensors that cross their limits
@@ -78,7 +78,10 @@ def test_aggregate_matches_numpy_in_any_order():
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
     weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
-    updates = [CODEC.extract(CODEC.compress(read_all(make_numbers(seed, sizes)))).numpy() for seed in (1, 2, 3)]
+    updates = np.zeros((3, 2 * CHUNK), np.float32)
+    for update, seed in zip(updates, (1, 2, 3), strict=True):
+        positions, kinds, values = decode(CODEC.compress(read_all(make_numbers(seed, sizes))), len(update))
+        update[positions] = values[kinds]
     norms = [float(np.linalg.norm(update.astype(np.float64))) for update in updates]
     for update, norm, weight, samples in zip(updates, norms, weights, (3, 4, 4), strict=True):
         assert weight == pytest.approx(samples / 11 * min(1, sorted(norms)[1] / norm), rel=1e-12)

@@ -36,10 +36,9 @@ def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> l
     return steps
 
 
-@pytest.mark.parametrize("density", [pytest.param(1, marks=pytest.mark.slow), 0.03])
-def test_pseudo_gradient_moves_anchor(start, density):
+@pytest.mark.slow
+def test_pseudo_gradient_moves_anchor(start):
     prefix, flags = make_prefix(), ("--local_steps", 4, "--target_batch_size", 64, "--others", 1)
-    flags += ("--density", density)
     one = start_peer(start, "one", prefix, 1.0, BATCH, flags=flags)
     two = start_peer(start, "two", prefix, 3.0, BATCH, [one], flags)
     wait_until(lambda: min(map(max, (epochs(one) or [0], epochs(two) or [0]))) >= FROM + 4, 90, "epochs of local steps")
@@ -53,10 +52,6 @@ def test_pseudo_gradient_moves_anchor(start, density):
         assert [of[e]["parameter"][1] for e in of] == [pytest.approx(of[e]["anchor"]) for e in of]
         for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
             assert step == pytest.approx(expected, rel=1e-4)  # the values that were not averaged are still pending
-    if density < 1:  # pending values are sent later
-        first, end = lines[0][FROM + 1], lines[0][last]
-        assert end["traffic"][0] - first["traffic"][0] < (last - FROM - 1) * 100_000
-        assert 0 < first["unsent"] < end["unsent"]
     for epoch in range(1, last + 1):
         assert lines[0][epoch]["anchor"] == pytest.approx(lines[1][epoch]["anchor"], rel=1e-6)
 

@@ -19,7 +19,6 @@ from records import run_dhts
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.optimizer_state import list_params
-from swarm.sparse import TopKCompression, compress_sparse_step
 from swarm.state_download import Donor, digests_differ, group_donors, select_agreed
 from swarm.state_server import (
     BLOCK,
@@ -323,23 +322,6 @@ def test_missed_step_transfers_8_bit_gradients():
     taken = round_trip(LOAD_STATE_COMPRESSIONS["8bit"], gradient, TensorRole.GRADIENT)
     assert (taken - gradient).norm() < 0.02 * gradient.norm()
     assert torch.nn.functional.cosine_similarity(taken[0], gradient[0], dim=0) > 0.999
-
-
-def test_missed_sparse_step_needs_third_of_bytes():
-    torch.manual_seed(0)
-    update, codec = TopKCompression(0.03, bits=2), LOAD_STATE_COMPRESSIONS["8bit"]
-    sent = [update.extract(update.compress(torch.randn(500, 1000) ** 3)) for _ in range(8)]
-    average = update.extract(update.answer(sum(sent) / 8))
-    info = CompressionInfo.from_tensor(average, key=0, role=TensorRole.GRADIENT)
-    sizes = [codec.compress(average, info).ByteSize() for codec in (compress_sparse_step(codec), codec)]
-    assert sizes[0] < 0.36 * sizes[1]
-    taken = round_trip(compress_sparse_step(codec), average, TensorRole.GRADIENT)
-    assert ((taken - average).norm() / average.norm()).item() < 0.02
-    assert torch.equal(taken == 0, average == 0) and not digests_differ(digest_all(average), digest_all(taken))
-    # a state's moments go as before, and so does all if nothing is compressed
-    roles = [kind.role_compressions[TensorRole.OPTIMIZER] for kind in (compress_sparse_step(codec), codec)]
-    assert roles[0] is roles[1]
-    assert compress_sparse_step(LOAD_STATE_COMPRESSIONS["none"]) is LOAD_STATE_COMPRESSIONS["none"]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])

@@ -1,0 +1,342 @@
+"""The epochs of local steps that end with a commit of the replicated log, as the training loop sees them.
+
+A log begins after a round of gradients in which all peers of a group have stepped together (*genesis*). Its members are
+the first voters. Their states differ in the last bits, so all of them load the state of one member, unless it is far
+from their own. From then on each peer makes an *offer* at the end of its epoch, and applies *commits*. An offer takes
+its update out of the local model. The update comes back with the commit, or through the residual if no commit has it. A
+peer without the log, or with a lost state, loads a state and joins.
+"""
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
+from swarm.epoch import EpochState
+from swarm.exchange import BlobStore
+from swarm.guard import MAX_PARAM_DEVIATION
+from swarm.log import Commit, Genesis, Offer
+from swarm.log_rounds import NEWEST, LogRounds
+from swarm.optimizer_state import list_params
+from swarm.processes import STOP_REQUESTED
+from swarm.sparse import TopKCompression
+
+logger = logging.getLogger("swarm")
+
+JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
+GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
+SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
+MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
+STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
+SILENCE_TIMEOUT = 1200.0  # seconds without a commit, after which the peers that are there begin a new log
+
+
+class StoredBlob(Sequence):
+    """The blocks of an update, read when they are needed."""
+
+    def __init__(self, store: BlobStore, blob: bytes):
+        self.store, self.names = store, store.list_hashes(blob)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.store.get(self.names[index])
+
+
+class Pending(NamedTuple):
+    """An offer of this peer that is neither committed nor returned."""
+
+    base: bytes
+    digest: bytes
+    samples: int
+
+
+class LogSteps:
+    """The offers and the commits of one peer.
+
+    :param optimizer: the collaborative optimizer, of whose epochs these are a part
+    :param overlap: whether the loop continues with local steps while a commit is on its way
+    """
+
+    def __init__(self, optimizer, codec: TopKCompression, folder: Path, overlap: bool):
+        self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
+        self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
+        dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
+        options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
+        self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, **options)
+        #: by blob
+        self.offers: dict[bytes, Pending] = {}
+        #: whether this peer takes part in a log, or other peers do
+        self.exists = False
+        self._next_join, self._stuck_since = 0.0, None
+
+    # --- the state
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this peer takes part in a log."""
+        return self.rounds.log is not None
+
+    @property
+    def head(self) -> bytes:
+        """The commit that the model has; NEWEST if it is not that of a log."""
+        lineage = self.averager.lineage  # of a group, it is shorter
+        return bytes.fromhex(lineage) if len(lineage) == 2 * len(NEWEST) else NEWEST
+
+    @property
+    def pending_samples(self) -> int:
+        """The samples of this peer that are in offers."""
+        return sum(offer.samples for offer in self.offers.values())
+
+    def _list_numbers(self) -> tuple[Numbers, Numbers]:
+        opt = self.optimizer.opt
+        return Numbers(list_params(opt)), Numbers(opt.list_momenta())
+
+    def _open(self, log_id: bytes, state, applied: bytes) -> None:
+        self.rounds.epoch, self._stuck_since, self.exists = self.optimizer.local_epoch, None, True
+        self.rounds.open(log_id, state, applied)
+
+    # --- the beginning
+
+    def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
+        """Begin a log after a round of gradients with these members, this peer included."""
+        epoch, me = self.optimizer.local_epoch, self.tracker.dht.peer_id.to_bytes()
+        clients = {peer for peer, record in self.tracker.others.items() if record.client_mode}
+        if not self.rounds.accepts_connections:
+            clients.add(me)
+        leaders = sorted(members, key=lambda peer: (peer in clients, hashlib.sha256(group_id + peer).digest()))
+        for leader in leaders:
+            if leader != me:
+                if self._load_genesis(leader, epoch, members):
+                    break
+                continue
+            for momentum in self.optimizer.opt.list_momenta():
+                momentum.zero_()
+            state = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members).make_state()
+            self.averager.lineage = state.head.hex()
+            self._open(state.head, state, state.head)
+            break
+        if self.is_open:
+            logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
+
+    def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
+        """Load the state of a member, and begin the log with it; return whether that succeeded."""
+        deadline = time.monotonic() + 2 * self.tracker.dht.uplink.timeouts.matchmaking
+        record = self.tracker.others.get(leader)
+        while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
+            peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
+            found = self.rounds.find(peers, NEWEST)
+            state = found[1] if found else None
+            if state is None or state.epoch < epoch:
+                time.sleep(GENESIS_PAUSE)
+                continue
+            if (state.epoch, state.voters) != (epoch, tuple(sorted(members))):
+                return False  # it has gone on, so this peer joins
+            loaded = self.optimizer.sync.download(epoch, [leader], is_synchronous=True)
+            if loaded is None or loaded[0]["lineage"] != state.head.hex():
+                continue
+            if not self._is_near(loaded[1]):
+                logger.warning("the state of the first leader is far from this peer's")
+                return False
+            self.averager.apply_downloaded_state(*loaded)
+            genesis = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members)
+            if genesis.make_state() != state:
+                return False
+            self._open(state.head, state, state.head)
+            return True
+        return False
+
+    def _is_near(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether these parameters are this peer's, apart from rounding."""
+        own = list_params(self.optimizer.opt)
+        distance = sum((a - b).double().square().sum() for a, b in zip(own, tensors, strict=False)) ** 0.5
+        norm = sum(param.detach().double().square().sum() for param in own) ** 0.5
+        return bool(distance <= MAX_PARAM_DEVIATION * norm + 1e-3 * Numbers(own).total ** 0.5)
+
+    def join(self) -> bool:
+        """Look for the others' log from time to time, and join it; return whether there is one."""
+        if self.optimizer.is_auxiliary and self.rounds.offered:
+            self._open(*self.rounds.offered, NEWEST)
+            self.rounds.offered = None
+            return True
+        if time.monotonic() < self._next_join:
+            return self.exists
+        self._next_join = time.monotonic() + JOIN_INTERVAL
+        present = self.tracker.present
+        peers = self.tracker.list_donors() or [peer for peer, record in present.items() if not record.client_mode]
+        peers = peers or list(self.rounds.helpers)  # a run of clients
+        found = self.rounds.find(peers, self.head) if peers else None
+        self.exists = found is not None
+        if found is None:
+            self.optimizer.begin_epoch()
+            return False
+        log_id, state = found
+        if self.optimizer.is_auxiliary:  # it has no model
+            if state is not None:
+                self._open(log_id, state, NEWEST)
+        elif state is not None and state.head == self.head:
+            self._open(log_id, state, state.head)
+            self.optimizer.begin_epoch()
+            logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
+        elif self.optimizer.load_state_from_peers():
+            self._next_join = 0.0
+        return True
+
+    # --- an epoch
+
+    def follow(self) -> None:
+        """Do what the log has asked for since the last call."""
+        for kind, content in self.rounds.take_events():
+            if kind == "apply" and not self.optimizer.is_auxiliary and content.parent == self.head:
+                self._apply(content)
+            elif kind == "return":
+                self._take_back(content)
+            elif kind == "fork" and not self.optimizer.is_auxiliary:
+                logger.info("the log has forked: loading the state of the longer branch")
+                self._load_later_state()
+            elif kind == "switch":
+                logger.info("most peers have another log: joining them")
+                self._close()
+                return
+        if self.is_open and not self.optimizer.is_auxiliary:
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Load the state if this peer is too far behind, and leave the log if it has ended."""
+        is_behind = self.rounds.epoch < self.rounds.log.head.epoch
+        self._stuck_since = (self._stuck_since or time.monotonic()) if is_behind else None
+        is_stuck = is_behind and time.monotonic() > self._stuck_since + STUCK_TIMEOUT
+        if is_stuck or self.rounds.log.head.epoch > self.rounds.epoch + MAX_EPOCHS_BEHIND:
+            logger.info(f"updates of epoch {self.rounds.epoch} are missing: loading the swarm's state")
+            self._load_later_state()
+        elif self.rounds.count_seconds_without_commit() > SILENCE_TIMEOUT:
+            logger.warning(f"no commit for {SILENCE_TIMEOUT:.0f} s: the peers that are there begin again")
+            self._close()
+
+    def _close(self) -> None:
+        """Leave the log; updates that no commit contains stay pending."""
+        for offer in self.rounds.close():
+            self._take_back(offer)
+        self.offers.clear()
+        self._next_join = 0.0
+
+    def _load_later_state(self) -> None:
+        """Load a state of this log."""
+        self._stuck_since = None
+        if not self.optimizer.load_state_from_peers():
+            return
+        deadline = time.monotonic() + SEARCH_TIMEOUT
+        while not self.rounds.knows(self.head):
+            if time.monotonic() > deadline or STOP_REQUESTED.is_set():
+                self._close()
+                return
+            time.sleep(0.1)
+        self.rounds.epoch = self.optimizer.local_epoch
+        self.rounds.mark_applied(self.head)
+
+    def _take_back(self, offer: Offer) -> None:
+        """Add an update that no commit contains to the residual."""
+        self.offers.pop(offer.blob, None)
+        grad_averager = self.optimizer.grad_averager
+        with contextlib.suppress(KeyError):  # the disk has lost it
+            restore(self.rounds.store.read(offer.blob), Numbers(grad_averager.unsent))
+            grad_averager.samples += offer.samples
+
+    def offer(self) -> None:
+        """Offer the pending update if the epoch is over; then wait for the commit, unless rounds overlap."""
+        optimizer, head = self.optimizer, self.head
+        grad_averager, seconds = optimizer.grad_averager, time.monotonic()
+        is_offered = any(offer.base == head for offer in self.offers.values())
+        if is_offered or not grad_averager.samples:
+            return
+        if not (self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head)):
+            return
+        update = optimizer.local.measure()
+        try:
+            blocks = encode(Numbers(update), Numbers(grad_averager.unsent), self.codec)
+        except ValueError as e:
+            logger.warning(f"dropped the samples of this epoch, because an update is invalid: {e}")
+            grad_averager.drop_pending()
+            return
+        optimizer.local.record_averaged(update)
+        samples, grad_averager.samples = grad_averager.samples, 0
+        self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
+        digest = compute_digest(*self._list_numbers())
+        try:
+            blob = self.rounds.add_offer(head, digest, samples, blocks)
+        except OSError as e:
+            logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
+            restore(blocks, Numbers(grad_averager.unsent))
+            grad_averager.samples += samples
+            return
+        self.offers[blob] = Pending(head, digest, samples)
+        if not self.overlap:
+            with self.tracker.performance_ema.pause():
+                self._wait_for_commit(head)
+            optimizer.stats.averaging_seconds += time.monotonic() - seconds
+
+    def _wait_for_commit(self, head: bytes) -> None:
+        """Wait until the model has another commit, or it is too late for one."""
+        timeouts = self.rounds.log.timeouts
+        deadline = time.monotonic() + timeouts.longest + timeouts.commit
+        announced = time.monotonic()
+        while self.head == head and self.is_open and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
+            self.rounds.news.wait(0.1)
+            self.follow()
+            if time.monotonic() > announced + 3.0:
+                announced = time.monotonic()
+                self.tracker.announce()
+
+    def _apply(self, commit: Commit) -> None:
+        """Make the outer step of a commit."""
+        optimizer, averager = self.optimizer, self.averager
+        digests = [it.digest for it in commit.offers if it.base == commit.parent]
+        own = {it.digest for it in self.offers.values() if it.base == commit.parent}
+        for digest in own:
+            if 2 * digests.count(digest) < len(digests) and 2 * max(map(digests.count, digests)) > len(digests):
+                logger.warning("this peer's state differs from that of most others: loading theirs")
+                self._load_later_state()
+                return
+        counted = [it for it in commit.offers if it.blob in self.offers]
+        samples = sum(self.offers.pop(it.blob).samples for it in counted)
+        owners = {it.peer for it in commit.offers}
+        others = owners - {self.tracker.dht.peer_id.to_bytes()}
+        with self._outer_step(commit), self.tracker.pause_updates():
+            optimizer.epoch.enter(EpochState.AVERAGING)
+            optimizer.epoch.enter(EpochState.STEPPING)
+            averager.step(increment_epoch=True, optimizer_step=True)
+            self.tracker.update_epoch(optimizer.local_epoch)
+        self.rounds.epoch = optimizer.local_epoch
+        optimizer.stats.record_step(samples, group_size=len(owners))
+        optimizer.stats.last_group = frozenset(others)
+        optimizer.begin_epoch()
+        self.tracker.record_round(others, None)
+
+    @contextlib.contextmanager
+    def _outer_step(self, commit: Commit) -> Iterator[None]:
+        """Let the outer optimizer's next step apply a commit."""
+        outer, store = self.optimizer.opt, self.rounds.store
+        outer.contributions = [
+            Contribution(it.peer, it.samples, int(it.base != commit.parent), StoredBlob(store, it.blob))
+            for it in commit.offers
+        ]
+        self.averager.next_lineage = commit.hash.hex()
+        try:
+            yield
+        finally:
+            outer.contributions = self.averager.next_lineage = None
+
+    def leave(self) -> None:
+        """Leave the log once the others have what they need."""
+        self.rounds.leave(is_urgent=STOP_REQUESTED.is_set())
+
+    def shutdown(self) -> None:
+        """Stop the thread."""
+        self.rounds.shutdown()

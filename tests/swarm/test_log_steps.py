@@ -1,0 +1,129 @@
+"""Local steps over the replicated log, with real peers: the same bytes on all of them, whatever happens."""
+
+import pytest
+from processes import make_prefix, wait_until
+from swarms import Swarm, epochs, start_peer, stop
+
+FROM = 3  # the epoch at which the log begins: gradient_peer.py
+
+
+class Peers:
+    """A swarm of gradient peers that begin together."""
+
+    def __init__(self, start, *groups, samples: int = 48):
+        """:param groups: the flags of each peer"""
+        self.start, self.prefix, self.all = start, make_prefix(), []
+        self.flags = ("--local_steps", 4, "--target_batch_size", samples, "--group_size", 16, "--density", 0.03)
+        for flags in groups:
+            self.add("--others", len(groups) - 1, *flags)
+
+    def add(self, *flags):
+        number = len(self.all)
+        own = (*self.flags, *flags)
+        peer = start_peer(self.start, f"peer{number}", self.prefix, 1 + number / 2, 16, self.all[:1], own)
+        self.all.append(peer)
+        return peer
+
+    def wait(self, *peers, more: int = 0, seconds: float = 60) -> int:
+        """Wait until all of these peers have made this number of epochs of local steps more, and return the last."""
+        epoch = max(FROM, *(last_epoch(peer) for peer in peers)) + more
+        wait_until(lambda: all(last_epoch(peer) >= epoch for peer in peers), seconds, f"epoch {epoch}")
+        return epoch
+
+
+def last_epoch(peer) -> int:
+    return max(epochs(peer), default=0)
+
+
+def assert_same_bytes(*peers) -> None:
+    """Assert that these peers had the same parameters at each epoch with a log that they have in common."""
+    digests = [{epoch: line["digest"] for epoch, line in epochs(peer).items() if epoch >= FROM} for peer in peers]
+    common = set(digests[0]).intersection(*digests[1:])
+    assert len(common) > 2
+    for epoch in common:
+        assert len({of[epoch] for of in digests}) == 1, epoch
+
+
+def assert_steps_contain_updates(*peers) -> None:
+    """Assert that each outer step is that of the peers' updates, each of which is its gradients without what is left.
+
+    All numbers of a peer are the same, so updates have the same entries. Each counts as a copy, with the same weight.
+    """
+    lines, momentum = [epochs(peer) for peer in peers], 0.0
+    for epoch in range(FROM + 1, min(map(last_epoch, peers)) + 1):
+        updates = []
+        for number, of in enumerate(lines):
+            left = of[epoch]["unsent"] - (of[epoch - 1]["unsent"] if epoch > FROM + 1 else 0.0)
+            updates.append(of[epoch]["samples"] / 16 * (1 + number / 2) - left)
+        update = sum(min(it, sorted(updates)[len(updates) // 2]) for it in updates) / len(updates)
+        momentum = 0.5 * momentum + update
+        step = lines[0][epoch]["anchor"] - lines[0][epoch - 1]["anchor"]
+        assert step == pytest.approx(-(update + 0.5 * momentum), rel=1e-3), epoch
+
+
+@pytest.mark.parametrize("flags", [(), ("--overlap",), ("--client_mode",)])
+def test_peers_keep_same_bytes(start, flags):
+    swarm = Peers(start, (), (), flags)
+    swarm.wait(*swarm.all, more=5)
+    stop(*swarm.all)
+    assert_same_bytes(*swarm.all)
+    for peer in swarm.all:
+        of_log = [line for epoch, line in epochs(peer).items() if epoch > FROM]
+        assert {line["averaged_with"] for line in of_log[1:]} <= ({2, 3} if flags else {3})
+        traffic = of_log[-1]["traffic"][0] - of_log[0]["traffic"][0]
+        assert traffic < (len(of_log) - 1) * 40_000  # of 400 kB
+    if not flags:
+        assert_steps_contain_updates(*swarm.all)
+
+
+def test_killed_and_new_peer_leave_bytes_equal(start):
+    swarm = Peers(start, (), (), ())
+    one, two, three = swarm.all
+    swarm.wait(one, two, three, more=2)
+    three.kill()
+    swarm.wait(one, two, more=3)
+    four = swarm.add()
+    swarm.wait(one, two, four, more=3)
+    stop(one, two, four)
+    assert_same_bytes(one, two, four)
+    assert epochs(four)[last_epoch(four)]["total_samples"] > 0
+
+
+def test_frozen_peer_replays_commits(start):
+    swarm = Peers(start, (), (), ())
+    one, two, three = swarm.all
+    swarm.wait(one, two, three, more=2)
+    three.freeze()
+    received = epochs(three)[last_epoch(three)]["traffic"][1]
+    swarm.wait(one, two, more=3)
+    three.thaw()
+    swarm.wait(one, two, three, more=3)
+    stop(one, two, three)
+    assert_same_bytes(one, two, three)
+    assert epochs(three)[last_epoch(three)]["traffic"][1] - received < 400_000  # a state has 800 kB
+
+
+def test_clients_commit_through_aux_peer(start):
+    swarm = Peers(start)
+    swarm.flags += ("--group_size", 3)
+    aux = swarm.add("--auxiliary", "--step_seconds", 0.1)
+    one, two = (swarm.add("--client_mode", "--others", 1) for _ in range(2))
+    swarm.wait(one, two, more=4, seconds=90)
+    stop(one, two, aux)
+    assert_same_bytes(one, two)
+    assert {epochs(peer)[last_epoch(peer)]["averaged_with"] for peer in (one, two)} <= {1, 2}
+
+
+@pytest.mark.slow
+def test_trainers_end_with_same_model(start, tiny_data, tmp_path):
+    local = {"--local_steps": 4, "--local_steps_from": 2, "--compression": "sparse", "--total_steps": 14}
+    swarm = Swarm(start, tmp_path, {**tiny_data, **local, "--target_batch_size": 48})
+    swarm.start_monitor()
+    names = ["a", "b", "c"]
+    *_, killed = swarm.start_trainers(*names)
+    wait_until(lambda: swarm.last_epoch("c") >= 5, 90, "epoch 5")
+    killed.kill()
+    swarm.start_trainers("c")
+    for name in names:
+        assert swarm.trainers[name].wait(180) == 0
+    assert swarm.difference(names) == 0.0
