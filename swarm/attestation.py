@@ -23,7 +23,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from common.files import temporary_folder
-from swarm.addresses import diagnose_unreachable, get_peer_id
+from swarm.addresses import add_quic, get_host_port, get_peer_id
 from swarm.contract import RunContract
 from swarm.errors import SwarmError
 from swarm.membership import Membership, explain_denial
@@ -34,6 +34,13 @@ RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
 CONNECT_TIMEOUT = 15.0  # seconds
+#: a part of libp2p's error, and what to do about it; the last one applies to all other errors
+DIAL_ERRORS = {
+    "connection refused": "nothing listens on its port {}: is the peer running, is this its port?",
+    "security protocol": "the program on its port {} is not a hivemind peer: check the port",
+    "no good addresses": "its name does not resolve: check its spelling and your DNS",
+    "": "it does not answer on port {}: is it up, or behind a firewall?",
+}
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
@@ -160,26 +167,30 @@ async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
 
 
 async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> None:
-    """Connect to a peer at one of its multiaddrs without id, or raise a TimeoutError or ControlFailure."""
-    await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, places))), seconds)
+    """Connect to a peer at one of its multiaddrs without id, by TCP or QUIC, or raise a TimeoutError or
+    ControlFailure."""
+    await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, add_quic(places)))), seconds)
 
 
-def parse_actual_id(error: Exception) -> str | None:
+def parse_actual_id(error: Exception | None) -> str | None:
     """Return the id of the peer that answered instead of the expected one, from libp2p's error message."""
     match = re.search(r"remote key matches (\w+)", str(error))
     return match and match[1]
 
 
-async def find_peer(place: str) -> str | None:
-    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
-    a wrong id fails, and libp2p's error names the right one."""
+async def dial(peer: PeerID, places: list[str], seconds: float) -> Exception | None:
+    """Connect to a peer with a separate libp2p client, and return the error if this fails."""
     async with open_client(None) as p2p:
         try:
-            await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)
+            await connect(p2p, peer, places, seconds)
         except (ControlFailure, TimeoutError) as e:
-            if peer_id := parse_actual_id(e):
-                return f"{place}/p2p/{peer_id}"
-    return None
+            return e
+
+
+async def find_peer(place: str) -> str | None:
+    """Return a multiaddr with the id of the peer that listens there, which the error about a wrong id names."""
+    peer_id = parse_actual_id(await dial(UNKNOWN_PEER, [place], ANSWER_TIMEOUT))
+    return peer_id and f"{place}/p2p/{peer_id}"
 
 
 async def fetch_attestations(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
@@ -195,27 +206,23 @@ async def fetch_attestations(maddrs: list[str], membership: Membership | None) -
         return await request_attestations(p2p, connected)
 
 
-async def probe(p2p: P2P, maddr: str) -> str | None:
-    """Connect to a peer and return None, or why it failed and what to do."""
-    try:
-        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
-        await request_attestations(p2p, [peer])
-    except SwarmError as e:
-        return str(e)
-    except (ControlFailure, TimeoutError) as e:
-        if peer_id := parse_actual_id(e):
-            return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
-        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
-    return None
+async def diagnose_unreachable(maddr: str) -> str | None:
+    """Connect to a multiaddr; return why this fails and what to do, or None if it works, or has only a peer id."""
+    place, _, peer_id = maddr.rpartition("/p2p/")
+    error = await dial(PeerID.from_base58(peer_id), [place], CONNECT_TIMEOUT) if place else None
+    if actual_id := parse_actual_id(error):
+        return f"another peer is at this address: its id is {actual_id}, use the address it prints now"
+    advice = next(text for part, text in DIAL_ERRORS.items() if part in str(error))
+    return advice.format(get_host_port(maddr)[2]) if error else None
 
 
 async def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
-    """Test name resolution, TCP and libp2p; return one line about the unreachable peers of `initial_peers`, or None."""
+    """Connect to the peers of `initial_peers`; return one line about those that fail or deny access, or None."""
     reasons = dict(zip(maddrs, await asyncio.gather(*map(diagnose_unreachable, maddrs)), strict=True))
-    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    if answering:
-        async with open_client(membership) as p2p:
-            failures = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
-            reasons |= zip(answering, failures, strict=True)
+    if answering := [maddr for maddr, reason in reasons.items() if reason is None]:
+        try:
+            await fetch_attestations(answering, membership)
+        except SwarmError as e:
+            reasons[answering[0]] = str(e)
     texts = [f"{maddr}: {reason}" for maddr, reason in reasons.items() if reason]
     return f"cannot reach `initial_peers` {'; '.join(texts)}" if texts else None

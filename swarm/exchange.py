@@ -334,6 +334,7 @@ class Exchange:
                         return
                     elif numbers:
                         await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
+                await reader.read(1)  # until the caller closes the stream (note 87)
 
     async def _send_block(self, peer: PeerID, number: int, data: bytes, writer: asyncio.StreamWriter) -> None:
         data = HEADER.pack(number, len(data)) + data

@@ -13,10 +13,11 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
-from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
+from swarm.addresses import get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
+    diagnose_unreachable,
     find_problem,
     register_attestation_handler,
     set_attestation,
