@@ -4,7 +4,7 @@
     python benchmarks/rounds.py
     python benchmarks/rounds.py --millions 14 --mbits 20 --rtt_ms 75 --compression float16 --rounds 3
     python benchmarks/rounds.py --mbits 50 --up 10
-    python benchmarks/rounds.py --loss 0.5 --congestion bbr
+    python benchmarks/rounds.py --loss 0.5 --blocked udp --congestion bbr
 
 Each peer is a process on an emulated host (tests/netlab.py, needs root) that averages random gradients of a
 transformer's shapes; its steps only wait. The first command takes up to five minutes, the second one, with the whole
@@ -131,7 +131,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
 
     setup_logging("peer")
     dht = Swarm.join(SwarmConfig(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"])).dht
-    print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
+    print(json.dumps({"maddrs": list(map(str, dht.get_visible_maddrs()))}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     dht.uplink.set_bandwidth(row.up, is_fixed=True)
     is_sparse = row.compression == "sparse"  # as in rounds of local steps
@@ -171,7 +171,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     while len(optimizer.tracker.present) < row.peers - 1:
         optimizer.tracker.announce()
         time.sleep(0.3)
-    peer_ids = [maddr.split("/")[-1] for maddr in json.loads(Path(start_file).read_text())]
+    peer_ids = json.loads(Path(start_file).read_text())
     others, pings = [peer_id for peer_id in peer_ids if peer_id != str(dht.peer_id)], []
     threading.Thread(target=watch_pings, args=(dht, optimizer, others, pings), daemon=True).start()
 
@@ -205,11 +205,11 @@ def start_peers(row: Row, net: netlab.Net, folder: Path, scripts: list[Script]) 
         command = [__file__, "--peer", json.dumps(dict(row=dataclasses.asdict(row), **options))]
         scripts.append(Script(folder / f"peer{number}.log", *command, prefix=net.prefix(host)))
         if not maddrs:
-            maddrs = [scripts[0].wait_for('"maddr": "(.+)"', 120)[1]]
+            maddrs = json.loads(scripts[0].wait_for('"maddrs": (.+)}', 120)[1])
     for script in scripts:
         script.wait_for('"ready"', 180)
     unfinished = folder / "unfinished"
-    unfinished.write_text(json.dumps([script.wait_for('"maddr": "(.+)"')[1] for script in scripts]))
+    unfinished.write_text(json.dumps([script.wait_for('"maddrs": .*/p2p/(.+?)"')[1] for script in scripts]))
     unfinished.rename(start_file)
 
 
@@ -236,7 +236,7 @@ def find_joint_rounds(lines: list[list[dict]], peers: int) -> dict[int, list[dic
     return {epoch: [each[epoch] for each in averaged] for epoch in sorted(set.intersection(*map(set, averaged)))}
 
 
-def measure(row: Row, rounds: int, congestion: str, folder: Path) -> list[str]:
+def measure(row: Row, rounds: int, congestion: str, blocked: str, folder: Path) -> list[str]:
     """Run the peers of a row, and return its cells."""
     scripts: list[Script] = []
     cpu = []  # the time, and the CPU seconds so far of the fabric and of an average core
@@ -245,7 +245,7 @@ def measure(row: Row, rounds: int, congestion: str, folder: Path) -> list[str]:
         stack.callback(end_peers, net, scripts)
         for host in ["loopback"] if row.is_loopback else [f"peer{number}" for number in range(row.peers)]:
             loss = 1 - (1 - row.loss / 100) ** 0.5
-            net.host(host, rtt_ms=row.rtt_ms / 2, up=row.up, down=row.mbits, loss=loss)
+            net.host(host, blocked=blocked, rtt_ms=row.rtt_ms / 2, up=row.up, down=row.mbits, loss=loss)
         net.start()
         start_peers(row, net, folder, scripts)
         deadline = time.monotonic() + (rounds + 1) * (60 + (12 if row.loss else 4) * row.ideal_seconds)
@@ -318,6 +318,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", nargs="+", help=text, type={"peers": int, "compression": str}.get(name, float))
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after the first one")
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control: reno, cubic, bbr")
+    parser.add_argument("--blocked", default="", help="udp or tcp, so that peers use the other one; default: QUIC")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the driver starts the peers with it
     args = parser.parse_args()
     if args.peer:
@@ -340,7 +341,8 @@ def main() -> None:
             continue
         (logs := folder / f"row{number}").mkdir()
         try:
-            print(f"| {' | '.join(measure(row, args.rounds, args.congestion, logs))} |", flush=True)
+            cells = measure(row, args.rounds, args.congestion, args.blocked, logs)
+            print(f"| {' | '.join(cells)} |", flush=True)
         except AssertionError as e:  # from Script; the other rows follow
             print(f"{row}: {e}", file=sys.stderr)
 

@@ -1,15 +1,12 @@
-"""Multiaddrs, the addresses of peers: parsing, choosing those that other peers can use, and diagnosing failures.
+"""Multiaddrs, the addresses of peers: parsing, and choosing those that other peers can use.
 
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX consists of the host, the port and the peer id. The host can
 also be /ip6/..., /dns4/NAME, /dns6/NAME or /dnsaddr/NAME. An address with /p2p-circuit goes through a relay peer.
 """
 
-import asyncio
-import contextlib
 import ipaddress
-import os
 import re
-import socket
+from collections.abc import Iterable
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -39,12 +36,27 @@ def get_peer_id(maddr: str) -> PeerID:
     return PeerID.from_base58(Multiaddr(maddr)["p2p"])
 
 
+def to_quic(maddr: str) -> str:
+    """Return the address of QUIC at the port of a TCP address."""
+    return re.sub(r"/tcp/(\d+)", r"/udp/\1/quic-v1", str(maddr))
+
+
+def add_quic(maddrs: Iterable) -> list[str]:
+    """Return these addresses to listen on, to announce or to dial. If all are of TCP, add QUIC at the same ports: it
+    carries more over connections that lose packets, and libp2p dials it first. On loopback, TCP is faster."""
+    texts = [str(maddr) for maddr in maddrs]
+    if any("/udp/" in maddr for maddr in texts):
+        return texts
+    remote = [maddr for maddr in texts if not getattr(get_ip(maddr), "is_loopback", False)]
+    return list(dict.fromkeys([*texts, *map(to_quic, remote)]))
+
+
 def get_host_port(maddr: str) -> tuple[str, str, int | None]:
-    """Return (protocol, host, TCP port or None) of a multiaddr, or ("", "", None) without a host, as in /p2p/XXXX."""
+    """Return (protocol, host, port or None) of a multiaddr, or ("", "", None) without a host, as in /p2p/XXXX."""
     parts = str(maddr).strip("/").split("/")
     if len(parts) < 2 or parts[0] not in ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"):
         return "", "", None
-    port = int(parts[3]) if len(parts) > 3 and parts[2] == "tcp" and parts[3].isdecimal() else None
+    port = int(parts[3]) if len(parts) > 3 and parts[2] in ("tcp", "udp") and parts[3].isdecimal() else None
     return parts[0], parts[1], port
 
 
@@ -72,43 +84,9 @@ def is_public(maddr: str) -> bool:
 
 
 def list_shareable_maddrs(maddrs: list) -> list[str]:
-    """Return the addresses to share with other peers, public ones first; loopback ones only if there are no others."""
-    texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
+    """Return the addresses to share with other peers, public ones first; loopback ones only if there are no others.
+    Those of QUIC that `add_quic` finds again are left out."""
+    texts = {str(maddr) for maddr in maddrs}
+    texts -= {to_quic(maddr) for maddr in texts if "/tcp/" in maddr}
+    texts = sorted(texts, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
     return [maddr for maddr in texts if not is_local(maddr)] or texts
-
-
-async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
-    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do. Return None if a libp2p
-    listener answers, or if TCP cannot test this address.
-
-    :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener
-    """
-    protocol, host, port = get_host_port(maddr)
-    if port is None or is_relayed(maddr):
-        return None
-    # ip4 and dns4 end in 4, ip6 and dns6 in 6; dns and dnsaddr allow both families
-    family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(protocol[-1], socket.AF_UNSPEC)
-
-    async def try_connection(ip: str) -> str | None:
-        try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), timeout)
-        except ConnectionRefusedError:
-            return f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
-        except TimeoutError:
-            return f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
-        except OSError as e:
-            # asyncio replaces the system's message by one that repeats the address
-            reason = os.strerror(e.errno) if e.errno else e
-            return f"{host} cannot be reached ({reason}): check your network and the address"
-        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            writer.write(GREETING)
-            if await asyncio.wait_for(reader.readexactly(len(GREETING)), timeout) == GREETING:
-                return None
-        return f"the program on port {port} of {host} is not a hivemind peer: check the port"
-
-    try:
-        infos = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-    except OSError as e:
-        return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
-    reasons = await asyncio.gather(*(try_connection(address[0]) for *_, address in infos))
-    return None if None in reasons else reasons[-1]

@@ -41,6 +41,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken: set[PeerID] = set()
+        self.arrived = 0  # messages of other peers
         #: the time of each peer's last message in this round, on the monotonic clock
         self.last_activity = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
 
@@ -151,6 +152,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """Pass a peer's messages on, and record the time of each."""
         async for message in messages:
             self.last_activity[peer_id] = time.monotonic()
+            self.arrived += 1
             yield message
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
@@ -165,6 +167,12 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """End the round and tell the others the cause, which this peer or the reporter blames."""
         self.cause = self.cause or (cause, reporter or self.peer_id)
         self.finalize(exception=exception)
+
+    @property
+    def progress(self) -> float:
+        """The share of this round's messages that have arrived from other peers."""
+        parts, reducer = self.tensor_part_container, self.tensor_part_reducer
+        return self.arrived / max(1, sum(parts.num_parts_by_peer) + reducer.num_parts * reducer.num_senders)
 
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""

@@ -22,7 +22,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from common.files import temporary_folder
-from swarm.addresses import diagnose_unreachable, get_peer_id
+from swarm.addresses import add_quic, get_host_port, get_peer_id
 from swarm.contract import RunContract
 from swarm.errors import SwarmError
 from swarm.membership import Membership, explain_denial
@@ -30,8 +30,16 @@ from swarm.patches import install
 from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
-ANSWER_TIMEOUT = 5.0  # seconds to wait for a connection, and for an attestation
+ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
+CONNECT_TIMEOUT = 8.0  # seconds; QUIC gives up after 5, and only then libp2p names the errors
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
+#: a part of libp2p's error, and what to do about it; the last one applies to all other errors
+DIAL_ERRORS = {
+    "connection refused": "nothing listens on its port {}: is the peer running, is this its port?",
+    "security protocol": "the program on its port {} is not a hivemind peer: check the port",
+    "no good addresses": "its name does not resolve: check its spelling and your DNS",
+    "": "it does not answer on port {}: is it up, or behind a firewall?",
+}
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
@@ -157,36 +165,40 @@ async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
         await p2p.shutdown()
 
 
-async def find_peer(place: str) -> str | None:
-    """Return a multiaddr with the id of the peer that listens there, or None if no peer reveals one. A connection with
-    a wrong id fails, and libp2p's error names the right one."""
-    async with open_client(None) as p2p:
-        try:
-            await asyncio.wait_for(p2p._client.connect(UNKNOWN_PEER, [Multiaddr(place)]), ANSWER_TIMEOUT)
-        except (ControlFailure, TimeoutError) as e:
-            if peer_id := parse_actual_id(e):
-                return f"{place}/p2p/{peer_id}"
+async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> Exception | None:
+    """Connect to a peer at one of its multiaddrs without id, by TCP or QUIC; return the error if this fails."""
+    try:
+        await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, add_quic(places)))), seconds)
+    except (ControlFailure, TimeoutError) as e:
+        return e
     return None
 
 
-def parse_actual_id(error: Exception) -> str | None:
+async def dial(peer: PeerID, places: list[str], seconds: float) -> Exception | None:
+    """Connect to a peer as `connect` does, with a separate libp2p client."""
+    async with open_client(None) as p2p:
+        return await connect(p2p, peer, places, seconds)
+
+
+def parse_actual_id(error: Exception | None) -> str | None:
     """Return the id of the peer that answered instead of the expected one, from libp2p's error message."""
     match = re.search(r"remote key matches (\w+)", str(error))
     return match and match[1]
 
 
-async def connect(p2p: P2P, maddr: str) -> str | None:
+async def find_peer(place: str) -> str | None:
+    """Return a multiaddr with the id of the peer that listens there, which the error about a wrong id names."""
+    peer_id = parse_actual_id(await dial(UNKNOWN_PEER, [place], CONNECT_TIMEOUT))
+    return peer_id and f"{place}/p2p/{peer_id}"
+
+
+async def find_problem(p2p: P2P, maddr: str) -> str | None:
     """Connect to a peer; return None, or why it failed and what to do."""
-    place = Multiaddr(maddr.rpartition("/p2p/")[0])
-    try:
-        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [place]), ANSWER_TIMEOUT)
-    except (ControlFailure, TimeoutError) as e:
-        if reason := await diagnose_unreachable(maddr):
-            return reason
-        if peer_id := parse_actual_id(e):
-            return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
-        return f"it does not answer ({(str(e).splitlines() or ['no answer in time'])[-1].strip(' *')})"
-    return None
+    error = await connect(p2p, get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
+    if actual_id := parse_actual_id(error):
+        return f"another peer is at this address: its id is {actual_id}, use the address it prints now"
+    advice = next(text for part, text in DIAL_ERRORS.items() if part in str(error))
+    return advice.format(get_host_port(maddr)[2]) if error else None
 
 
 async def contact_initial_peers(
@@ -196,7 +208,7 @@ async def contact_initial_peers(
     a SwarmError as `request_attestations` does."""
     maddrs = [maddr for maddr in maddrs if not maddr.startswith("/p2p/")]
     async with open_client(membership) as p2p:
-        problems = dict(zip(maddrs, await asyncio.gather(*(connect(p2p, maddr) for maddr in maddrs)), strict=True))
+        problems = dict(zip(maddrs, await asyncio.gather(*(find_problem(p2p, maddr) for maddr in maddrs)), strict=True))
         peers = select_attesters(maddr for maddr, problem in problems.items() if problem is None)
         if membership:
             await membership.exchange_revocations(p2p, peers)

@@ -194,13 +194,14 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
         timeouts = self.dht.uplink.timeouts
         ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
-        # counted instead of a deadline, because a frozen peer makes no checks
-        checks_left = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD
+        # counted instead of a deadline, because a frozen peer makes no checks; progress allows more checks
+        checks_left, progress = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD, 0.0
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
                 return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
-            checks_left -= 1
+            checks_left += (runner.progress - progress) * timeouts.slow_round / LOOK_PERIOD - 1
+            progress = runner.progress
             # a reducer that waits for a straggler itself gets 10 more checks to report it
             stragglers = runner.list_stragglers(are_reducers=checks_left < -10) if checks_left < 0 else []
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow

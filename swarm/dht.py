@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, PeerID
 
 from common.files import temporary_folder
 from common.signals import block_signals
-from swarm.addresses import get_peer_id
+from swarm.addresses import add_quic, get_peer_id
 from swarm.attestation import RunAttestation
 from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_revocations
@@ -91,6 +91,8 @@ class DHT(hivemind.DHT):
         :param membership: the membership of a closed run; None if the run is open
         """
         self.uplink, self.membership = Uplink(), membership
+        maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
+        kwargs |= {name: add_quic(value) for name, value in maddrs.items() if value}
         self.tasks: set[asyncio.Task] = set()  # unfinished ones, in the DHT's process
         install()
         with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it

@@ -351,9 +351,11 @@ class Exchange:
                 numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
             async with asyncio.timeout(FETCH_TIMEOUT):
                 await self._serve_blocks(peer, blob, numbers, writer)
+                if not numbers:
+                    await reader.read(1)  # until the caller closes the stream (note 87)
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
-        """Send these blocks of a blob, each as soon as it is here, and the hashes before the first of them."""
+        """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
         hashes, has_begun, unknown_at = [], False, time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         while numbers:

@@ -8,8 +8,9 @@ import os
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
 from hivemind.dht import dht, node
-from hivemind.p2p import P2P, p2p_daemon
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
+from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
 
@@ -20,6 +21,9 @@ ENVIRONMENT = {
     "LIBP2P_TCP_REUSEPORT": "false",  # otherwise, two peers that dial each other at the same moment can fail (note 6)
     "GOMAXPROCS": "1",  # on more cores, p2pd often relays only 128 kB (note 48); one is enough for 0.5 GB/s
 }
+WHOLE, END_OF_STREAM = ".whole", "end of stream"  # the second name of a stream ends in the first; the last message
+ADD_STREAM_HANDLER, CALL_STREAM_HANDLER = P2P._add_protobuf_stream_handler, P2P.iterate_protobuf_handler
+REMOVE_HANDLER = P2P.remove_protobuf_handler
 
 
 class ResilientControlClient(p2pclient.ControlClient):
@@ -43,6 +47,50 @@ class CancellableStep(StepControl):
         return is_cancelled
 
 
+async def add_whole_stream_handler(self: P2P, name: str, handler, *args, **kwargs) -> None:
+    """Add a handler of streams, also by a name for callers that close the stream after a last message (note 87)."""
+
+    async def handle(requests, context):
+        try:
+            async for answer in handler(requests, context):
+                yield answer
+            yield RPCError(message=END_OF_STREAM)
+        except Exception as e:  # for the caller
+            yield RPCError(message=str(e))
+        await asyncio.sleep(60.0)  # hivemind cancels this when the caller closes the stream
+
+    await ADD_STREAM_HANDLER(self, name, handler, *args, **kwargs)
+    await ADD_STREAM_HANDLER(self, name + WHOLE, handle, *args, **kwargs)
+
+
+async def remove_stream_handler(self: P2P, name: str, **is_stream: bool) -> None:
+    """Remove a handler, and if it is one of streams, also its second name."""
+    await REMOVE_HANDLER(self, name, **is_stream)
+    if any(is_stream.values()):
+        await self.remove_binary_stream_handler(name + WHOLE)
+
+
+async def call_whole_stream_handler(self: P2P, peer_id, name: str, *args):
+    """Call a handler of streams, and return the iterator of its answers. Older peers know it by its plain name only."""
+    try:
+        return read_to_end(await CALL_STREAM_HANDLER(self, peer_id, name + WHOLE, *args))
+    except P2PDaemonError as e:
+        if "protocols not supported" not in str(e):
+            raise
+        return await CALL_STREAM_HANDLER(self, peer_id, name, *args)
+
+
+async def read_to_end(answers):
+    """Yield the answers before the last message, and close the stream."""
+    async with contextlib.aclosing(answers):
+        try:
+            async for answer in answers:
+                yield answer
+        except P2PHandlerError as e:
+            if not str(e).endswith(END_OF_STREAM):
+                raise
+
+
 def install() -> None:
     """Replace classes and settings of this process and its helpers; must be called before the first connection."""
     for name, value in ENVIRONMENT.items():
@@ -53,6 +101,8 @@ def install() -> None:
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
+    P2P._add_protobuf_stream_handler, P2P.remove_protobuf_handler = add_whole_stream_handler, remove_stream_handler
+    P2P.iterate_protobuf_handler = call_whole_stream_handler
     averager.StepControl = CancellableStep
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-import logging
 import math
 import time
 from functools import partial
@@ -18,20 +17,19 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
-from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
+from swarm.addresses import get_host_port, get_ip, get_peer_id, is_relayed
+from swarm.attestation import dial
 
-logger = logging.getLogger("reachability")
-
-# The request "dial me back". The timeout in seconds is per dial: a firewall that drops packets does not answer.
+# The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer.
 DIAL_BACK = "dial_back"
-DIAL_TIMEOUT = 3.0
+DIAL_TIMEOUT, DIAL_BACK_TIMEOUT = 3.0, 10.0
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"
 MEASURE_BYTES = 2**17
 MEASURE_TIME = 0.5  # seconds; no new batch of requests starts after this time
 MEASURE_REQUESTS = 8  # maximum number of concurrent requests
 MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower connection does not matter
-DEFAULT_BANDWIDTH, MIN_BANDWIDTH, MAX_BANDWIDTH = 100.0, 0.1, 1e5  # Mbit/s
+DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -40,7 +38,7 @@ REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 
 
 def find_ports(dht: hivemind.DHT) -> list[int]:
-    """Return the TCP ports in this peer's direct (not relayed) addresses."""
+    """Return the ports in this peer's direct (not relayed) addresses."""
     maddrs = [maddr for maddr in dht.get_visible_maddrs(latest=True) if not is_relayed(maddr)]
     return sorted({port for maddr in maddrs if (port := get_host_port(maddr)[2])})
 
@@ -53,16 +51,13 @@ def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list
     """
     answers = dht.run_coroutine(partial(ask_to_dial_back, initial_peers, find_ports(dht)))
     # A peer in the same network cannot test the path from outside.
-    outside = {ip: reached for ip, reached in answers if ipaddress.ip_address(ip).is_global}
-    answers = [(ip, reached) for ip, reached in answers if not outside or ip in outside]
-    if not answers:
-        return [], None
-    return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers)
+    answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).is_global] or answers
+    return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers) if answers else None
 
 
 async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     """Start to answer requests to dial back and to measure the bandwidth. Runs in the DHT process."""
-    dialling = asyncio.Semaphore(8)
+    dialling = asyncio.Semaphore(2)
 
     async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
         ports = [256 * high + low for high, low in zip(request.value[:8:2], request.value[1:8:2], strict=False)]
@@ -70,10 +65,10 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
         seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
         reached = False
         if seen_at and ports:
+            places = [f"/ip{seen_at[0].version}/{seen_at[0]}/tcp/{port}" for port in ports]
+            # A firewall lets in packets of QUIC from this peer's own port, to which the caller has sent some.
             async with dialling:
-                place = f"/ip{seen_at[0].version}/{seen_at[0]}/tcp"
-                dials = (diagnose_unreachable(f"{place}/{port}", DIAL_TIMEOUT) for port in ports)
-                reached = None in await asyncio.gather(*dials)
+                reached = await dial(context.remote_id, places, DIAL_TIMEOUT) is None
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
     async def receive_bytes(request: BytesValue, _: P2PContext) -> BytesValue:
@@ -98,11 +93,10 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
                 best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
                 requests = min(2 * requests, MEASURE_REQUESTS)
         except TimeoutError:
-            best = max(best, MIN_BANDWIDTH)
-        except REQUEST_ERRORS as e:
-            logger.debug(f"{peer_id} does not answer bandwidth tests ({e!r})")
-        if best:
-            return min(best, MAX_BANDWIDTH)
+            best = best or MIN_BANDWIDTH
+        except REQUEST_ERRORS:
+            continue
+        return best
     return None
 
 
@@ -118,7 +112,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
     request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
     try:
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
-        answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
+        answer = json.loads((await asyncio.wait_for(call, DIAL_BACK_TIMEOUT)).value)
         return str(ipaddress.ip_address(answer["seen_at"][0])), answer["reached"] is True
     except (*REQUEST_ERRORS, LookupError, TypeError):
         return None
@@ -135,12 +129,9 @@ async def ask_to_dial_back(
 
 async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> list[str]:
     """Return the multiaddrs whose peers have a direct connection with this one. Runs in the DHT process."""
-    direct = []
-    for maddr in maddrs:
-        if connections := await find_connections(node, peer_id := get_peer_id(maddr)):
-            # A multiaddr with only a peer id has no address of its own: IPFS resolved it.
-            direct.append(f"{connections[0]}/p2p/{peer_id}" if maddr.startswith("/p2p/") else maddr)
-    return direct
+    direct = {maddr: await find_connections(node, get_peer_id(maddr)) for maddr in maddrs}
+    # A multiaddr with only a peer id has no address of its own: IPFS resolved it.
+    return [f"{used[0]}{maddr}" if maddr.startswith("/p2p/") else maddr for maddr, used in direct.items() if used]
 
 
 async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> list[str]:
@@ -151,8 +142,7 @@ async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> li
 
 
 async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
-    """Return the bytes that this peer forwards per relayed connection, or 0 if it does not relay for us. Relays of
-    plain hivemind forward 128 kB. Then the connection breaks, and each round fails with it."""
+    """Return the bytes that this peer relays per connection, or 0. In hivemind 128 kB, then a round breaks."""
 
     async def request_reservation() -> float:
         _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
@@ -161,10 +151,8 @@ async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
             writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
             await read_pbmsg_safe(reader, answer)
         fields = read_fields(answer)
-        if fields.get(5) != 100:  # status OK
-            return 0
-        limit = read_fields(Empty.FromString(fields.get(4, b"")))
-        return limit.get(2) or math.inf  # a missing limit or 0 means unlimited
+        limit = read_fields(Empty.FromString(fields.get(4, b""))).get(2)
+        return (limit or math.inf) if fields.get(5) == 100 else 0  # status OK; a missing limit or 0 means unlimited
 
     try:
         return await asyncio.wait_for(request_reservation(), 5)

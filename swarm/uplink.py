@@ -24,12 +24,9 @@ logger = logging.getLogger("swarm")
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
 PAYLOAD_SHARE = 0.93
-# After a pause TCP begins with 15 kB and doubles that with each answer. Faster data would wait in a queue for seconds:
-# begin at a quarter of the rate, and double it in RAMP seconds.
-TCP_PAUSE, RAMP = 0.5, 0.15
 BURST = 0.002  # seconds ahead of its time that a message may go, because sleeping is not more precise
 ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
-ROUND_PAUSE = 0.5  # seconds after the last message of a round in which the round counts as in progress
+PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two looks at the uplink, with traffic and without
 PROBED_PEERS = 3  # peers pinged at each look; the fastest answer counts, because the others' uplinks may be full
@@ -41,7 +38,6 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
-PAUSED_POLL_INTERVAL = 0.05  # seconds between two tries to send while a long queue drains
 MIN_RATE = 1e4  # bytes/s
 
 MIN_RTT = 0.1  # seconds; shorter ones count as this
@@ -79,8 +75,10 @@ class RoundTimeouts:
         self.matchmaking = self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
         #: the end of a search for a group: the same for all peers, because the one that began first leads (note 82)
         self.group_search = 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
+        #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth
+        self.slow_round = 10 * self.round_seconds
         #: the end of a round, matchmaking included
-        self.averaging = self.fixed_averaging or max(30.0, 3 * self.round_seconds) + self.matchmaking
+        self.averaging = self.fixed_averaging or max(30.0, self.slow_round) + self.matchmaking
         #: the wait for a chunk of data until a peer is excluded, although it answers pings
         self.next_chunk = self.fixed_chunk or max(10.0, 4 * self.response, self.round_seconds / 2)
         #: the wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued
@@ -146,7 +144,7 @@ class Uplink:
         with self.lock:
             now, rate = time.monotonic(), self._rate.value
             if self._is_paused.value:
-                return -PAUSED_POLL_INTERVAL
+                return -0.05  # seconds until the next try
             if is_round:
                 self._round_at.value = now
             elif now < self._background_at.value:
@@ -154,13 +152,12 @@ class Uplink:
             self._sent.value += size
             if not rate:
                 return 0.0
-            if now > self._free_at.value + TCP_PAUSE:
+            if now > self._free_at.value + PAUSE:
                 self._began.value = now
             start = max(now, self._free_at.value)
-            rate *= min(1.0, 2 ** ((start - self._began.value) / RAMP - 2))
             self._free_at.value = start + size / rate
             if not is_round:
-                is_shared = now - self._round_at.value < ROUND_PAUSE
+                is_shared = now - self._round_at.value < PAUSE
                 pause = size / rate * (ROUND_SHARE if is_shared else 1)
                 self._background_at.value = max(self._background_at.value, now - pause) + pause
             return max(0.0, start - now - BURST)
@@ -251,9 +248,9 @@ class Uplink:
                     waits.append(seconds - shortest[peer])
             if has_traffic:
                 last_wait, wait = wait, min(waits, default=POLL_INTERVAL)
-                most = max(most, share)
-                if wait < STALL_DELAY or most < MIN_UTILIZATION:
-                    self.adjust(wait, last_wait, share)
+                queue, most = min(wait, last_wait), max(most, share)  # a lost packet makes one answer late
+                if queue < STALL_DELAY or most < MIN_UTILIZATION:
+                    self.adjust(queue, share)
                 else:
                     await self.drain(node, calm_sent, calm_at)
                     sent, looked, wait = self._sent.value, time.monotonic(), 0.0
@@ -264,15 +261,13 @@ class Uplink:
                 mbits = format_number(self.mbits)
                 logger.warning(f"sending at most {mbits} Mbit/s: the uplink carries less than `bandwidth`")
 
-    def adjust(self, wait: float, last_wait: float, share: float) -> None:
-        """Raise or lower the rate after a look, by the share of the rate that was used, and by the queueing delays at
-        this look and at the last one: the seconds that a ping took beyond the shortest one."""
+    def adjust(self, queue: float, share: float) -> None:
+        """Raise or lower the rate after a look, by the queueing delay, the seconds that the last pings took beyond the
+        shortest one, and by the share of the rate that was used."""
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
-        # the first queue grows quickly; later on, a delay that does not stay is not a queue
-        queue = wait if self._calm == math.inf else min(wait, last_wait)
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
             rate = LOWER * min(self._rates)  # it began some looks ago
             self._calm, self._settling = 0, RATE_COOLDOWN_LOOKS
@@ -286,8 +281,7 @@ class Uplink:
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
         """Send nothing until pings are answered again, and continue at the rate at which the queue has drained since
         these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
-        self._is_paused.value, held, received = True, time.monotonic(), self._received.value
-        answers = 0
+        self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
             while not answers and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow

@@ -99,11 +99,14 @@ class Net:
         for rule in rules:
             run("ip netns exec", namespace, "nft add", rule)
 
-    def host(self, name: str, nat: str | None = None, firewall: bool = False, **properties: float) -> str:
+    def host(
+        self, name: str, nat: str | None = None, firewall: bool = False, blocked: str = "", **properties: float
+    ) -> str:
         """Declare a host; returns its address.
 
         :param nat: name of the router that it stands behind; hosts of the same router share its link
         :param firewall: drop connections from outside
+        :param blocked: tcp or udp, to drop all packets of that protocol from outside
         :param properties: of the link: rtt_ms, up and down (Mbit/s), loss (share of packets), queue_ms
         """
         namespace = self.make_namespace(name)
@@ -132,13 +135,14 @@ class Net:
                 run("ip -n", command)
         else:
             ip = self.make_link(namespace, name, properties)
-        if firewall:
+        if firewall or blocked:
+            accepted = f"meta l4proto != {blocked}" if blocked else "ct state established,related"
             self.add_nft_rules(
                 namespace,
                 "table inet firewall",
                 "chain inet firewall in { type filter hook input priority 0 ; policy drop ; }",
                 "rule inet firewall in iif lo accept",
-                "rule inet firewall in ct state established,related accept",
+                f"rule inet firewall in {accepted} accept",
             )
         self.hosts[name] = dict(namespace=namespace, ip=ip, link=nat or name)
         return ip

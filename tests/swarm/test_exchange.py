@@ -229,7 +229,7 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
     streams = open_streams(stranger, one, most + 4)
     wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4)
     fetch(two, one.store.add(make_blocks()), one, one)
-    assert one._active == {("request", stranger.peer_id): most, ("request", None): most}
+    wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most})
 
 
 def test_stream_ends_without_reader(exchanges, monkeypatch):

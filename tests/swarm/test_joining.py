@@ -14,7 +14,7 @@ from processes import LOOPBACK, make_prefix, run_python
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
-from swarm.addresses import check_multiaddrs
+from swarm.addresses import add_quic, check_multiaddrs, get_host_port, list_shareable_maddrs
 from swarm.reachability import ask_to_dial_back
 from training.settings import announce_public_address
 
@@ -70,6 +70,15 @@ def test_address_without_a_port_is_one_line(maddr):
     check_multiaddrs("--announce_maddrs", ["/ip4/203.0.113.7/tcp/31337", "/ip6/::1/udp/31337/quic"])
     with pytest.raises(UserError, match="--announce_maddrs '.*' is not an address such as /ip4/203.0.113.1/tcp/31337 "):
         check_multiaddrs("--announce_maddrs", [maddr])
+
+
+def test_quic_is_added_at_tcp_ports():
+    local, public, own = "/ip4/127.0.0.1/tcp/1", "/ip4/203.0.113.7/tcp/2/p2p/A", "/dns4/a.org/udp/3/quic-v1"
+    quic = "/ip4/203.0.113.7/udp/2/quic-v1/p2p/A"
+    assert add_quic([local, public, "/p2p/B"]) == [local, public, "/p2p/B", quic]
+    assert add_quic([public, own]) == [public, own]
+    assert list_shareable_maddrs([local, quic, public, own]) == [own, public]
+    assert [get_host_port(maddr)[2] for maddr in (public, quic)] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,26 @@ STATUS_PORT = 8080
 # epochs long enough for a newcomer to see the others before it has stepped alone: at this pace, 2.4 s alone
 PACED_TRAINER = ("benchmarks/paced_trainer.py", 0.1)
 PAIR = {"--target_group_size": 2, "--target_batch_size": 384}
+# A peer that reports whether it has become a client, its addresses, and its connections to the initial peer.
+JOINER = """
+import json, sys, time
+from functools import partial
+from swarm.addresses import get_peer_id
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
+from swarm.processes import clean_end
+from swarm.reachability import find_connections
+
+async def find(dht, node):
+    return [await find_connections(node, get_peer_id(peer)) for peer in dht.initial_peers][:1]
+
+with clean_end():
+    _, prefix, port, *peers = sys.argv
+    swarm = Swarm.join(SwarmConfig(prefix, peers, [f"/ip4/0.0.0.0/tcp/{port}"], use_relay=False))
+    [used] = swarm.dht.run_coroutine(find) if peers else [[]]
+    print(json.dumps(dict(is_client=swarm.dht.client_mode, own=swarm.list_maddrs(), used=used)), flush=True)
+    time.sleep(3600)
+"""
 # each measures its line
 ON_NET = {name: value for name, value in TRAINER.items() if name != "--bandwidth"}
 
@@ -34,7 +54,7 @@ def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: 
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
     own |= {"--refresh_period": 0.5, "--status_port": STATUS_PORT}
     monitor = start_on(start, net, host, "monitor", "run_training_monitor.py", *flags(own))
-    address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)$").group(1)
+    address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)").group(1)
     monitor.wait_for("status page: ")
     assert address.startswith(f"/ip4/{net.ip(host)}/tcp/")  # not 127.0.0.1
     return monitor, address
@@ -76,6 +96,28 @@ def test_firewalled_peer_becomes_client_and_contributes(start, net, tmp_path, ti
     both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
     assert both
     assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+
+
+@pytest.mark.slow
+def test_blocked_transport_leaves_the_other(start, net):
+    """Peers dial QUIC first, and TCP if UDP is blocked; only a firewall for both makes a peer a client."""
+    net.host("server", rtt_ms=20)
+    net.host("open", rtt_ms=20)
+    net.host("no_udp", rtt_ms=20, blocked="udp")
+    net.host("no_tcp", rtt_ms=20, blocked="tcp")
+    net.host("walled", rtt_ms=20, firewall=True)
+    net.start()
+    prefix, port = make_prefix(), 31337
+    server = start_on(start, net, "server", "server", "-c", JOINER, prefix, port)
+    server.wait_for('"used"')
+    [address] = server.json_lines()[0]["own"]
+    assert address.startswith(f"/ip4/{net.ip('server')}/tcp/{port}/")
+    expected = {"open": (False, "udp"), "no_udp": (False, "tcp"), "no_tcp": (False, "udp"), "walled": (True, "udp")}
+    peers = {name: start_on(start, net, name, name, "-c", JOINER, prefix, 0, address) for name in expected}
+    for name, peer in peers.items():
+        peer.wait_for('"used"', 60)
+        [report] = peer.json_lines()
+        assert (report["is_client"], report["used"][0].split("/")[3]) == expected[name], peer.text
 
 
 @pytest.mark.slow

@@ -271,7 +271,6 @@ def test_streams_share_rate_and_rounds_have_priority(monkeypatch):
         monkeypatch.setattr("swarm.uplink.time", SimpleNamespace(monotonic=runner.get_loop().time))
         first, second, background = runner.run(run([True, True, False], 3.0))
         (alone,) = runner.run(run([False], 2.0))
-    # less what it begins with: a quarter of the rate, and the double of that twice
     assert first + second + background == pytest.approx(3.0 * 1e6, rel=0.15)
     assert first == pytest.approx(second, rel=0.1)
     assert background == pytest.approx((first + second + background) / 5, rel=0.25)
@@ -284,7 +283,7 @@ def test_queueing_delay_lowers_rate():
 
     def look(times: int, wait: float, share: float = 1.0) -> float:
         for _ in range(times):
-            uplink.adjust(wait, wait, share)
+            uplink.adjust(wait, share)
         return uplink.mbits
 
     uplink.set_bandwidth(100, is_fixed=False)
@@ -293,8 +292,6 @@ def test_queueing_delay_lowers_rate():
     assert lowered == pytest.approx(0.94 * 163 / 1.05**3, abs=1)  # it was too much some looks ago already
     assert look(1, 0.2) == lowered  # the same queue
     assert look(20, 0.2, share=0.1) == lowered  # somebody else's
-    uplink.adjust(wait=0.2, last_wait=0.0, share=1.0)  # gone at once
-    assert uplink.mbits == lowered
     assert lowered < look(10, 0.0) < 1.02 * lowered  # slowly at first
     assert look(35, 0.0) > 1.15 * lowered  # the line may have become faster
     uplink.set_bandwidth(10, is_fixed=True)
@@ -373,13 +370,13 @@ def test_timeouts_follow_measurements_unless_set():
     uplink.record_rtt(1.0)
     assert uplink.timeouts.response == pytest.approx(6.0) and uplink.timeouts.matchmaking == pytest.approx(25.0)
     uplink.expect_round(100.0)
-    assert uplink.timeouts.averaging == pytest.approx(300.0 + 25.0) and uplink.timeouts.next_chunk == pytest.approx(
+    assert uplink.timeouts.averaging == pytest.approx(1000.0 + 25.0) and uplink.timeouts.next_chunk == pytest.approx(
         50.0
     )
     uplink.expect_round(1e9)  # other peers' claims have a cap; the time of this peer's own bytes has none
-    assert uplink.timeouts.averaging == pytest.approx(3 * MAX_CLAIMED_ROUND + 25.0)
+    assert uplink.timeouts.averaging == pytest.approx(10 * MAX_CLAIMED_ROUND + 25.0)
     uplink.expect_round(1e9, own_seconds=250.0)
-    assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 25.0)
+    assert uplink.timeouts.averaging == pytest.approx(10 * 250.0 + 25.0)
     for _ in range(80):  # forgotten
         uplink.record_rtt(0.01)
         uplink.expect_round(1.0)

@@ -15,7 +15,7 @@ from swarms import TRAINER, flags, start_monitor
 import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
 from experiment.model import make_model
-from swarm.addresses import diagnose_unreachable
+from swarm.attestation import contact_initial_peers
 from swarm.config import AveragingConfig, make_config
 from swarm.uplink import Uplink
 from training.checks import check_disk, check_epoch_time, check_machine, check_step_time
@@ -71,14 +71,16 @@ def test_file_limit_is_raised_if_allowed():
 
 
 def test_preflight_explains_silent_peers():
+    async def diagnose(*places: str) -> list[str | None]:
+        contacts = (contact_initial_peers([f"{place}/p2p/{PEER}"], None) for place in places)
+        return [problem for _, problem in await asyncio.gather(*contacts)]
+
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        assert "is not a hivemind peer" in asyncio.run(
-            diagnose_unreachable(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
-        )
-    assert "nothing listens" in asyncio.run(diagnose_unreachable(f"/dns4/localhost/tcp/{port}/p2p/{PEER}"))
-    assert "does not resolve" in asyncio.run(diagnose_unreachable(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}"))
-    assert asyncio.run(diagnose_unreachable(f"/p2p/{PEER}")) is None
+        silent = f"/ip4/127.0.0.1/tcp/{port}"
+        reasons = asyncio.run(diagnose(silent, "/dns4/localhost/tcp/9", "/dns4/no.such.host.invalid/tcp/1", ""))
+    assert "is not a hivemind peer" in reasons[0] and "nothing listens on its port 9" in reasons[1]
+    assert "does not resolve" in reasons[2] and reasons[3] is None
 
 
 def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
