@@ -23,7 +23,7 @@ SECONDS = {
     "monitor": 45, "streaming": 45, "preflight": 40, "uplink": 40, "tokenize": 40, "families": 35, "hosting": 35,
     "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25, "membership": 25,
     "evaluation": 25, "page_client": 25, "new_experiment": 25, "chats": 20, "fetch": 20, "finetune": 20,
-    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 20, "aggregation": 15, "trainer": 15,
+    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 40, "aggregation": 15, "trainer": 15,
     "batches": 15, "arguments": 10, "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10,
     "trust": 10, "optimizer": 5, "joining": 5, "adapters": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
 }
