@@ -1,11 +1,15 @@
 #!/usr/bin/env python
-"""Fine-tune a trained model on a task, with several seeds: RussianSuperGLUE, RuCoLA, or your own.
+"""Fine-tune a trained model on a task, with several seeds: RussianSuperGLUE, RuCoLA, or any classification.
 
 The model of a run, and a model from the Hub or any folder, on the same task:
 
     python finetune_mlm.py -t terra --checkpoint outputs/trainer/model --data-dir . --batch-size 32 \\
         --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
     python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
+
+A tiny run on your own task on a CPU (experiment/tasks.py describes the file):
+
+    python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
 
 After each epoch it measures the validation data; the best epoch counts. It writes results.json to --output_dir, and the
 predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/ of the best seed. Running the same command
@@ -32,9 +36,14 @@ class FinetuneArguments(PrecisionArguments):
 
     task: str | None = flag(
         None,
-        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos; rucola; or an entry of your own in "
-        "TASKS of experiment/tasks.py.",
+        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos; or rucola.",
         aliases=["-t"],
+    )
+    task_file: str | None = flag(
+        None,
+        "Your own task instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
+        '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
+        "fields.",
     )
     checkpoint: str | None = flag(
         None, "Folder of a trained model, or a state.pth next to config.json and tokenizer/.", aliases=["-c"]
@@ -61,8 +70,8 @@ class FinetuneArguments(PrecisionArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.task:
-            raise UserError("give a --task, such as terra")
+        if (self.task is None) == (self.task_file is None):
+            raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
 
@@ -89,6 +98,7 @@ from experiment.tasks import (
     Task,
     format_predictions,
     load_examples,
+    load_task_file,
     predict_majority,
 )
 from models.build import find_longest_sequence
@@ -334,7 +344,10 @@ def tune(
 
 def describe_settings(args: FinetuneArguments) -> dict:
     """Return the settings that must match to add seeds to results."""
-    return {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
+    settings = {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
+    if args.task_file:
+        settings["task_file"] = json.loads(Path(args.task_file).read_text(encoding="utf-8"))
+    return settings
 
 
 def load_results(args: FinetuneArguments, file: Path) -> list[dict]:
@@ -394,9 +407,10 @@ def format_table(results: dict) -> str:
 def main(args: FinetuneArguments) -> None:
     """Tune a model with each seed, and write and print the results."""
     setup_logging("finetune")
-    if args.task not in TASKS:
-        raise UserError(f"--task {args.task} is unknown{suggest(args.task, TASKS)} (tasks: {', '.join(TASKS)})")
-    task = TASKS[args.task]
+    if args.task is not None and args.task not in TASKS:
+        known = f"tasks: {', '.join(TASKS)}; --task_file: your own"
+        raise UserError(f"--task {args.task} is unknown{suggest(args.task, TASKS)} ({known})")
+    task = load_task_file(args.task_file) if args.task_file else TASKS[args.task]
     if "train" not in task.files:
         raise UserError(
             f"{task.name} has no training data: tune for TERRa (-t terra), then python predict_on_lidirus.py -m FOLDER"

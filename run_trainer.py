@@ -72,7 +72,7 @@ def main(*groups) -> None:
 
     # swarm and optimizer
     if ranks.is_main:
-        saved_state, flags = prepare_start(groups, model, tokenizer, dataset, corpus), describe_shared(groups)
+        saved_state, flags = prepare_start(groups, model, tokenizer, corpus), describe_shared(groups)
         ranks.start_others(swarm_args, flags)
         page = open_page(swarm_args)
         # hivemind forks its helpers. This must precede any CUDA context and the data loader's workers (note 38).

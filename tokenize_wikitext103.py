@@ -16,7 +16,8 @@ mlm for BERT, RoBERTa and similar models; clm for GPT-2, Llama and similar model
 
     python tokenize_wikitext103.py --objective clm --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
 
-With --archive NAME.tar.gz it also packs both for volunteers to download. If both exist already, it only packs them.
+With --archive NAME.tar.gz it also packs both for volunteers to download (see text/fetch.py). If both exist already, it
+only packs them.
 
 It writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which describes
 it. Both appear complete or not at all. The result, including the tokenizer, depends only on the text and the flags, not
@@ -43,8 +44,8 @@ from common.console import UserError, edge
 from common.files import unfinished_folder
 from common.flags import FlagGroup, flag
 from common.signals import LAST_ACT
-from text.archives import check_archive, make_archive
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
+from text.hosting import check_archive, make_archive
 from text.instances import KINDS
 from text.tokenization import load_hub_splits, make_dataset, split_documents
 from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenizer

@@ -10,7 +10,9 @@ chapters. finetune_mlm.py tunes each model, and its twin with random weights and
 import argparse
 import csv
 import itertools
+import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,9 +20,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import finetune_mlm
-from experiment.tasks import TASKS, Task
-from finetune_mlm import FinetuneArguments
+from models import lean_albert  # noqa: F401  make_twin opens its models
 from text.documents import load_sentence_splitter, read_text, split_chapters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,8 +38,8 @@ def read_novels() -> list[list[list[str]]]:
     return novels
 
 
-def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -> None:
-    """Write the task's two CSV files."""
+def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -> Path:
+    """Write the task's two CSV files and the JSON file that describes it, and return the path of the latter."""
     generator = random.Random(seed)
     pairs = {"train": [], "validation": []}
     novels = read_novels()
@@ -63,6 +63,10 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
             writer = csv.writer(file)
             writer.writerow(("first", "second", "follows"))
             writer.writerows(rows[:size])
+    description = {"name": "follows", "train": "train.csv", "validation": "validation.csv", "text": "first"}
+    description |= {"text_pair": "second", "label": "follows", "labels": [0, 1], "metric": "accuracy", "head": "spans"}
+    (folder / "task.json").write_text(json.dumps(description, indent=2) + "\n")
+    return folder / "task.json"
 
 
 def make_twin(model: Path, folder: Path) -> None:
@@ -83,27 +87,18 @@ def main() -> None:
     parser.add_argument("--num_train_epochs", type=int, default=3)
     parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-4], help="one for each model")
     args = parser.parse_args()
-    write_task(args.output_dir / "follows", args.train_size, args.validation_size, seed=0)
-    files = {split: f"{split}.csv" for split in ("train", "validation")}
-    own = Task("follows", ("first", "second"), (0, 1), "spans", label_column="follows", files=files, hub="")
-    TASKS["follows"] = own
+    task = write_task(args.output_dir / "task", args.train_size, args.validation_size, seed=0)
     rates = args.learning_rates * len(args.models) if len(args.learning_rates) == 1 else args.learning_rates
     for number, (model, rate) in enumerate(zip(args.models, rates, strict=True)):
         twin = args.output_dir / f"twin{number}"
         make_twin(model, twin)
         for name, folder in (("pretrained", model), ("from scratch", twin)):
             print(f"\n{folder}, {name}:", flush=True)
-            flags = FinetuneArguments(
-                task="follows",
-                model_name=str(folder),
-                data_dir=str(args.output_dir),
-                output_dir=str(args.output_dir / f"{name.split()[-1]}{number}"),
-                num_seeds=args.num_seeds,
-                num_train_epochs=args.num_train_epochs,
-                batch_size=16,
-                learning_rate=rate,
-            )
-            finetune_mlm.main(flags)
+            command = [sys.executable, ROOT / "finetune_mlm.py", "--task_file", task, "--model-name", folder]
+            command += ["--num_seeds", args.num_seeds, "--num_train_epochs", args.num_train_epochs]
+            command += ["--batch-size", 16, "--learning_rate", rate]
+            command += ["--output_dir", args.output_dir / f"{name.split()[-1]}{number}"]
+            subprocess.run([str(word) for word in command], check=True)
 
 
 if __name__ == "__main__":

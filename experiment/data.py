@@ -14,10 +14,10 @@ from pathlib import Path
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.archives import FetchedDataset, fetch_data
 from text.batches import BatchLoader, IndexedBatches, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
+from text.fetch import FetchedDataset, fetch_data
 from text.instances import PAIRS, InstanceKind
 from text.stored import load_tokenized_dataset
 from text.streams import TrainingDataset, read_sources

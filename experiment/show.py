@@ -3,7 +3,7 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python -m experiment.show
 
-prints some batches as text, the mask rate and the share of padding. It takes a trainer's flags for data, such as
+prints some batches as text, and how many tokens are masked or padding. It takes a trainer's flags for data, such as
 --dataset_path, --tokenizer_path, --no_whole_word_mask and --max_sequence_length.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import math
 import shutil
 import signal
+import sys
 import textwrap
 from collections import Counter
 
@@ -22,7 +23,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(ModelArguments, DataArguments, description=__doc__)
 
 import numpy as np
-import torch
 
 from experiment.data import load_data, make_train_batches
 from experiment.model import find_objective
@@ -31,6 +31,34 @@ from text.collators import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
 BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
+
+
+def count_tokens(batch: dict, tokenizer) -> dict[str, int]:
+    """Count the tokens of a batch: all, padding, those of text, those to predict, and how these are masked."""
+    is_filled = batch["attention_mask"].numpy() == 1
+    ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
+    is_chosen = labels != IGNORED_LABEL
+    return {
+        "all": is_filled.size,
+        "padding": int((~is_filled).sum()),
+        "text": int((~np.isin(np.where(is_chosen, labels, ids), tokenizer.all_special_ids)).sum()),
+        "chosen": int(is_chosen.sum()),
+        "masked": int((is_chosen & (ids == tokenizer.mask_token_id)).sum()),
+        "kept": int((ids == labels).sum()),
+    }
+
+
+def describe(counts: Counter, rows: int, is_causal: bool) -> str:
+    """Return the statistics of the counted tokens as text."""
+    padding = f"{counts['padding'] / counts['all']:.1%} of the batches is padding"
+    if is_causal:
+        return f"{rows:,} sequences of {counts['all'] / rows:.0f} tokens; {padding}"
+    other = counts["chosen"] - counts["masked"] - counts["kept"]
+    fates = [count / max(1, counts["chosen"]) for count in (counts["masked"], other, counts["kept"])]
+    return (
+        f"{rows:,} sequences: mask rate {counts['chosen'] / max(1, counts['text']):.1%} of the tokens; of these "
+        f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} unchanged\n{padding}"
+    )
 
 
 def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
@@ -48,7 +76,7 @@ def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
 
 
 def main(model_args: ModelArguments, args: DataArguments) -> None:
-    """Print batches, their mask rate and their padding."""
+    """Print batches and their statistics."""
     objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
@@ -61,25 +89,23 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     print(f"Batches as the model sees them; {what}:")
     counts = Counter()
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
-        is_filled, labels = batch["attention_mask"].bool(), batch["labels"]
-        true_ids = torch.where(labels == IGNORED_LABEL, batch["input_ids"], labels)[is_filled]
-        counts["places"] += is_filled.numel()
-        counts["tokens"] += len(true_ids)
-        counts["text"] += int((~np.isin(true_ids, tokenizer.all_special_ids)).sum())
-        counts["labels"] += int((labels != IGNORED_LABEL).sum())
+        counts.update(count_tokens(batch, tokenizer))
         for row in range(SHOWN_ROWS if number <= SHOWN_BATCHES else 0):
-            ids, chosen = (batch[name][row][is_filled[row]].numpy() for name in ("input_ids", "labels"))
-            facts = f"{len(ids)} tokens, {is_filled.shape[1] - len(ids)} of padding"
+            length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
+            ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
+            facts = [f"{length} tokens, {width - length} of padding"]
             if "sentence_order_label" in batch:
-                facts += ", swapped" if batch["sentence_order_label"][row] else ", in order"
-            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {facts}")
-            text = tokenizer.decode(ids) if objective.is_causal else format_row(ids, chosen, tokenizer)
+                facts.append("swapped" if batch["sentence_order_label"][row] else "in order")
+            facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")
+            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {', '.join(facts)}")
+            text = tokenizer.decode(ids) if objective.is_causal else format_row(ids, labels, tokenizer)
             width = min(120, shutil.get_terminal_size().columns) - 4
             lines = textwrap.wrap(make_printable(" ".join(text.split())), width, break_on_hyphens=False)
-            print(textwrap.indent("\n".join(lines), "    "), flush=True)
-    rate = "" if objective.is_causal else f"mask rate {counts['labels'] / max(1, counts['text']):.1%} of the tokens; "
-    padding = 1 - counts["tokens"] / counts["places"]
-    print(f"\n{number * BATCH_SIZE:,} sequences: {rate}{padding:.1%} of the batches is padding")
+            text = textwrap.indent("\n".join(lines), "    ")
+            if sys.stdout.isatty():
+                text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")
+            print(text, flush=True)
+    print(f"\n{describe(counts, number * BATCH_SIZE, objective.is_causal)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Edit me: the tasks for fine-tuning. TASKS maps a name to its data, head and metric.
 
 They are those of RussianSuperGLUE (Shavrina et al., 2020, arXiv:2010.15925) and RuCoLA (Mikhailov et al., 2022,
-arXiv:2210.12814). For a classification of texts or pairs of your own, add an entry, see docs/finetuning.md. A record
-is a dictionary with the fields of the Hugging Face Hub's version, from any source.
+arXiv:2210.12814). `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
+record is a dictionary with the fields of the Hugging Face Hub's version, from any source.
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from common.console import UserError
+from common.console import UserError, first_line
 from common.hub import hub
 from text.documents import read_records
 
@@ -273,6 +273,7 @@ class Task:
     files: dict[str, str] = field(
         default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
     )
+    folder: Path | None = None  # of a task file; None: search for it
     address: str = "https://russiansuperglue.com/tasks/"
     hub: str = "RussianNLP/russian_super_glue"
 
@@ -341,16 +342,14 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     They come from the folder of the task's name in `data_dir`, or from the Hugging Face Hub. If data are missing or
     malformed, a UserError says so.
     """
-    folder = Path(data_dir, task.name)
+    folder = task.folder or Path(data_dir, task.name)
     if not folder.is_dir():
         records = load_from_hub(task, data_dir)
     else:
         # the unlabelled test texts are not needed to evaluate a model
-        records = {
-            split: read_file(task, folder / file)
-            for split, file in task.files.items()
-            if split != "test" or len(task.files) == 1 or (folder / file).exists()
-        }
+        is_optional = not task.folder and len(task.files) > 1 and not (folder / task.files["test"]).exists()
+        splits = [split for split in task.files if split != "test" or not is_optional]
+        records = {split: read_file(task, folder / task.files[split]) for split in splits}
     examples = {split: make_examples(task, found) for split, found in records.items()}
     if "in_domain" in examples:
         domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}
@@ -420,6 +419,56 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
         split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(found)]
         for split, found in records.items()
     }
+
+
+# ---------------------------------------------------------------- tasks of a user
+
+TASK_FILE_FIELDS = "name, train, validation, test, text, text_pair, label, labels, metric, id, head"
+
+
+def load_task_file(path: str | Path) -> Task:
+    """Return the task that a JSON file describes, a classification of texts or pairs.
+
+        {"name": "spam", "train": "train.csv", "validation": "dev.csv", "test": "test.csv", "text": "subject",
+         "text_pair": "body", "label": "is_spam", "labels": ["no", "yes"], "metric": "f1", "id": "number"}
+
+    The files are in the same folder and end in .csv, .tsv or .jsonl. `train`, `validation`, `text` and `label` are
+    required. Without `labels`, these are those of the training data; without `id`, it is the number of the record. The
+    head "spans" compares the averages of a pair's two texts, and needs fewer examples to learn their similarity. The
+    default head uses the first token, like BERT.
+    """
+    what = f"--task_file {path} is not the description of a task"
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        if unknown := facts.keys() - {*TASK_FILE_FIELDS.split(", ")}:
+            raise ValueError(f"unknown field {unknown.pop()}")
+        head, splits = facts.get("head", "classes"), {name: facts[name] for name in ("train", "validation")}
+        if head not in ("classes", "spans") or (head == "spans" and "text_pair" not in facts):
+            raise ValueError(f"the head {head} is not classes, or spans with a text_pair")
+        if not isinstance(facts.get("labels", []), list):
+            raise ValueError("labels is not a list")
+        task = Task(
+            facts.get("name", Path(path).stem).replace("/", "_"),  # part of file and folder names
+            tuple(facts[name] for name in ("text", "text_pair") if name in facts),
+            tuple(facts.get("labels", ())),
+            head,
+            METRICS[facts.get("metric", "accuracy")],
+            label_column=facts["label"],
+            id_column=facts.get("id", ""),
+            files=splits | ({"test": facts["test"]} if facts.get("test") else {}),
+            folder=Path(path).parent,
+            address=f"where {path} says",
+            hub="",
+        )
+        training_file = task.folder / task.files["train"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        reason = f"no {e}" if isinstance(e, KeyError) else first_line(e)
+        raise UserError(f"{what} ({reason}): the fields are {TASK_FILE_FIELDS}, see docs/finetuning.md") from e
+    if not task.labels:
+        records = [record for _, record in read_file(task, training_file) if isinstance(record, dict)]
+        labels = {record.get(task.label_column) for record in records} - {None, ""}
+        task = replace(task, labels=tuple(sorted(map(str, labels))))
+    return task
 
 
 # ---------------------------------------------------------------- submission

@@ -5,9 +5,9 @@ checked when it arrives. Each peer fetches all blobs of a round, and serves bloc
 
 - A block comes from the owner of its blob, or from a relay: another peer that fetches the same blob. All peers choose
   the same source, by the uplinks (`plan_loads`, `choose_source`). So a slow owner sends each block once, to the relay.
-- A source has to send all that it is asked for within a time that follows from the bytes and the uplinks. If it fails,
-  the blocks that lack come from the owner, and then from the other holders. Then this source is the last choice for
-  blobs of this owner, but not for other blobs: a false owner must not bring relays into disrepute.
+- A source has to send in time, which follows from the bytes and the uplinks. If it fails, the blocks that lack come
+  from the owner, and then from the other holders. Then this source is the last choice for blobs of this owner, but not
+  for other blobs: a false owner must not bring relays into disrepute.
 - A client accepts no connections, but serves its blobs over those that it has opened: by a message to each holder.
 
 A stream is a request and its answer: the blob's id, a count, and numbers of blocks; then the hashes and these blocks,
@@ -50,12 +50,12 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 # and one of them a share, so that it cannot take all.
 PERIOD, SHARE = 60.0, 4
 MAX_REQUESTS, MAX_MESSAGES = (64, 500), (8, 2000)
-MAX_COPIES = 2  # of a blob, for each peer in a period
+MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
 MAX_MESSAGE_BYTES = 2**17
 MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
-MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts
+MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 
-MIN_STALL, MAX_STALL = 4.0, 120.0  # seconds in which a source has to send all blocks of a request
+MIN_STALL, MAX_STALL = 6.0, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
 UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 3.0, 0.2  # seconds; others may have heard of a blob before this peer
@@ -203,8 +203,8 @@ class Download:
         return [peer for peer in sources if peer != own_id]
 
     def compute_timeout(self, source: PeerID) -> float:
-        """Return the seconds in which a source has to send its blocks: twice those in which it and the owner should
-        send all their copies of all blobs. A limit for each block would let a source drip them."""
+        """Return the seconds in which a source has to begin: twice those in which it and the owner should send all
+        their copies of all blobs."""
         peers = {self.owner, source} & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
@@ -449,9 +449,9 @@ class Exchange:
             async with asyncio.timeout(self.uplink.timeouts.request):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer, self._fetch_name)
             with abort_at_end(writer):
-                async with asyncio.timeout(download.compute_timeout(peer)):
+                async with asyncio.timeout(download.compute_timeout(peer)) as timeout:
                     writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
-                    await self._receive(download, {HASHES, *numbers}, reader)
+                    await self._receive(download, {HASHES, *numbers}, reader, timeout)
         except PEER_ERRORS as e:
             # a peer that does not have the blob closes the stream at once
             if not isinstance(e, EOFError) or time.monotonic() > start + MIN_STALL:
@@ -459,8 +459,10 @@ class Exchange:
             logger.debug(f"peer {peer} does not send blob {download.blob.hex()}: {e!r:.200}")
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
-    async def _receive(self, download: Download, wanted: set[int], reader: asyncio.StreamReader) -> None:
-        """Receive the hashes and these blocks, and store each."""
+    async def _receive(
+        self, download: Download, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
+    ) -> None:
+        """Receive the hashes and these blocks, and store each. It extends the timeout by what the block may take."""
         while wanted:
             number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
             expected = wanted & {HASHES} or wanted  # the hashes come first
@@ -468,6 +470,7 @@ class Exchange:
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
+            timeout.reschedule(timeout.when() + 8e-6 * size / MIN_MBITS)
             wanted.remove(number)
             await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)

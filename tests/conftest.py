@@ -4,14 +4,12 @@ import itertools
 import lzma
 import signal
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import netlab
 import processes
 import pytest
 import torch
-from filelock import FileLock
 from processes import ROOT, Script, run_python
 
 # next to other processes, two threads of a small product wait for each other longer than they work
@@ -25,7 +23,7 @@ SECONDS = {
     "monitor": 45, "streaming": 45, "preflight": 40, "uplink": 40, "tokenize": 40, "families": 35, "hosting": 35,
     "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25, "membership": 25,
     "evaluation": 25, "page_client": 25, "new_experiment": 25, "chats": 20, "fetch": 20, "finetune": 20,
-    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 20, "aggregation": 15, "trainer": 15,
+    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 40, "aggregation": 15, "trainer": 15,
     "batches": 15, "arguments": 10, "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10,
     "trust": 10, "optimizer": 5, "joining": 5, "adapters": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
 }
@@ -56,23 +54,18 @@ def claim(path: Path, folder: Path) -> bool:
     return True
 
 
-def pytest_collection(session):
-    """Collect nothing yet in a run that shares its files with others: it imports only those that it claims."""
-    return session.config.getoption("--claims") and True
-
-
 def pytest_runtestloop(session):
     """Run the files that no other run has claimed by the time when this one gets to them."""
-    folder, count = session.config.getoption("--claims"), 0
-    if folder is None:
+    folder, items = session.config.getoption("--claims"), {}
+    if folder is None or session.testsfailed or session.config.option.collectonly:
         return None  # pytest does as it always does
-    for path in sorted(Path(__file__).parent.rglob("test_*.py"), key=estimate_seconds, reverse=True):
+    for item in session.items:
+        items.setdefault(item.path, []).append(item)
+    for path in sorted(items, key=estimate_seconds, reverse=True):
         if claim(path, folder):
             # after a file, fixtures of the session remain: which file is next is not known yet
-            for item, following in itertools.pairwise([*session.perform_collect([str(path)]), session]):
+            for item, following in itertools.pairwise([*items[path], session]):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            count += session.testscollected
-    session.testscollected = count
     return True
 
 
@@ -101,50 +94,20 @@ def net():
 
 
 @pytest.fixture(scope="session")
-def make_once(request, tmp_path_factory):
-    """make_once(name, make) -> a folder that the first of the runs that share their files makes for all of them."""
-    root = request.config.getoption("--claims") or tmp_path_factory.getbasetemp()
-
-    def make_folder(name: str, make: Callable[[Path], None]) -> Path:
-        folder = root / name
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                folder.mkdir()
-                make(folder)
-        return folder
-
-    return make_folder
-
-
-def tokenize(folder: Path, files: Iterable[Path], *more: object) -> None:
-    """Make a dataset of sequences of 32 by the script that users run, with a vocabulary of 500."""
-    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32, *more]
-    run_python(*words, "--text_files", *files, *sum(name_data(folder).items(), ()), expect=0)
-
-
-def name_data(folder: Path) -> dict[str, Path]:
-    return {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-
-
-@pytest.fixture(scope="session")
-def tiny_data(make_once) -> dict[str, Path]:
-    """Flags that name a dataset of 300 kB of text."""
-
-    def make(folder: Path) -> None:
-        with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
-            text = sample.read(300_000)
-        for number, chapter in enumerate(text.split("CHAPTER")):
-            (folder / f"{number:03d}.txt").write_text(chapter, encoding="utf-8")
-        tokenize(folder, sorted(folder.glob("*.txt")))
-
-    return name_data(make_once("data", make))
-
-
-@pytest.fixture(scope="session")
-def text_data(tiny_data, make_once) -> dict[str, Path]:
-    """As tiny_data, the same text in full blocks for causal models."""
-    files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
-    return name_data(make_once("causal", lambda folder: tokenize(folder, files, "--objective", "clm")))
+def tiny_data(tmp_path_factory) -> dict[str, Path]:
+    """Flags that name a dataset of 300 kB of text in pieces of 500, made by the script that users run."""
+    folder = tmp_path_factory.mktemp("data")
+    with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
+        text = sample.read(300_000)
+    chapters = text.split("CHAPTER")
+    files = []
+    for number, chapter in enumerate(chapters):
+        files.append(folder / f"{number:03d}.txt")
+        files[-1].write_text(chapter, encoding="utf-8")
+    flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
+    run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0)
+    return flags
 
 
 @pytest.fixture(scope="session")
@@ -157,3 +120,14 @@ def toy_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("toy") / "model"
     toys.write_model(folder, texts)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
+    """As tiny_data, the same text in full blocks for causal models."""
+    folder = tmp_path_factory.mktemp("causal")
+    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
+    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
+    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
+    return paths

@@ -21,11 +21,10 @@ import types
 from pathlib import Path
 
 LIBRARIES = """
-datasets google.protobuf.wrappers_pb2 hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg
-matplotlib.figure numpy psutil pydantic.dataclasses pydantic.main rich safetensors.torch sklearn.metrics
-tokenizers.trainers torch torch.utils.flop_counter torch_optimizer transformers transformers.convert_slow_tokenizer
-transformers.modeling_utils transformers.models.albert.modeling_albert transformers.models.auto.modeling_auto
-transformers.models.auto.tokenization_auto transformers.models.gpt2.modeling_gpt2
+datasets hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg
+matplotlib.figure numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
+torch_optimizer transformers transformers.modeling_utils transformers.models.albert.modeling_albert
+transformers.models.auto.modeling_auto
 """
 
 

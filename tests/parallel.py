@@ -64,7 +64,7 @@ def main(count: int, flags: list[str]) -> int:
         sys.dont_write_bytecode, sys.pycache_prefix = False, f"{claims}/bytecode"
     for _ in range(count):
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        outputs[start_part(["-q", f"--claims={claims}", *flags], output)] = output
+        outputs[start_part([f"--claims={claims}", *flags], output)] = output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parts
     has_failed = False
     while outputs:

@@ -102,7 +102,7 @@ def test_invalid_flag_is_one_line(flags, words, monkeypatch):
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("script, number", [("run_trainer", 38), ("run_training_monitor", 30), ("finetune_mlm", 17)])
+@pytest.mark.parametrize("script, number", [("run_trainer", 38), ("run_training_monitor", 30), ("finetune_mlm", 18)])
 def test_help_lists_basic_flags_first(script, number, monkeypatch, capsys):
     texts, example = {}, "    python run_trainer.py --experiment_prefix my_albert \\\n        --fp16\n"
     groups = GROUPS[f"{script}.py"]

@@ -172,5 +172,5 @@ def test_flags_are_few():
         script: {item.name for group in groups for item in dataclasses.fields(group)}
         for script, groups in load_groups().items()
     }
-    assert len(set.union(*names.values())) <= 118
+    assert len(set.union(*names.values())) <= 120
     assert len(names["run_trainer.py"]) <= 85

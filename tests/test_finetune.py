@@ -32,7 +32,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import finetune_mlm
 import predict_on_lidirus
 from common.console import UserError
-from experiment.tasks import METRICS, TASKS, Task, load_examples
+from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
     FinetuneArguments,
     choose_length,
@@ -146,6 +146,28 @@ def test_finetune_learns_each_head(name, toy_model, tmp_path, capsys):
         assert sorted(load_file(tmp_path / "run" / "model" / "head.safetensors")) == ["bias", "weight"]
 
 
+def test_finetune_learns_custom_task(toy_model, tmp_path):
+    records = make_toy_pairs()
+    follows = ["yes" if record["label"] == "entailment" else "no" for record in records]
+    rows = [
+        {"number": 7 + i, "a": f"{record['premise']}, да", "b": record["hypothesis"], "follows": follows[i]}
+        for i, record in enumerate(records)
+    ]
+    for name, dialect in (("train.csv", "excel"), ("dev.tsv", "excel-tab")):
+        write_table(tmp_path / name, rows, dialect)
+    write_lines(tmp_path / "test.jsonl", [{name: row[name] for name in ("a", "b", "number")} for row in rows])
+    description = {"train": "train.csv", "validation": "dev.tsv", "test": "test.jsonl", "text": "a", "text_pair": "b"}
+    description |= {"name": "follows", "label": "follows", "metric": "mcc", "id": "number"}
+    (tmp_path / "my.json").write_text(json.dumps(description))
+    flags = ["--task_file", tmp_path / "my.json", "--checkpoint", toy_model, *QUICK, "--num_train_epochs", "20"]
+    run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
+    results = read_results(tmp_path / "run")
+    assert results["metric"] == "mcc" and results["mean"]["mcc"] >= 0.9
+    predicted = [json.loads(line) for line in (tmp_path / "run" / "follows.jsonl").read_text().splitlines()]
+    assert [row["idx"] for row in predicted] == [row["number"] for row in rows]
+    assert sum(row["label"] == right for row, right in zip(predicted, follows, strict=True)) >= 0.95 * 32
+
+
 def write_table(path: Path, rows: list[dict], dialect: str = "excel") -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), dialect=dialect)
@@ -154,18 +176,14 @@ def write_table(path: Path, rows: list[dict], dialect: str = "excel") -> None:
 
 
 def test_finetune_spans_average_each_text(toy_model, tmp_path):
-    """Of a task of the user's own."""
     records = make_toy_pairs()
     rows = [{"a": record["premise"], "b": record["hypothesis"], "c": i % 2} for i, record in enumerate(records)]
-    (tmp_path / "mine").mkdir()
-    write_table(tmp_path / "mine" / "a.csv", rows)
-    write_table(tmp_path / "mine" / "b.tsv", rows, "excel-tab")
-    files = {"train": "a.csv", "validation": "b.tsv"}
-    task = Task("mine", ("a", "b"), (0, 1), "spans", METRICS["mcc"], label_column="c", files=files, hub="")
-    pretrained = load_pretrained(FinetuneArguments(task="mine", checkpoint=str(toy_model)))
-    examples = load_examples(task, tmp_path)
-    assert [example.right for example in examples["validation"]] == [[row["c"]] for row in rows]
-    rows, _ = encode(examples["train"], pretrained, 64)
+    write_lines(tmp_path / "a.jsonl", rows)
+    description = {"train": "a.jsonl", "validation": "a.jsonl", "text": "a", "text_pair": "b", "label": "c"}
+    (tmp_path / "my.json").write_text(json.dumps(description | {"head": "spans"}))
+    task = load_task_file(tmp_path / "my.json")
+    pretrained = load_pretrained(FinetuneArguments(task_file="my.json", checkpoint=str(toy_model)))
+    rows, _ = encode(load_examples(task, ".")["train"], pretrained, 64)
     model = make_task_model(pretrained, task, dropout=0.1).eval()
     logits, _ = compute_logits(model, collate(rows[:4], task, pretrained.tokenizer, CPU))
     for number, record in enumerate(records[:4]):
@@ -468,10 +486,11 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["-t", "tera"], ["--task tera", "terra", "rucola"]),
-        ([], ["give a --task"]),
+        (["-t", "tera"], ["--task tera", "terra", "rucola", "--task_file"]),
         (["-t", "TERRa"], ["--task TERRa", "did you mean terra?"]),
         (["-t", "lidirus"], ["no training data", "-t terra", "predict_on_lidirus.py"]),
+        ([], ["--task or --task_file"]),
+        (["-t", "terra", "--task_file", "my.json"], ["--task or --task_file"]),
         (["-t", "terra", "--model-name", "x"], ["--checkpoint", "--model-name"]),
         (["-t", "terra", "--fp16"], ["--fp16", "CUDA", "--bf16"]),
         (["-t", "terra", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
@@ -479,6 +498,7 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
         (["-t", "terra", "--dropout", "1"], ["--dropout"]),
         (["-t", "terra", "--max_length", "4"], ["--max_length"]),
         (["-t", "terra", "--lr", "1"], ["--lr"]),
+        (["--task_file", "no/such.json"], ["--task_file no/such.json", "No such file"]),
         (["-t", "rucola"], ["no folder", "RuCoLA", "in_domain_train.csv", "https://github.com/RussianNLP/RuCoLA"]),
     ],
     ids=str,

@@ -110,6 +110,7 @@ GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in GUIDES}
 # whose parsers stand in their main(): here only the names of flags are looked for
 SIMPLE = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "demo.py", *ROOT.glob("benchmarks/*.py"))}
+SIMPLE["experiment.merge"] = ROOT / "experiment" / "merge.py"
 
 
 def find_commands(page: str) -> set[tuple[str, str]]:

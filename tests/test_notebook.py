@@ -19,7 +19,7 @@ from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
 from arguments import TRAINER_ARGS, parse_arguments
-from text.archives import make_archive
+from text.hosting import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [

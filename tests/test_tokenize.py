@@ -105,14 +105,6 @@ def test_sequences_keep_all_text_within_documents(written):
     assert sorted(found) == list(range(40))
 
 
-def test_tokenize_is_deterministic_across_processes(written, tmp_path):
-    flags = ("--text_files", written / "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
-    # the trainer of the tokenizer walks through hash tables whose order changes from run to run
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
-    for name in ("dataset", "tokenizer"):
-        assert read_files(tmp_path / name) == read_files(written / name)
-
-
 def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK_CHARACTERS", 10_000)
     flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
@@ -124,8 +116,7 @@ def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
 def test_tokenize_depends_on_seed(written, tmp_path):
     flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
     # the tokenizer's own folder as --tokenizer_path: a second dataset for it
-    paths = ("--dataset_path", tmp_path / "dataset", "--tokenizer_path", written / "tokenizer")
-    run_main(tokenize_wikitext103, *flags, "--seed", 7, *paths)
+    tokenize(tmp_path, *flags, "--seed", 7, "--tokenizer_path", written / "tokenizer")
     first, second = (f / "dataset" / "train" / "data-00000-of-00001.arrow" for f in (written, tmp_path))
     assert first.read_bytes() != second.read_bytes()
     load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(written / "tokenizer"))
@@ -138,7 +129,7 @@ def test_foreign_dataset_is_refused(written, tmp_path):
         load_tokenized_dataset(written / "dataset", load_tokenizer(tmp_path / "tokenizer"))
 
 
-@pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True)])
+@pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
 def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     lines = [line for line in novel if line.strip()][:1300]
     lines += [f"{line} — {RUSSIAN} ``Été'' naïve １２３ {number}" for number, line in enumerate(lines[:200])]
@@ -167,26 +158,20 @@ def test_sentence_ids_match_joined_text(written):
         assert sum(apart, []) == tokenizer(" ".join(sentences), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenize_file(folder: Path, written: Path) -> dict:
-    """Tokenize a.txt in a folder with the tokenizer of `written`, and return the splits."""
-    paths = ("--dataset_path", folder / "dataset", "--tokenizer_path", folder / "tokenizer")
-    flags = ("--text_files", folder / "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    run_main(tokenize_wikitext103, *flags, *paths)
-    return load_tokenized_dataset(folder / "dataset", load_tokenizer(folder / "tokenizer"))[0]
-
-
 def test_special_tokens_in_text_stay_text(written, tmp_path):
     (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 20)
-    dataset = tokenize_file(tmp_path, written)
+    tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
     for split in dataset.values():
         for ids in split["input_ids"]:
             assert (ids.count(2), ids.count(3), ids.count(4)) == (1, 2, 0)
 
 
-def test_single_document_validation_is_its_end(written, tmp_path, novel, capsys):
+def test_single_document_validation_is_its_end(written, tmp_path, novel):
     (tmp_path / "a.txt").write_text("\n".join(novel[:600]))
-    dataset = tokenize_file(tmp_path, written)
-    assert "one document: its last" in capsys.readouterr().out
+    result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    assert "one document: its last" in result.stdout
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
     assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
 
 
@@ -228,13 +213,28 @@ def test_blocks_drop_only_last_incomplete(blocks, written):
     assert texts == []
 
 
-# mlm has the tokenizer of the pairs above, and the blocks of clm
+TWICE = """
+import json, sys
+import tokenize_wikitext103
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["tokenize_wikitext103.py", *words]
+    tokenize_wikitext103.main()
+"""
+
+
+# mlm has the tokenizer of the pairs, and the blocks of clm
 @pytest.mark.parametrize("blocks", ["clm"], indirect=True)
-def test_blocks_are_deterministic_across_processes(blocks, tmp_path):
+def test_tokenize_is_deterministic_across_processes(blocks, written, tmp_path):
+    """Pairs and blocks; the trainer of a tokenizer walks through hash tables whose order changes from run to run."""
     _, folder, flags = blocks
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
-    for name in ("dataset", "tokenizer"):
-        assert read_files(tmp_path / name) == read_files(folder / name)
+    commands = []
+    for name, own in (("blocks", flags), ("pairs", [*flags[2:]])):
+        paths = ["--dataset_path", tmp_path / name / "dataset", "--tokenizer_path", tmp_path / name / "tokenizer"]
+        commands.append([str(word) for word in [*own, *paths, "--num_proc", 2]])
+    run_python("-c", TWICE, json.dumps(commands), cwd=ROOT, expect=0, env={"PYTHONHASHSEED": "1"})
+    for name, expected in (("blocks", folder), ("pairs", written)):
+        for part in ("dataset", "tokenizer"):
+            assert read_files(tmp_path / name / part) == read_files(expected / part)
 
 
 def test_dataset_of_other_objective_is_refused(blocks, written):
@@ -260,14 +260,16 @@ def test_tokenizer_without_mask_needs_clm(blocks, tmp_path):
 # ---------------------------------------------------------------- text that the trainer tokenizes itself
 
 
-def test_trainer_reuses_tokenized_text(written, tmp_path):
+@pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
+def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
     shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
     (tmp_path / "bert.json").write_text(json.dumps(shape))
     model = ModelArguments(str(tmp_path / "bert.json"), tokenizer_path=str(written / "tokenizer"))
     (tmp_path / "text").mkdir()
     text = (written / "documents.jsonl").read_text()
     (tmp_path / "text" / "train.jsonl").write_text(text)
-    options = {"train_file": str(tmp_path / "text" / "train.jsonl"), "max_sequence_length": 48}
+    where = str(tmp_path / "text") if source == "--dataset_name" else str(tmp_path / "text" / "train.jsonl")
+    options = {source[2:]: where, "max_sequence_length": 48}
 
     def load(number: int = 1, **changes):
         args = DataArguments(dataset_cache_dir=str(tmp_path / f"cache{number}"), **options | changes)
@@ -278,7 +280,7 @@ def test_trainer_reuses_tokenized_text(written, tmp_path):
     assert corpus["documents"] == {"train": 38, "validation": 2}
     made = list((tmp_path / "cache1").glob("text-*/corpus.json"))
     times = [path.stat().st_mtime_ns for path in made]
-    again, other = load()[1], load(2, train_file=None, dataset_name=str(tmp_path / "text"))[1]
+    again, other = load()[1], load(2)[1]
     assert [path.stat().st_mtime_ns for path in (tmp_path / "cache1").glob("text-*/corpus.json")] == times
     assert len(times) == 1
     for name in splits:
@@ -289,9 +291,10 @@ def test_trainer_reuses_tokenized_text(written, tmp_path):
     assert corpus["documents"] == {"train": 40, "validation": 1} and len(apart["train"]) > len(splits["train"])
     load(max_sequence_length=32)
     load(language="russian")
-    (tmp_path / "text" / "train.jsonl").write_text(text + "\n" + json.dumps({"text": "One more. And more."}))
-    load()
-    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 5
+    if source == "--train_file":
+        Path(where).write_text(text + "\n" + json.dumps({"text": "One more. And more."}))
+        load()
+    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 4 + (source == "--train_file")
 
 
 @pytest.mark.parametrize(

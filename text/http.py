@@ -59,9 +59,9 @@ async def download(url: str, partial: Path, patience: float) -> None:
     :raises HttpError: the file cannot be downloaded
     """
     delay, restarts, reason = FIRST_DELAY, 0, f"fewer than {LEAST_SPEED:,} bytes a second came"
+    client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
     try:
-        # one limit for all, because httpx's own timeouts restart at each byte
-        client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
+        # httpx's own timeouts restart at each byte
         async with asyncio.timeout(patience) as limit, client:
             with show_progress(f"fetching {partial.stem}", None) as bar:
                 while True:
@@ -74,32 +74,21 @@ async def download(url: str, partial: Path, patience: float) -> None:
                         if restarts > MOST_RESTARTS:
                             raise HttpError(f"{reason}: try again later") from e
                         continue
-                    except (httpx2.HTTPError, httpx2.InvalidURL) as e:
-                        reason, is_temporary = describe_failure(e)
-                        if not is_temporary:
-                            raise HttpError(reason) from e
+                    except httpx2.HTTPStatusError as e:
+                        reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
+                        if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
+                            raise HttpError(f"{reason}: check the address") from e
+                    except (httpx2.UnsupportedProtocol, httpx2.InvalidURL, ImportError, ValueError) as e:
+                        raise HttpError(f"{e}: check the address, and the proxy if there is one") from e
+                    except httpx2.HTTPError as e:
+                        reason = str(e) or type(e).__name__
+                        if "CERTIFICATE_VERIFY_FAILED" in reason:
+                            raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
                     logger.warning(f"{url}: {reason}; trying again in {delay:g} s")
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, LONGEST_DELAY)
     except TimeoutError as e:
         raise HttpError(f"{reason}; gave up") from e
-    except (ImportError, ValueError) as e:
-        raise HttpError(f"{e}: check the address, and the proxy if there is one") from e
-
-
-def describe_failure(error: Exception) -> tuple[str, bool]:
-    """Return the reason why an attempt failed, and whether another one may succeed."""
-    if isinstance(error, httpx2.HTTPStatusError):
-        answer = error.response
-        reason = f"answers {answer.status_code} {answer.reason_phrase}"
-        is_temporary = answer.is_server_error or answer.status_code in TEMPORARY_ANSWERS
-        return reason if is_temporary else f"{reason}: check the address", is_temporary
-    reason = str(error) or type(error).__name__
-    if "CERTIFICATE_VERIFY_FAILED" in reason:
-        return f"{reason}: its certificate or this machine's clock is wrong", False
-    if isinstance(error, httpx2.UnsupportedProtocol | httpx2.InvalidURL):
-        return f"{reason}: check the address, and the proxy if there is one", False
-    return reason, True
 
 
 async def receive(
@@ -109,7 +98,7 @@ async def receive(
     facts_file = partial.with_suffix(".part.json")
     facts = read_json(facts_file)  # what the server reported earlier
     begin = partial.stat().st_size if facts and partial.exists() else 0
-    if begin and begin == facts.get("size"):
+    if begin and begin == facts["size"]:
         return
     response = await request(client, url, {"Range": f"bytes={begin}-"} if begin else {})
     try:
@@ -119,8 +108,8 @@ async def receive(
         tag = response.headers.get("ETag", response.headers.get("Last-Modified"))
         if response.status_code == httpx2.codes.PARTIAL_CONTENT:
             place = response.headers.get("Content-Range", "")
-            total = f"/{facts['size']}" if facts.get("size") else ""
-            if tag != facts.get("tag") or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
+            total = f"/{facts['size']}" if facts["size"] else ""
+            if tag != facts["tag"] or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
                 raise ChangedError("has changed in the meantime")
         else:
             length = response.headers.get("Content-Length")
@@ -138,7 +127,7 @@ async def receive(
             if facts["size"] not in (None, file.tell()):
                 raise httpx2.RemoteProtocolError(f"the connection was cut after {file.tell():,} bytes")
     except OSError:
-        if facts.get("size") is None:  # the file may be endless
+        if facts["size"] is None:  # the file may be endless
             discard(partial)
         raise
     finally:

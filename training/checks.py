@@ -3,13 +3,11 @@
 import logging
 import math
 import os
-import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from text.shards import ShardedSplit
 
 from arguments import TrainerArguments
 from common.console import UserError, format_bytes, format_count, name_flags
@@ -104,7 +102,7 @@ def warn_of(checks: list[Check]) -> None:
             logger.warning(f"{check.what}: {check.message}; {check.hint}")
 
 
-def prepare_start(groups: tuple, model, tokenizer, dataset: dict, corpus: dict) -> Path | None:
+def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     """Check a trainer's needs before it joins, lock its folder, keep its identity there, and return the state to resume
     from, if any."""
     swarm, *_, data_args, args = groups
@@ -113,6 +111,4 @@ def prepare_start(groups: tuple, model, tokenizer, dataset: dict, corpus: dict) 
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
     saved_state = choose_state(args, model, swarm.experiment_prefix)
-    if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
-        dataset["train"].begin(secrets.randbits(32))
     return saved_state

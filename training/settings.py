@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import re
+import socket
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
@@ -160,14 +161,20 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
             f"--use_google_dns: {url} does not return this machine's address ({e}): pass --announce_maddrs "
             "/ip4/PUBLIC_IP/tcp/PORT instead"
         ) from e
-    announced = []
+    host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:
-        protocol, _, port = get_host_port(maddr)
-        if protocol == f"ip{ip.version}" and port:
+        protocol, host, port = get_host_port(maddr)
+        if protocol == f"ip{ip.version}" and port == 0:
+            # Choose a free port now: it must be known before the start to be announced.
+            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
+                port = free.getsockname()[1]
+            maddr = f"/{protocol}/{host}/tcp/{port}"
+        host_maddrs.append(maddr)
+        if protocol == f"ip{ip.version}":
             announced.append(f"/{protocol}/{ip}/tcp/{port}")
     if not announced:
         raise UserError(
-            f"--use_google_dns: the public address is {ip}: give --host_maddrs an IPv{ip.version} address and a port"
+            f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"
         )
     logger.info(f"announcing {' '.join(announced)}: this port must be open")
-    return dataclasses.replace(swarm, announce_maddrs=announced, use_google_dns=False)
+    return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)

@@ -298,7 +298,7 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
 def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkeypatch):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])
-    passes = 168 / size
+    passes = 328 / size
     command = ["run_trainer.py", *TRAINER, *sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out"]
     command += ["--experiment_prefix", make_prefix(), "--num_train_epochs", passes]
     computed = []
@@ -308,8 +308,8 @@ def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkey
         assert "passes over" in trainer.text
         computed.append(json.loads((tmp_path / "out" / "summary.json").read_text())["computed_samples"])
     # steps of 16 samples; a restart has nothing to do
-    assert computed == [176, 176]
-    assert (tmp_path / "out" / "checkpoint-2").is_dir() and (tmp_path / "out" / "model").is_dir()
+    assert computed == [336, 336]
+    assert (tmp_path / "out" / "checkpoint-5").is_dir() and (tmp_path / "out" / "model").is_dir()
     monkeypatch.setattr("sys.argv", [str(word) for word in [*command, "--streaming"]])
     with pytest.raises(UserError, match="--num_train_epochs: .* pass --max_steps instead"):
         parse_arguments(*TRAINER_ARGS)

@@ -1,8 +1,8 @@
 """experiment/tasks.py: each task's records in both schemas, metrics against hand-computed figures, files to hand in."""
 
 import io
+import json
 import math
-from dataclasses import replace
 
 import datasets
 import huggingface_hub
@@ -22,6 +22,7 @@ from experiment.tasks import (
     find_word,
     format_predictions,
     load_examples,
+    load_task_file,
     make_examples,
     predict_majority,
 )
@@ -258,26 +259,61 @@ def test_submission_nests_muserc_and_rucos():
     assert format_predictions(TASKS["rucola"], examples, [1, 0]) == ("RuCoLA.csv", "id,acceptable\n7,1\n9,0\n")
 
 
-# --- wrong data ------------------------------------------------------------------------------------------------------
+# --- a task of one's own ----------------------------------------------------------------------------------------------
+
+
+def describe(folder, **changes) -> str:
+    description = {"train": "a.jsonl", "validation": "b.jsonl", "text": "body", "label": "topic"} | changes
+    path = folder / "mine.json"
+    path.write_text(json.dumps({name: value for name, value in description.items() if value is not None}))
+    return str(path)
+
+
+def test_task_file_collects_labels(tmp_path):
+    records = [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}, {"body": "три", "topic": 3}]
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", records)
+    task = load_task_file(describe(tmp_path))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[0], [1], [2]]
+    task = load_task_file(describe(tmp_path, labels=[3, 2, 1]))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[2], [1], [0]]
+    write_lines(tmp_path / "a.jsonl", [{"body": "раз", "topic": True}, {"body": "два", "topic": 0}])
+    task = load_task_file(describe(tmp_path, validation="a.jsonl", labels=["no", "yes"]))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[1], [0]]
 
 
 @pytest.mark.parametrize(
-    "file, content, words",
+    "changes, words",
     [
-        ("train.jsonl", '{"premise": "раз", "label": "entailment"}\n', ["train.jsonl, line 1", "no hypothesis among"]),
-        ("train.jsonl", '{"premise": "раз"}\n{"premise": \n', ["train.jsonl, line 2 is not JSON: fix it; or get it"]),
-        ("train.jsonl", '["раз", 1]\n', ["train.jsonl, line 1"]),
-        ("train.csv", "premise,hypothesis,label\n", ["train data of TERRa is empty"]),
-        ("train.csv", "premise,hypothesis,label\nраз, два,и три,x\n", ["train.csv, line 2", "3 columns"]),
-        ("train.tsv", 'premise\tlabel\n"два" и три\t2\n', ["train.tsv cannot be read", "quotation marks"]),
+        ({"label": None}, ["no 'label'", "fields are name, train"]),
+        ({"trian": "a.jsonl"}, ["unknown field trian"]),
+        ({"metric": "bleu"}, ["bleu", "metric"]),
+        ({"labels": "yes"}, ["labels", "list"]),
+        ({"head": "spans"}, ["the head spans is not classes, or spans with a text_pair"]),
+        ({"text": 3}, ["a.jsonl, line 1"]),
+        ({"test": "gone.csv"}, ["gone.csv"]),
+        ({"label": "subject"}, ["without subject", "body, topic"]),
+        ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
+        ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
+        ({"text": "title"}, ["a.jsonl, line 1", "no title among body, topic"]),
+        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2 is not JSON: fix it; or get it from where"]),
+        ({"train": "list.jsonl"}, ["list.jsonl"]),
+        ({"train": "empty.csv"}, ["topic 1 is not one of"]),
+        ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
+        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
     ids=str,
 )
-def test_invalid_task_data_is_one_line(file, content, words, tmp_path):
-    (tmp_path / "TERRa").mkdir()
-    (tmp_path / "TERRa" / file).write_text(content)
+def test_invalid_task_file_is_one_line(changes, words, tmp_path):
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}])
+    (tmp_path / "broken.jsonl").write_text('{"body": "раз", "topic": 1}\n{"body": \n')
+    (tmp_path / "list.jsonl").write_text('["раз", 1]\n')
+    (tmp_path / "empty.csv").write_text("body,topic\n")
+    (tmp_path / "ragged.csv").write_text("body,topic\nраз, два и три,1\n")
+    (tmp_path / "ragged.tsv").write_text('body\ttopic\nраз\t1\n"два" и три\t2\n')
     with pytest.raises(UserError) as error:
-        load_examples(replace(TASKS["terra"], files={"train": file}), tmp_path)
+        load_examples(load_task_file(describe(tmp_path, **changes)), ".")
     [line] = str(error.value).splitlines()
     assert all(word in line for word in words), line
 

@@ -35,10 +35,14 @@ def test_show_prints_batches(tiny_data, capsys):
         run_main(show, *itertools.chain(*tiny_data.items()), *more, groups=(ModelArguments, DataArguments))
         shown[name] = capsys.readouterr().out
     for name, text in shown.items():
-        row = r"row \d of 4: (\d+) tokens, (\d+) of padding, .*\n((?: {4}.*\n)+)"
+        row = r"row \d of 4: (\d+) tokens, (\d+) of padding, .*, (\d+) to be predicted\n((?: {4}.*\n)+)"
         rows = re.findall(row, text)
         assert len(rows) == 6
         assert all(row.startswith("    [CLS] ") and row.endswith(" [SEP]\n") for *_, row in rows), rows
         assert all(int(length) <= (16 if name == "short" else 32) for length, *_ in rows)
-        rate = float(re.search(r"mask rate ([\d.]+)%", text)[1])
-        assert abs(rate - (30 if name == "pieces" else 15)) < 3 and "⟦" in text
+        assert [row.count("⟦") for *_, row in rows] == [int(count) for _, _, count, _ in rows]
+    percents = {name: [float(p) for p in re.findall(r"([\d.]+)%", text)] for name, text in shown.items()}
+    for name, rate in (("words", 15), ("pieces", 30), ("short", 15)):
+        expected = (rate, 80, 10, 10)
+        assert all(abs(p - e) < 3 for p, e in zip(percents[name], expected, strict=False)), percents[name]
+        assert sum(percents[name][1:4]) == pytest.approx(100, abs=0.2)

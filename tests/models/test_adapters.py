@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 
 import pytest
 import torch
 import transformers
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
 from swarms import TRAINER, choose_trainer, flags, history
 from tokenizers import Tokenizer, models
@@ -61,23 +60,24 @@ def test_lora_contract_names_base_and_rank(tmp_path):
     assert names == {"initial weights", "model shapes"}
 
 
-def test_merged_adapters_compute_the_same(tmp_path, monkeypatch):
+def test_merged_adapters_compute_the_same(tmp_path):
     model = make_model(ModelArguments(model_name_or_path=make_base(tmp_path / "base", 300), **LORA), 300).eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.1)
-    folder, merged, ids = tmp_path / "outputs" / "trainer" / "model", tmp_path / "merged", torch.arange(20)[None]
+    folder, merged, ids = tmp_path / "model", tmp_path / "merged", torch.arange(20)[None]
     write_weights(model, None, folder)
     make_tokenizer().save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    lines = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)[1]
-    exec(lines.replace("gpt2", str(tmp_path / "base")), {})
+    run_python("-m", "experiment.merge", folder, merged, expect=0)
     expected = model(input_ids=ids).logits
     assert not (merged / "adapter_config.json").exists()
     for each in (folder, merged):
         opened = transformers.AutoModelForCausalLM.from_pretrained(each).eval()
         torch.testing.assert_close(opened(ids).logits, expected)
+    again = run_python("-m", "experiment.merge", folder, merged, expect=2)
+    assert "exists already" in again.stderr
+    assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:

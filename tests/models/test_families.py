@@ -355,8 +355,17 @@ def test_missing_head_depends_on_seed():
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*CAUSAL, *MASKED[:-1], "albert", "lean_albert"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(pytest.param(name, marks=slow) for name in ("bert", "roberta", "distilbert", "modernbert", "fnet")),
+        *(pytest.param(name, marks=slow) for name in ("albert", "lean_albert", "llama")),
+    ],
+)
 def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers and an auxiliary peer that keeps their states."""
     data = text_data if name in CAUSAL else tiny_data

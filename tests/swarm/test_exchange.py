@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 import glob
 import os
+import struct
 import threading
 import time
+from collections import defaultdict
 
+import msgpack
 import pytest
 from hivemind.p2p import PeerID
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from processes import LOOPBACK, make_prefix
 
 from swarm.dht import DHT
@@ -25,6 +29,8 @@ from swarm.exchange import (
     choose_source,
     plan_loads,
 )
+from swarm.log import Genesis, Log, State, Timeouts
+from utils import RecordValidator, find_peer_id
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -63,9 +69,11 @@ def make_blocks() -> list[bytes]:
 
 
 def start_dht(*others, is_client: bool = False) -> DHT:
-    RSAPrivateKey._process_wide_key = None
+    RSAPrivateKey._process_wide_key = key = RSAPrivateKey()
     peers = [str(maddr) for dht in others for maddr in dht.get_visible_maddrs()]
-    return DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
+    dht = DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
+    dht.key = key
+    return dht
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +93,9 @@ def start(dhts, tmp_path):
     """Return a function that starts the exchange of a DHT; all its peers are participants."""
     prefix, started = make_prefix(), []
 
-    def start_exchange(dht: DHT, kind: type = Exchange) -> Exchange:
+    def start_exchange(dht: DHT, kind: type = Exchange, on_message=lambda _, message: b"0 " + message) -> Exchange:
         store = BlobStore(tmp_path / str(len(started)), 10**8)
-        answer = (b"%d " % len(started)).__add__
-        exchange = kind(
-            dht, prefix, store, NUM_BLOCKS, 2 * BLOCK_BYTES, check_block, lambda sender, message: answer(message)
-        )
+        exchange = kind(dht, prefix, store, NUM_BLOCKS, 2 * BLOCK_BYTES, check_block, on_message)
         started.append(exchange)
         for other in started:
             other.participants = frozenset(it.peer_id for it in started)
@@ -233,12 +238,12 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
 
 
 def test_stream_ends_without_reader(exchanges, monkeypatch):
-    """Otherwise each stream of a peer that does not read would keep a file open for good."""
+    """Otherwise each stream of a peer that does not read would keep a file open. The daemon holds up to 16 MB."""
     monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 2.0)
     server, _, client = exchanges
-    blob = server.store.add([os.urandom(10**6) for _ in range(NUM_BLOCKS)])
-    count = count_files()
-    streams = open_streams(client, server, 3, REQUEST.pack(blob, NUM_BLOCKS), bytes(range(NUM_BLOCKS)))
+    blob = server.store.add([os.urandom(5 * 10**6) for _ in range(NUM_BLOCKS)])
+    count, numbers = count_files(), struct.pack(f"<{NUM_BLOCKS}I", *range(NUM_BLOCKS))
+    streams = open_streams(client, server, 3, REQUEST.pack(blob, NUM_BLOCKS), numbers)
     assert len(streams) == 3 and count_files() >= count + 3
     wait_until(lambda: not server._active)
     wait_until(lambda: count_files() <= count + 3)  # those of the client
@@ -261,6 +266,90 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
     assert future.cancelled() and set(glob.glob("/tmp/hivemind-p2pclient*")) == sockets
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("exchange")]
     wait_until(lambda: count_files() <= count)
+
+
+class Identity:
+    """The key of a DHT, as the public interface of `swarm/log.py` needs it."""
+
+    def __init__(self, key: RSAPrivateKey):
+        self.key, public_key = key, RecordValidator(key).local_public_key
+        self.peer = find_peer_id(public_key)
+        self.keys = {self.peer: public_key}
+        self.sign, self.find_key = key.sign, self.keys.get
+
+    def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
+        return RSAPublicKey.from_bytes(self.keys[peer][len(b"[owner:") : -1]).verify(data, signature)
+
+    def add_key(self, peer: bytes, key: bytes) -> None:
+        if find_peer_id(key) == peer:
+            self.keys[peer] = key
+
+
+class LogPeer:
+    """A peer that keeps a log over its exchange; a client calls the others, which answer with their messages to it."""
+
+    def __init__(self, dht: DHT, start, state: State, client: bytes):
+        self.identity, self.lock, self.client = Identity(dht.key), threading.RLock(), client
+        self.heads, self.offered, self.outbox = [state.head], set(), defaultdict(list)
+        self.exchange = start(dht, on_message=self.answer)
+        timeouts = Timeouts(collect=5.0, longest=20.0, commit=5.0)
+        self.log = Log(state, self.identity, timeouts, self.exchange.store.has, get_dht_time())
+
+    def answer(self, sender: PeerID, message: bytes) -> bytes:
+        with self.lock:
+            self.receive(sender.to_bytes(), message)
+            return msgpack.packb(self.outbox.pop(sender.to_bytes(), []))
+
+    def receive(self, peer: bytes, message: bytes) -> None:
+        with self.lock:
+            for part in msgpack.unpackb(message):
+                self.perform(self.log.receive(get_dht_time(), peer, part))
+
+    def perform(self, actions: list) -> None:
+        for kind, content, peers in actions:
+            if kind == "send":
+                for peer in peers or {*self.log.head.voters} - {self.log.me}:
+                    self.outbox[peer].append(content)
+            elif kind == "fetch":
+                holders = {PeerID(peer): 20.0 for peer in self.log.head.voters if peer != self.client}
+                fetching = self.exchange.fetch(content.blob, PeerID(content.peer), holders, content.num_bytes)
+                fetching.add_done_callback(self.complete)
+            elif kind == "apply":
+                self.heads.append(content.hash)
+
+    def complete(self, _) -> None:
+        with self.lock:
+            self.perform(self.log.mark_complete(get_dht_time()))
+
+    def step(self) -> None:
+        with self.lock:
+            if self.heads[-1] not in self.offered:
+                self.offered.add(self.heads[-1])
+                size, accepts = NUM_BLOCKS * BLOCK_BYTES, self.log.me != self.client
+                blob = self.exchange.store.add(make_blocks())
+                values = bytes(32), 8, blob, size, accepts, 20.0
+                self.perform(self.log.add_offer(get_dht_time(), self.heads[-1], *values))
+            self.perform(self.log.tick(get_dht_time()))
+            peers = {*self.log.head.voters} - {self.log.me, self.client}
+            for peer in [it for it in peers if self.outbox[it] or self.log.me == self.client]:
+                sending = self.exchange.send(PeerID(peer), msgpack.packb(self.outbox.pop(peer, [])))
+                sending.add_done_callback(lambda done, peer=peer: done.exception() or self.receive(peer, done.result()))
+
+
+def test_logs_of_three_peers_agree(dhts, start):
+    """With real keys and blobs; the third peer is a client."""
+    ids = [dht.peer_id.to_bytes() for dht in dhts]
+    state = Genesis("run", 0, bytes(32), tuple(ids)).make_state()
+    peers = [LogPeer(dht, start, state, ids[2]) for dht in dhts]
+    end = time.monotonic() + 120
+    while min(len(peer.heads) for peer in peers) <= 10:
+        assert time.monotonic() < end
+        for peer in peers:
+            peer.step()
+        time.sleep(0.05)
+    assert peers[0].heads[:11] == peers[1].heads[:11] == peers[2].heads[:11]
+    commits = [entry.commit for entry in peers[0].log.list_entries(0)]
+    assert all(len(commit.offers) == 3 for commit in commits[:10])
 
 
 def test_store_keeps_newest_and_drops_damaged(tmp_path):

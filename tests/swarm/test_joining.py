@@ -53,11 +53,17 @@ def serve_text(text: str):
 
 def test_public_address_uses_listening_port():
     with serve_text("203.0.113.7\n") as url:
-        fixed = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:31337")), url)
-    assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]  # nothing is announced of IPv6
+        fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"]), url)
+        free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
+    assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
+    assert fixed.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
+    [announced] = free.announce_maddrs
+    listened = {protocol: port for protocol, _, port in map(get_host_port, free.host_maddrs)}
+    assert get_host_port(announced) == ("ip4", "203.0.113.7", listened["ip4"]) and listened["ip4"] > 0
+    assert listened["ip6"] == 0  # nothing is announced of it
 
 
-@pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1", "203.0.113.7"])
+@pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
 def test_unusable_public_address_is_one_line(text):
     with serve_text(text) as url, pytest.raises(UserError) as error:
         announce_public_address(SwarmArguments("run"), url)

@@ -61,7 +61,9 @@ def assert_steps_contain_updates(*peers) -> None:
         assert step == pytest.approx(-(update + 0.5 * momentum), rel=1e-3), epoch
 
 
-@pytest.mark.parametrize("flags", [(), ("--overlap",), ("--client_mode",)])
+@pytest.mark.parametrize(
+    "flags", [(), *(pytest.param(it, marks=pytest.mark.slow) for it in (("--overlap",), ("--client_mode",)))]
+)
 def test_peers_keep_same_bytes(start, flags):
     swarm = Peers(start, (), (), flags)
     swarm.wait(*swarm.all, more=5)
@@ -76,6 +78,7 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
+@pytest.mark.slow
 def test_killed_and_new_peer_leave_bytes_equal(start):
     swarm = Peers(start, (), (), ())
     one, two, three = swarm.all
@@ -89,6 +92,7 @@ def test_killed_and_new_peer_leave_bytes_equal(start):
     assert epochs(four)[last_epoch(four)]["total_samples"] > 0
 
 
+@pytest.mark.slow
 def test_frozen_peer_replays_commits(start):
     swarm = Peers(start, (), (), ())
     one, two, three = swarm.all
@@ -103,6 +107,7 @@ def test_frozen_peer_replays_commits(start):
     assert epochs(three)[last_epoch(three)]["traffic"][1] - received < 400_000  # a state has 800 kB
 
 
+@pytest.mark.slow
 def test_clients_commit_through_aux_peer(start):
     swarm = Peers(start)
     swarm.flags += ("--group_size", 3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.console import UserError
-from text import archives, http
+from text import fetch, http
 from text.stored import load_tokenized_dataset
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
@@ -89,7 +89,7 @@ def expect_line(words: str, url: str, cache: Path, patience: float = 0.4) -> lis
     """The fetch ends in one line with these words, soon. Returns what it has left in the cache, besides locks."""
     start = time.monotonic()
     with pytest.raises(UserError, match=words) as error:
-        archives.fetch(url, None, cache, patience)
+        fetch.fetch(url, None, cache, patience)
     assert str(error.value).isprintable()  # one line, and no escapes
     assert time.monotonic() - start < 20  # this machine may be busy
     return sorted("".join(path.suffixes) for path in cache.iterdir() if path.suffix != ".lock")
@@ -162,7 +162,7 @@ def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
             yield content[start : start + 2_000]
 
     with serve(answer) as url:
-        assert archives.fetch(url, None, cache, patience=0.5).is_dir()
+        assert fetch.fetch(url, None, cache, patience=0.5).is_dir()
 
 
 def test_fetch_stops_before_disk_full(cache, monkeypatch, tmp_path):
@@ -179,7 +179,7 @@ def test_fetch_stops_before_disk_full(cache, monkeypatch, tmp_path):
         assert ".unfinished" not in expect_line("no room for", str(tmp_path / "data.tar"), cache)
         monkeypatch.setattr(http, "KEEP_FREE", 0)
         expect_line("continues from 1.0 kB", url, cache, 0.1)
-        assert archives.fetch(url, None, cache).is_dir()
+        assert fetch.fetch(url, None, cache).is_dir()
 
 
 def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
@@ -198,7 +198,7 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
         return answer
 
     with serve(send_half(b'"1"', 1), send_half(b'"1"', 2)) as url:
-        assert archives.fetch(url, None, cache).is_dir()
+        assert fetch.fetch(url, None, cache).is_dir()
     # those of another server, whose connections are cut, give another one each
     with serve(*(send_half(b'"%d"' % number, 1) for number in range(9))) as url:
         assert expect_line("has changed in the meantime", url, cache / "other", 2) == []
@@ -208,7 +208,7 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
     make_tar(tmp_path / "data.tar", text)
     with pytest.raises(UserError, match="is not a dataset of"):
-        load_tokenized_dataset(archives.fetch_data(str(tmp_path / "data.tar"), None, cache).dataset, None)
+        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache).dataset, None)
 
 
 def test_unpack_endless_headers_are_refused(cache, tmp_path):

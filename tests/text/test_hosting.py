@@ -20,8 +20,8 @@ from arguments import ModelArguments
 from common.console import UserError
 from common.files import hash_file
 from experiment import data
-from text import archives, http
-from text.archives import check_archive, make_archive, pack
+from text import fetch, http
+from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
@@ -62,7 +62,7 @@ def left_in(cache: Path) -> list[str]:
 def expect_stop(words: str, *arguments) -> None:
     """fetch_data ends as for a user's error: one line with these words, exit code 2."""
     with pytest.raises(UserError) as error:
-        archives.fetch_data(*arguments)
+        fetch.fetch_data(*arguments)
     [line] = str(error.value).splitlines()
     assert words in line
 
@@ -88,7 +88,7 @@ def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, na
     source = f"{server.url}/{name}" if is_remote else str(hosted / name)
     sha256 = hash_file(hosted / name)
     for _ in range(2):
-        found = archives.fetch_data(source, sha256, cache)
+        found = fetch.fetch_data(source, sha256, cache)
     assert read_files(found.dataset) == read_files(tiny_data["--dataset_path"])
     assert read_files(found.tokenizer) == read_files(tiny_data["--tokenizer_path"])
     # the second call found it in the cache
@@ -104,7 +104,7 @@ def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, na
 
 def test_dataset_folder_is_left_unchanged(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
-    assert archives.fetch_data(str(folder), None, cache) == archives.FetchedDataset(folder)
+    assert fetch.fetch_data(str(folder), None, cache) == fetch.FetchedDataset(folder)
     assert not cache.exists()
     expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
@@ -126,7 +126,7 @@ def test_cut_download_resumes(server, hosted, cache, support):
     vars(server).update(attributes)
     has_all = attributes.get("has_ranges", True)
     server.cuts["/big.tar"] = [1_000_000, 1_000_000] if has_all or support == "no ranges" else [1_000_000]
-    archives.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
+    fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert [wanted for _, wanted in server.requests] == requests
     if has_all:
         assert server.count("big.tar") == (hosted / "big.tar").stat().st_size  # no byte twice
@@ -141,27 +141,27 @@ def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, chang
     server.cuts["/data.tar"] = [(hosted / first).stat().st_size - 1000]
     server.answers["/data.tar"] = [200, 404]
     with pytest.raises(UserError, match="404"):
-        archives.fetch(f"{server.url}/data.tar", None, cache)
+        fetch.fetch(f"{server.url}/data.tar", None, cache)
     (tmp_path / "data.tar").write_bytes((hosted / second).read_bytes())
     server.answers, server.version = {}, "2"
-    folder = archives.fetch(f"{server.url}/data.tar", None, cache)
-    archives.unpack(hosted / second, second, tmp_path / "expected")
+    folder = fetch.fetch(f"{server.url}/data.tar", None, cache)
+    fetch.unpack(hosted / second, second, tmp_path / "expected")
     assert read_files(folder) == read_files(tmp_path / "expected")
 
 
 def test_failing_server_is_retried_then_dropped(server, cache, caplog):
     server.answers["/tiny.tar.gz"] = [500, 429, 200]
-    assert archives.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
+    assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
     assert len(server.requests) == 3 and "answers 500" in caplog.text
     server.answers["/plain.tar"] = [503]
     start = time.monotonic()
     with pytest.raises(UserError, match="answers 503 .*gave up"):
-        archives.fetch(f"{server.url}/plain.tar", None, cache, patience=2)
+        fetch.fetch(f"{server.url}/plain.tar", None, cache, patience=2)
     assert time.monotonic() - start < 5
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(UserError, match="All connection attempts failed; gave up"):
-        archives.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
+        fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
 
 
 FAULTS = {
@@ -188,7 +188,7 @@ def test_wrong_or_cut_archive_is_refused(server, hosted, cache):
     server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
     expect_stop("damaged", url, None, cache)
     assert left_in(cache) == []
-    assert archives.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
+    assert fetch.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
 
 
 # ---------------------------------------------------------------- hostile archives
@@ -243,7 +243,7 @@ def test_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
         expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
         names = left_in(cache)
         subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
-        assert archives.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
+        assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
     # the download was kept, and went on
     assert all(".part" in name for name in names) and names
     again = [count for path, count in server.sent if path == "/big.tar"][1:]
@@ -254,7 +254,7 @@ def test_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
 
 FETCH = """
 import logging, sys
-from text.archives import fetch_data
+from text.fetch import fetch_data
 logging.basicConfig(level="INFO")
 print(fetch_data(*sys.argv[1:4]).dataset)
 """

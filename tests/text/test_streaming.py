@@ -305,7 +305,7 @@ def test_stream_batches_are_independent_of_workers(tokenizer, austen):
 def test_stream_restart_continues_after_last_batch(tokenizer, austen):
     """Nothing is lost and nothing repeated, at the begin, the end and in the midst of a pool, with other workers."""
     whole, _ = make_batches(tokenizer, austen, 80, keep_rows)
-    for count in (1, 37, 60):
+    for count in (1, 4, 37, 60):
         before, state = make_batches(tokenizer, austen, count, keep_rows, num_workers=2)
         state = json.loads(json.dumps(state))
         after, _ = make_batches(tokenizer, austen, 80 - count, keep_rows, seed=999, state=state)
@@ -461,14 +461,14 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     ]
     files = [tmp_path / "out" / name for name in ("stream.json", "stream_1.json")[:num_devices]]
     trainer = start("first", "run_trainer.py", *flags)
-    trainer.wait_for("epoch 2/", 90)
+    trainer.wait_for("epoch 4/", 90)
     trainer.kill()
     trainer.process.wait(10)
     befores = [json.loads(file.read_text()) for file in files]
     before = befores[0]
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
-    trainer.wait_for("epoch 4/", 90)
+    trainer.wait_for("epoch 6/", 90)
     trainer.interrupt()
     trainer.assert_clean_end()
     for file, before in zip(files, befores, strict=True):

@@ -1,0 +1,42 @@
+"""Merge trained adapters (--lora_r) into their base model, which then opens without peft.
+
+python -m experiment.merge outputs/trainer/model merged
+"""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from common.console import UserError, edge, setup_logging
+
+
+def merge(folder: Path, output_dir: Path) -> None:
+    """Write the model in `folder` to `output_dir`, with its adapters added to the weights, and the tokenizer."""
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} has no adapters: give a folder that a trainer with --lora_r has saved")
+    if output_dir.exists():
+        raise UserError(f"{output_dir} exists already: choose another folder")
+    import transformers
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model = kind.from_pretrained(folder, trust_remote_code=False)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    plain = kind(model.config)  # as `model` would save its adapters alone
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(output_dir)
+    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output_dir)
+    logging.getLogger("model").info(f"{model.num_parameters():,} parameters in {output_dir}")
+
+
+if __name__ == "__main__":
+    with edge():
+        setup_logging("merge")
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("folder", type=Path, help="Folder of a model with adapters, or a checkpoint.")
+        parser.add_argument("output_dir", type=Path, help="Folder to create.")
+        merge(**vars(parser.parse_args()))
