@@ -179,7 +179,7 @@ def parse_actual_id(error: Exception | None) -> str | None:
 
 
 async def dial(peer: PeerID, places: list[str], seconds: float) -> Exception | None:
-    """Connect to a peer with a separate libp2p client, and return the error if this fails."""
+    """Connect to a peer with a separate client, whose packets no firewall expects, and return the error if it fails."""
     async with open_client(None) as p2p:
         try:
             await connect(p2p, peer, places, seconds)
