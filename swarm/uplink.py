@@ -119,8 +119,7 @@ class Uplink:
     # --- rate
 
     def set_bandwidth(self, mbits: float, is_fixed: bool) -> None:
-        """Set the bandwidth of the uplink. If the user has fixed it, nothing is ever sent faster; a measured one may be
-        too low."""
+        """Set the bandwidth of the uplink. If the user has fixed it, nothing is ever sent faster."""
         self._rate.value = PAYLOAD_SHARE * mbits * 1e6 / 8
         self._limit.value = self._rate.value if is_fixed else math.inf
 
@@ -155,6 +154,7 @@ class Uplink:
             if now > self._free_at.value + PAUSE:
                 self._began.value = now
             start = max(now, self._free_at.value)
+            rate *= min(1.0, 2 ** ((start - self._began.value) / 0.15 - 2))  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
             if not is_round:
                 is_shared = now - self._round_at.value < PAUSE
