@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import os
 import re
 import shlex
 
@@ -92,7 +93,9 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         if page.get("client_mode") or not maddrs:
             raise ValueError("its peer accepts no connections: choose another peer")
     except (OSError, ValueError, RecursionError) as e:
-        reason = f"no answer within {VISIT_TIMEOUT:g} s" if isinstance(e, TimeoutError) else first_line(e)
+        # asyncio's text of a failed connection is a tuple of addresses
+        reason = os.strerror(e.errno) if isinstance(e, OSError) and e.errno else first_line(e)
+        reason = f"no answer within {VISIT_TIMEOUT:g} s" if isinstance(e, TimeoutError) else reason
         raise UserError(f"--initial_peers {address}: no status page to join by ({reason}); {cure}") from e
     return choose_maddrs(maddrs, ip)
 
