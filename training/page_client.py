@@ -94,7 +94,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
             raise ValueError("its peer accepts no connections: choose another peer")
     except (OSError, ValueError, RecursionError) as e:
         # asyncio's text of a failed connection is a tuple of addresses
-        reason = os.strerror(e.errno) if isinstance(e, OSError) and e.errno else first_line(e)
+        reason = os.strerror(e.errno) if isinstance(e, ConnectionError) and e.errno else first_line(e)
         reason = f"no answer within {VISIT_TIMEOUT:g} s" if isinstance(e, TimeoutError) else reason
         raise UserError(f"--initial_peers {address}: no status page to join by ({reason}); {cure}") from e
     return choose_maddrs(maddrs, ip)

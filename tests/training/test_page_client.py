@@ -93,7 +93,7 @@ def test_wrong_page_is_one_line(answer, hang_up, words):
 def test_unreachable_page_is_one_line():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-    cases = {f"127.0.0.1:{port}": "Connect call failed", "no.such.host.invalid:80": "known"}
+    cases = {f"127.0.0.1:{port}": "Connection refused", "no.such.host.invalid:80": "known"}
     malformed = ("127.0.0.1:99999", "127.0.0.1", "127.0.0.1:*", "http://a")
     for address, words in (cases | dict.fromkeys(malformed, "HOST:PORT")).items():
         with pytest.raises(UserError) as error:
