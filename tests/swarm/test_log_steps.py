@@ -24,7 +24,7 @@ class Peers:
         self.all.append(peer)
         return peer
 
-    def wait(self, *peers, more: int = 0, seconds: float = 60) -> int:
+    def wait(self, *peers, more: int = 0, seconds: float = 120) -> int:
         """Wait until all of these peers have made this number of epochs of local steps more, and return the last."""
         epoch = max(FROM, *(last_epoch(peer) for peer in peers)) + more
         wait_until(lambda: all(last_epoch(peer) >= epoch for peer in peers), seconds, f"epoch {epoch}")
@@ -113,7 +113,7 @@ def test_clients_commit_through_aux_peer(start):
     swarm.flags += ("--group_size", 3)
     aux = swarm.add("--auxiliary", "--step_seconds", 0.1)
     one, two = (swarm.add("--client_mode", "--others", 1) for _ in range(2))
-    swarm.wait(one, two, more=4, seconds=90)
+    swarm.wait(one, two, more=4)
     stop(one, two, aux)
     assert_same_bytes(one, two)
     assert {epochs(peer)[last_epoch(peer)]["averaged_with"] for peer in (one, two)} <= {1, 2}

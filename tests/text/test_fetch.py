@@ -85,7 +85,7 @@ def flood(*pieces: bytes) -> Callable:
     return answer
 
 
-def expect_line(words: str, url: str, cache: Path, patience: float = 0.4) -> list[str]:
+def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
     """The fetch ends in one line with these words, soon. Returns what it has left in the cache, besides locks."""
     start = time.monotonic()
     with pytest.raises(UserError, match=words) as error:
@@ -148,7 +148,7 @@ def test_hostile_server_is_dropped(cache, attack):
     answer, words, left = ATTACKS[attack]
     with serve(answer) as url:
         for _ in range(2):  # files that stay are neither the whole, nor continued with other bytes
-            patience = 1.5 if attack in ("one byte a connection", "shorter") else 0.4
+            patience = 1.5 if attack in ("one byte a connection", "shorter") else 1.0
             assert set(expect_line(words, url, cache, patience)) <= set(left)
 
 
