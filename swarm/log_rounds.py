@@ -8,20 +8,20 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 - Auxiliary peers are in the DHT's list of donors. They hold all blobs, and relay between clients.
 - Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
   more peers stays, or of two equal ones that with the smaller hash.
-- A peer without the log asks known contributors for the log's state after its own model's commit, and believes what
-  more than half of those that answer say.
+- A peer without the log asks known contributors for the log's state after its own model's commit. It accepts the answer
+  of more than half of those that reply.
 """
 
 import concurrent.futures
 import contextlib
 import logging
-import math
 import random
 import shutil
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,11 +31,14 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
+from common.files import write_file
 from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
 from swarm.log import Action, Log, Number, Offer, State, Status, Timeouts, decode, pack, unpack
+from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
+from swarm.state_server import RELAY, parse_epochs
 from utils import RecordValidator, find_peer_id
 
 logger = logging.getLogger("swarm")
@@ -50,7 +53,8 @@ RECENT = 30.0  # seconds for which the last message of a peer tells which log it
 MIN_STORE_BYTES = 2**26
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
-LINGER = 10.0  # seconds at the end, in which a peer serves its blobs to others that lack them
+# seconds at the end in which a peer serves its blobs to others that lack them; after a stop request
+LINGER, STOP_LINGER = 10.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class Envelope:
 
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model
-    mbits: Annotated[float, 0.0, 1e9]  # of its uplink
-    key: Annotated[bytes, 0, 600]  # the sender's public key, in its first call
-    request: Annotated[bytes, 0, 32]  # the commit after which the sender wants the log's state; empty for none
-    state: Annotated[bytes, 0, MAX_MESSAGE_BYTES]  # the requested one; empty if it is not known
-    messages: Annotated[tuple, 0, MAX_QUEUE, Annotated[bytes, 1, MAX_MESSAGE_BYTES]]
+    mbits: Annotated[float, 0.0, 1e9] = 0.0  # of its uplink
+    key: Annotated[bytes, 0, 600] = b""  # the sender's public key, in its first call
+    request: Annotated[bytes, 0, 32] = b""  # the commit after which the sender wants the log's state; empty for none
+    state: Annotated[bytes, 0, MAX_MESSAGE_BYTES] = b""  # the requested one; empty if it is not known
+    messages: Annotated[tuple, 0, MAX_QUEUE, Annotated[bytes, 1, MAX_MESSAGE_BYTES]] = ()
 
 
 class Identity:
@@ -98,7 +102,8 @@ class LogRounds:
     """A peer's log with its thread, its blobs and the peers that it talks to. All public methods are thread-safe.
 
     :param numbers: the swarm's parameters, for the sizes of blocks
-    :param folder: a folder for the blobs and for the log's memory, which belongs to this peer's key
+    :param folder: a folder for the blobs and for the log's memory, which belongs to this peer's key; default: a
+        temporary one, for a key that is not kept
     :param accepts_connections: whether other peers can call this one
     """
 
@@ -108,7 +113,7 @@ class LogRounds:
         tracker: PeerTracker,
         numbers: Numbers,
         codec: TopKCompression,
-        folder: Path,
+        folder: Path | None,
         accepts_connections: bool,
         is_auxiliary: bool,
     ):
@@ -122,6 +127,8 @@ class LogRounds:
         #: set if there are events for the training loop
         self.news = threading.Event()
         self._events: deque[tuple[str, object]] = deque()
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
+        folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
         self.store = BlobStore(folder / "blobs", max(MIN_STORE_BYTES, 4 * numbers.total))
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
@@ -220,7 +227,7 @@ class LogRounds:
         :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
             log
         """
-        question = pack(Envelope(b"", self.epoch, 0.0, b"", head, b"", ()))
+        question = pack(Envelope(b"", self.epoch, request=head))
         calls = [self.exchange.send(PeerID(peer), question) for peer in peers]
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []
@@ -240,18 +247,16 @@ class LogRounds:
             return log_id, unpack(State, state)
         return log_id, None
 
-    def leave(self, is_urgent: bool) -> None:
-        """Tell the others that this peer leaves, and serve what they lack for the last commit.
-
-        :param is_urgent: whether not to wait for others
-        """
-        if self.log is None:
+    def leave(self) -> None:
+        """Tell the others, once, that this peer leaves, and serve the updates that they lack for the last commit."""
+        if self.log is None or self.log.is_leaving:
             return
         with self._lock:
             self._perform(self.log.leave(get_dht_time()))
-        self._wake.set()
-        deadline = time.monotonic() + (LINGER / 5 if is_urgent else LINGER)
-        while time.monotonic() < deadline and not self._is_served():
+        started = time.monotonic()
+        while time.monotonic() < started + (STOP_LINGER if STOP_REQUESTED.is_set() else LINGER):
+            if self._is_served():
+                return
             time.sleep(TICK / 5)
 
     def _is_served(self) -> bool:
@@ -268,6 +273,8 @@ class LogRounds:
         self._thread.join()
         self.exchange.shutdown()
         shutil.rmtree(self.store.folder, ignore_errors=True)
+        if self._temporary:
+            self._temporary.cleanup()
 
     # --- the thread
 
@@ -287,30 +294,29 @@ class LogRounds:
                     members = self._list_members()
                     self.exchange.participants = frozenset(map(PeerID, members))
                     self._perform(self.log.tick(get_dht_time()))
-                    self._compare_logs(members)
+                    self._compare_logs()
                 self._poll()
                 self._send()
 
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
+        is_saved = True
         for kind, content, peers in actions:
-            if kind == "send":
+            if kind == "send" and is_saved:  # a vote that is not on disk must not be sent
                 for peer in peers or self._list_members():
                     self._outbox[peer].append(content)
             elif kind == "save":
-                unfinished = self._memory_file.with_suffix(".unfinished")
-                try:
-                    unfinished.write_bytes(content)
-                    unfinished.rename(self._memory_file)
-                except OSError as e:  # a vote that is not on disk must not be sent
-                    logger.warning(f"{self._memory_file} cannot be written ({e.strerror}): this peer does not vote")
-                    break
+                is_saved = self._save(content)
             elif kind == "fetch":
                 self._fetch(content)
-            elif kind != "append":
+            elif kind in ("apply", "return", "fork"):
                 self._events.append((kind, content))
                 self.news.set()
         self._wake.set()
+
+    def _save(self, memory: bytes) -> bool:
+        """Write the log's memory to disk, and return whether that succeeded."""
+        return write_file(self._memory_file, lambda file: file.write(memory))
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages."""
@@ -322,10 +328,8 @@ class LogRounds:
         if self._search is not None and self._search.done():
             done, self._search = self._search, None
             entry = None if done.cancelled() or done.exception() else done.result()
-            values = entry.value if entry is not None and isinstance(entry.value, dict) else {}
-            found = sorted(peer for peer, item in values.items() if getattr(item, "value", None) == math.inf)
-            found = [peer for peer in found if peer != self.identity.peer][:MAX_HELPERS]
-            self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found}
+            found = sorted(peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY)
+            self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
         elif self._search is None and time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + HELPERS_INTERVAL
             key = f"{self.tracker.prefix}_state_averager.all_averagers"
@@ -336,13 +340,15 @@ class LogRounds:
         return not (record.client_mode if record else peer in self.log.head.clients)
 
     def _send(self) -> None:
-        """Call each peer for which there are messages, unless its last answer is awaited."""
+        """Call each member for which there are messages, unless its last answer is awaited. Other peers have got theirs
+        in the answer to a call."""
+        members = self._list_members()
+        for peer in self._outbox.keys() - members:
+            del self._outbox[peer]
+        self._has_key &= members
         for peer, queue in self._outbox.items():
             if queue and peer not in self._called and self._can_call(peer):
                 self._call(peer)
-        self._outbox = defaultdict(
-            self._outbox.default_factory, {peer: queue for peer, queue in self._outbox.items() if queue}
-        )
 
     def _call(self, peer: bytes) -> None:
         self._called.add(peer)
@@ -372,7 +378,7 @@ class LogRounds:
         key = b"" if peer in self._has_key else self.identity.public_keys[self.identity.peer]
         self._has_key.add(peer)
         mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
-        return Envelope(self.log_id, self.epoch, mbits, key, b"", b"", self._take_messages(peer))
+        return Envelope(self.log_id, self.epoch, mbits, key, messages=self._take_messages(peer))
 
     def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
         """Take the answer of a peer, or the end of the download of an offer's blob."""
@@ -399,9 +405,7 @@ class LogRounds:
         if peer in self.helpers:
             self.helpers[peer] = envelope.mbits
             if envelope.request and self.log is not None:  # it cannot call this peer
-                state = self._describe(envelope.request)
-                answer = Envelope(self.log_id, self.epoch, 0.0, b"", b"", state, ())
-                self.exchange.send(PeerID(peer), pack(answer))
+                self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state:
             self.offered = envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
@@ -426,18 +430,18 @@ class LogRounds:
         envelope, peer = unpack(Envelope, message), sender.to_bytes()
         with self._lock:
             if envelope.request:
-                return pack(Envelope(self.log_id, self.epoch, 0.0, b"", b"", self._describe(envelope.request), ()))
+                return self._answer_request(envelope.request)
             self._read(peer, envelope)
             if self.log is None and envelope.log and not envelope.state:
-                return pack(Envelope(b"", self.epoch, 0.0, b"", NEWEST, b"", ()))
+                return pack(Envelope(b"", self.epoch, request=NEWEST))
             return pack(self._make_envelope(peer))
 
-    def _describe(self, head: bytes) -> bytes:
-        """Return the log's state after a commit, or nothing if it is not here."""
-        if self.log is None:
-            return b""
-        entry = self.log.list_path().get(self.log.head.head if head == NEWEST else head)
-        return pack(entry.state) if entry else b""
+    def _answer_request(self, head: bytes) -> bytes:
+        """Return the answer to a peer that wants the log's state after a commit."""
+        entry = None
+        if self.log is not None:
+            entry = self.log.list_path().get(self.log.head.head if head == NEWEST else head)
+        return pack(Envelope(self.log_id, self.epoch, state=pack(entry.state) if entry else b""))
 
     def _fetch(self, offer: Offer) -> None:
         """Fetch the blob of an offer, with all peers that have made offers lately as possible sources."""
@@ -461,7 +465,7 @@ class LogRounds:
         transfer = self.dht.uplink.compute_transfer_timeout(peers * num_bytes) / 3
         return Timeouts(times.matchmaking + transfer, 3 * times.matchmaking + transfer, times.request + transfer)
 
-    def _compare_logs(self, members: Collection[bytes]) -> None:
+    def _compare_logs(self) -> None:
         """Tell the training loop if more peers have another log."""
         oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
         logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)

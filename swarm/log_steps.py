@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from swarm.log import Commit, Genesis, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
+from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("swarm")
@@ -65,7 +67,7 @@ class LogSteps:
     :param overlap: whether the loop continues with local steps while a commit is on its way
     """
 
-    def __init__(self, optimizer, codec: TopKCompression, folder: Path, overlap: bool):
+    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None, overlap: bool):
         self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
@@ -175,7 +177,8 @@ class LogSteps:
         found = self.rounds.find(peers, self.head) if peers else None
         self.exists = found is not None
         if found is None:
-            self.optimizer.begin_epoch()
+            if self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
+                self.optimizer.begin_epoch()
             return False
         log_id, state = found
         if self.optimizer.is_auxiliary:  # it has no model
@@ -290,20 +293,21 @@ class LogSteps:
         while self.head == head and self.is_open and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             self.rounds.news.wait(0.1)
             self.follow()
-            if time.monotonic() > announced + 3.0:
+            if time.monotonic() > announced + ANNOUNCE_INTERVAL:
                 announced = time.monotonic()
                 self.tracker.announce()
 
     def _apply(self, commit: Commit) -> None:
         """Make the outer step of a commit."""
         optimizer, averager = self.optimizer, self.averager
-        digests = [it.digest for it in commit.offers if it.base == commit.parent]
-        own = {it.digest for it in self.offers.values() if it.base == commit.parent}
-        for digest in own:
-            if 2 * digests.count(digest) < len(digests) and 2 * max(map(digests.count, digests)) > len(digests):
-                logger.warning("this peer's state differs from that of most others: loading theirs")
-                self._load_later_state()
-                return
+        if self._differs_from_most(commit):
+            logger.warning("this peer's state differs from that of most others: loading theirs")
+            self._load_later_state()
+            return
+        if not all(self.rounds.store.has(it.blob) for it in commit.offers):
+            logger.warning("updates of a commit are no longer on disk: loading the swarm's state")
+            self._load_later_state()
+            return
         counted = [it for it in commit.offers if it.blob in self.offers]
         samples = sum(self.offers.pop(it.blob).samples for it in counted)
         owners = {it.peer for it in commit.offers}
@@ -318,6 +322,15 @@ class LogSteps:
         optimizer.stats.last_group = frozenset(others)
         optimizer.begin_epoch()
         self.tracker.record_round(others, None)
+
+    def _differs_from_most(self, commit: Commit) -> bool:
+        """Return whether more than half of a commit's offers name another digest of the state than that of this peer."""
+        own = [it.digest for it in self.offers.values() if it.base == commit.parent]
+        digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
+        if not own or not digests:
+            return False
+        digest, count = digests.most_common(1)[0]
+        return digest != own[0] and 2 * count > digests.total()
 
     @contextlib.contextmanager
     def _outer_step(self, commit: Commit) -> Iterator[None]:
@@ -335,7 +348,7 @@ class LogSteps:
 
     def leave(self) -> None:
         """Leave the log once the others have what they need."""
-        self.rounds.leave(is_urgent=STOP_REQUESTED.is_set())
+        self.rounds.leave()
 
     def shutdown(self) -> None:
         """Stop the thread."""

@@ -6,7 +6,6 @@
 import copy
 import dataclasses
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -127,7 +126,6 @@ class CollaborativeOptimizer:
         self.sync = StateSync(self.tracker, self.state_averager)
         self.log_steps: LogSteps | None = None
         if codec:
-            folder = folder or Path(tempfile.mkdtemp(prefix="log-"))
             self.log_steps = LogSteps(self, codec, folder, averaging.overlap)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages

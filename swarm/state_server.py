@@ -113,6 +113,19 @@ def parse_request(data: bytes) -> StateRequest | None:
     return request if all(type(number) is int for number in request.blocks) else None
 
 
+def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes, float]:
+    """Return the epochs of the states that peers declare in a record of the DHT, without this peer's."""
+    declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
+    return {
+        peer: float(info.value)
+        for peer, info in declared
+        if isinstance(info, ValueWithExpiration)
+        and isinstance(info.value, (int, float))
+        and info.value >= 0  # no NaN
+        and peer != own_id
+    }
+
+
 class StateSnapshot:
     """A copy of a state, or of one step's gradients, that a donor keeps while peers download it."""
 
@@ -213,15 +226,7 @@ class StateServer(VerifyingAverager):
     async def fetch_epochs(self, key: str) -> dict[PeerID, float]:
         """Return the epochs of the states that other peers declare under this key; runs in the averager's process."""
         entry = await self.dht.get(f"{self.prefix}.{key}", latest=True, return_future=True)
-        declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
-        return {
-            PeerID(peer): float(info.value)
-            for peer, info in declared
-            if isinstance(info, ValueWithExpiration)
-            and isinstance(info.value, (int, float))
-            and info.value >= 0  # no NaN
-            and peer != self.peer_id.to_bytes()
-        }
+        return {PeerID(peer): epoch for peer, epoch in parse_epochs(entry, self.peer_id.to_bytes()).items()}
 
     async def request_state(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Send a request to a peer, or to a client's relay, and yield the messages of the answer."""
