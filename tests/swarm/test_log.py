@@ -292,7 +292,7 @@ def test_emergency_commit_names_absent_and_gives_way():
 
 
 def test_voter_without_votes_counts_as_absent():
-    """It sends messages, and would hinder the others for good; without an offer, nobody has to vote."""
+    """The peer sends messages, and would stop the others for good. Without an offer, no peer has to vote."""
     log = make_log(4)
     log.timeouts = TIMEOUTS._replace(emergency=60.0)
     assert not log.tick(1e6 + 500) or log.find_absent() == ()

@@ -204,7 +204,7 @@ def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
         stream = stream_documents([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
         documents = take_documents(stream, 20_000)
     counts = Counter(index for index, _ in documents)
-    # what four requests bring
+    # the data of four requests
     assert 7000 < counts[0] < 9500
     assert counts[0] + counts[1] == 20_000
     assert len({index for index, _ in documents[-1000:]}) == 1
