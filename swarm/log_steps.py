@@ -324,7 +324,7 @@ class LogSteps:
         self.tracker.record_round(others, None)
 
     def _differs_from_most(self, commit: Commit) -> bool:
-        """Return whether more than half of a commit's offers name another digest of the state than that of this peer."""
+        """Return whether more than half of a commit's offers name another state than the offer of this peer."""
         own = [it.digest for it in self.offers.values() if it.base == commit.parent]
         digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
         if not own or not digests:
