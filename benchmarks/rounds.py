@@ -123,7 +123,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
 
     from arguments import AveragingArguments
     from common.console import setup_logging
-    from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
+    from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
     from swarm.config import AveragingConfig, SwarmConfig, make_config
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
@@ -150,6 +150,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         metadata_expiration=60.0,
         robust_averaging="none",
     )
+    load_state = LOAD_STATE_COMPRESSIONS["8bit"]
     optimizer = CollaborativeOptimizer(
         dht,
         experiment_prefix,
@@ -160,7 +161,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],
-        load_state=LOAD_STATE_COMPRESSIONS["8bit"],
+        load_state=keep_parameters_exact(load_state) if is_sparse else load_state,
     )
     stop = handle_stop_signals()
     for param in params:
