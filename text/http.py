@@ -94,7 +94,7 @@ async def download(url: str, partial: Path, patience: float) -> None:
 async def receive(
     client: httpx2.AsyncClient, url: str, partial: Path, patience: float, limit: asyncio.Timeout, bar: tqdm
 ) -> None:
-    """Make one attempt to receive the rest of a file, and put the limit off with each piece."""
+    """Make one attempt to receive the rest of a file, and postpone the limit with each piece."""
     facts_file = partial.with_suffix(".part.json")
     facts = read_json(facts_file)
     begin = partial.stat().st_size if facts and partial.exists() else 0

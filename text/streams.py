@@ -467,7 +467,7 @@ def take_document(
 
 @dataclasses.dataclass
 class TrainingDataset:
-    """The train split of --streaming, of which text.batches.StreamedBatches makes batches."""
+    """The train split of --streaming; text.batches.StreamedBatches makes batches of it."""
 
     sources: list[Source]
     tokenizer: object
