@@ -119,16 +119,19 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
     If the disk is full, remove the unfinished files, log a warning and return False.
     """
     # a fixed name, so that the remains of a killed process are overwritten
-    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished, replaced = (target.with_name(f".{target.name}.{state}") for state in ("unfinished", "old.unfinished"))
     try:
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
         # rename does not replace a folder that is not empty; a file must not replace a folder
         if unfinished.is_dir() and target.is_dir():
-            shutil.rmtree(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         unfinished.rename(target)
         flush_to_disk(target.parent)
+        # last, so that a process that is killed while it removes files leaves no half of a folder
+        shutil.rmtree(replaced, ignore_errors=True)
     except Exception as e:
         # torch wraps the system's error; safetensors and tokenizers turn it into text
         cause = e if isinstance(e, OSError) else e.__context__

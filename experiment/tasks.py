@@ -443,13 +443,13 @@ def load_task_file(path: str | Path) -> Task:
         if unknown := facts.keys() - {*TASK_FILE_FIELDS.split(", ")}:
             raise ValueError(f"unknown field {unknown.pop()}")
         head, splits = facts.get("head", "classes"), {name: facts[name] for name in ("train", "validation")}
-        if head not in ("classes", "spans") or (head == "spans" and "text_pair" not in facts):
+        if head not in ("classes", "spans") or (head == "spans" and not facts.get("text_pair")):
             raise ValueError(f"the head {head} is not classes, or spans with a text_pair")
         if not isinstance(facts.get("labels", []), list):
             raise ValueError("labels is not a list")
         task = Task(
             facts.get("name", Path(path).stem).replace("/", "_"),  # part of file and folder names
-            tuple(facts[name] for name in ("text", "text_pair") if name in facts),
+            (facts["text"], *filter(None, [facts.get("text_pair")])),
             tuple(facts.get("labels", ())),
             head,
             METRICS[facts.get("metric", "accuracy")],
@@ -460,14 +460,17 @@ def load_task_file(path: str | Path) -> Task:
             address=f"where {path} says",
             hub="",
         )
-        training_file = task.folder / task.files["train"]
+        paths = {split: task.folder / name for split, name in task.files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         reason = f"no {e}" if isinstance(e, KeyError) else first_line(e)
         raise UserError(f"{what} ({reason}): the fields are {TASK_FILE_FIELDS}, see docs/finetuning.md") from e
     if not task.labels:
-        records = [record for _, record in read_file(task, training_file) if isinstance(record, dict)]
-        labels = {record.get(task.label_column) for record in records} - {None, ""}
-        task = replace(task, labels=tuple(sorted(map(str, labels))))
+        records = [record for _, record in read_file(task, paths["train"]) if isinstance(record, dict)]
+        found = [record.get(task.label_column) for record in records]
+        labels = sorted({str(label) for label in found if label not in (None, "")})
+        if len(labels) == 1:
+            raise UserError(f"{paths['train']} has {labels[0]} as its only {task.label_column}: two labels are needed")
+        task = replace(task, labels=tuple(labels))
     return task
 
 

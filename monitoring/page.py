@@ -56,8 +56,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: the address of each visitor, oldest first
-        self.visits: dict[socket.socket, tuple] = {}
+        #: the keys are the open visits, oldest first
+        self.visits: dict[socket.socket, None] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         # HTTPServer would look up this machine's name on bind, which may take seconds
@@ -117,7 +117,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         for visit in list(self.visits)[: 1 - MAX_VISITORS]:
             self.end(visit)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
-            self.visits[request] = client_address
+            self.visits[request] = None
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)

@@ -52,7 +52,9 @@ class FileHandler(BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         path = self.owner.folder / self.path.lstrip("/")
-        self.send_response(200 if path.is_file() else 404)
+        codes = self.owner.answers.get(self.path, [])
+        code = 503 if codes[:1] == [503] else 200
+        self.send_response(code if path.is_file() else 404)
         self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
         self.end_headers()
 

@@ -94,9 +94,9 @@ async def download(url: str, partial: Path, patience: float) -> None:
 async def receive(
     client: httpx2.AsyncClient, url: str, partial: Path, patience: float, limit: asyncio.Timeout, bar: tqdm
 ) -> None:
-    """Make one attempt to receive the rest of a file, and put the limit off with each piece."""
+    """Make one attempt to receive the rest of a file, and postpone the limit with each piece."""
     facts_file = partial.with_suffix(".part.json")
-    facts = read_json(facts_file)  # what the server reported earlier
+    facts = read_json(facts_file)
     begin = partial.stat().st_size if facts and partial.exists() else 0
     if begin and begin == facts["size"]:
         return
@@ -109,11 +109,11 @@ async def receive(
         if response.status_code == httpx2.codes.PARTIAL_CONTENT:
             place = response.headers.get("Content-Range", "")
             total = f"/{facts['size']}" if facts["size"] else ""
-            if tag != facts["tag"] or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
+            if tag != facts["etag"] or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
                 raise ChangedError("has changed in the meantime")
         else:
             length = response.headers.get("Content-Length")
-            begin, facts = 0, {"size": int(length) if length else None, "tag": tag}
+            begin, facts = 0, {"size": int(length) if length else None, "etag": tag}
             facts_file.write_text(json.dumps(facts))
         bar.total, bar.n = facts["size"], begin
         with open(partial, "ab" if begin else "wb") as file:
@@ -147,6 +147,6 @@ async def request(client: httpx2.AsyncClient, url: str, headers: dict[str, str])
 
 
 def discard(partial: Path) -> None:
-    """Remove a download, by its name with any suffix, that is no longer needed."""
+    """Remove an unfinished download and its facts; the name may have any suffix."""
     for suffix in (".part", ".part.json"):
         partial.with_suffix(suffix).unlink(missing_ok=True)

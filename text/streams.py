@@ -55,7 +55,7 @@ from text.documents import (
     split_sentences,
     take_text,
 )
-from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, is_url
+from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, TEMPORARY_ANSWERS, is_url
 from text.instances import InstanceKind
 
 logger = logging.getLogger("streams")
@@ -111,6 +111,20 @@ def open_file(path: str) -> BinaryIO:
     if path.endswith(".xz"):
         return lzma.LZMAFile(file)
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")) if path.endswith(".zst") else file
+
+
+def explain_failure(error: Exception) -> tuple[str, bool]:
+    """Return the reason of an error of READ_ERRORS, and whether a web server may be able to send the file later."""
+    # fsspec raises FileNotFoundError for any failed request for a file's size
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__
+    # errors of requests have a response, which is None without an answer; other OSErrors are of damaged files
+    response = getattr(error, "response", None)
+    code = getattr(response, "status_code", None)
+    if isinstance(error, FileNotFoundError) or code == 404:
+        return "No such file", False
+    is_temporary = hasattr(error, "response") and (code is None or code >= 500 or code in TEMPORARY_ANSWERS)
+    return getattr(error, "strerror", None) or first_line(error), is_temporary
 
 
 def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
@@ -269,11 +283,9 @@ class Source:
                     delay, deadline = FIRST_DELAY, time.monotonic() + patience
                 return
             except READ_ERRORS as e:
-                is_missing = isinstance(e, FileNotFoundError)
-                reason = "No such file" if is_missing else getattr(e, "strerror", None) or first_line(e)
-                problem = f"{self.files[index]}: {reason or type(e).__name__}"
-                is_temporary = is_url(self.files[index]) and isinstance(e, OSError) and not is_missing
-                if not is_temporary or time.monotonic() + delay > deadline:
+                reason, is_temporary = explain_failure(e)
+                problem = f"{self.files[index]}: {reason}"
+                if not (is_temporary and is_url(self.files[index])) or time.monotonic() + delay > deadline:
                     yield Broken(f"{problem}; skipping the rest of it"), position
                     return
             logger.warning(f"{problem}; trying again in {delay:g} s")
@@ -455,7 +467,7 @@ def take_document(
 
 @dataclasses.dataclass
 class TrainingDataset:
-    """The train split of --streaming, of which text.batches.StreamedBatches makes batches."""
+    """The train split of --streaming; text.batches.StreamedBatches makes batches of it."""
 
     sources: list[Source]
     tokenizer: object

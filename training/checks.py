@@ -110,5 +110,4 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     warn_of(check_machine(model.num_parameters(), args))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
-    saved_state = choose_state(args, model, swarm.experiment_prefix)
-    return saved_state
+    return choose_state(args, model, swarm.experiment_prefix)

@@ -64,8 +64,9 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     count = count if device.type == present else 0
     numbers = range(args.num_devices or count) if device.index is None else [device.index]
     if not count or max(numbers) >= count:
+        number = f" --num_devices {args.num_devices}" if args.num_devices else ""
         raise UserError(
-            f"--device {args.device}, --num_devices {len(numbers)}: torch finds {count} such devices here: look at "
+            f"--device {args.device}{number}: torch finds {count} such devices here: look at "
             "nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return [torch.device(device.type, number) for number in numbers]

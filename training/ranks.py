@@ -121,7 +121,7 @@ class RankGroup:
         torch.manual_seed(torch.initial_seed() + self.number)
 
     def require_others(self) -> None:
-        """Raise RankFailedError if another rank has ended, of which only rank 0 knows."""
+        """Raise RankFailedError if another rank has ended. Only rank 0, which started the others, can tell."""
         for number, child in enumerate(self.children, start=1):
             if child.poll() is not None:
                 raise RankFailedError(f"rank {number} of this machine has ended (exit code {child.returncode})")

@@ -291,6 +291,8 @@ def test_task_file_collects_labels(tmp_path):
         ({"labels": "yes"}, ["labels", "list"]),
         ({"head": "spans"}, ["the head spans is not classes, or spans with a text_pair"]),
         ({"text": 3}, ["a.jsonl, line 1"]),
+        ({"text": None, "text_pair": "body"}, ["no 'text'"]),
+        ({"validation": 3}, ["not the description of a task", "int"]),
         ({"test": "gone.csv"}, ["gone.csv"]),
         ({"label": "subject"}, ["without subject", "body, topic"]),
         ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
@@ -299,6 +301,7 @@ def test_task_file_collects_labels(tmp_path):
         ({"train": "broken.jsonl"}, ["broken.jsonl, line 2 is not JSON: fix it; or get it from where"]),
         ({"train": "list.jsonl"}, ["list.jsonl"]),
         ({"train": "empty.csv"}, ["topic 1 is not one of"]),
+        ({"train": "lists.jsonl"}, ["lists.jsonl has [1] as its only topic"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
         ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
@@ -309,6 +312,7 @@ def test_invalid_task_file_is_one_line(changes, words, tmp_path):
         write_lines(tmp_path / f"{name}.jsonl", [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}])
     (tmp_path / "broken.jsonl").write_text('{"body": "раз", "topic": 1}\n{"body": \n')
     (tmp_path / "list.jsonl").write_text('["раз", 1]\n')
+    (tmp_path / "lists.jsonl").write_text('{"body": "раз", "topic": [1]}\n')
     (tmp_path / "empty.csv").write_text("body,topic\n")
     (tmp_path / "ragged.csv").write_text("body,topic\nраз, два и три,1\n")
     (tmp_path / "ragged.tsv").write_text('body\ttopic\nраз\t1\n"два" и три\t2\n')

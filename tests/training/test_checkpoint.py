@@ -20,7 +20,7 @@ from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokeniz
 
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
-from common.files import lock_folder, write_file
+from common.files import lock_folder, write_file, write_whole
 from experiment.model import make_model
 from models.build import describe_architecture
 from text.tokenizers import load_tokenizer
@@ -202,6 +202,28 @@ def test_wrong_checkpoint_is_one_line(saved, tmp_path):
             choose_state(arguments, model, prefix)
         [line] = str(error.value).splitlines()
         assert "cannot resume" in line and all(word in line for word in words), line
+
+
+def test_killed_removal_leaves_new_folder(tmp_path, monkeypatch):
+    def write(text: str) -> None:
+        def fill(folder: Path) -> None:
+            folder.mkdir()
+            (folder / "file").write_text(text)
+
+        write_whole(tmp_path / "model", fill)
+
+    def end_while_removing(folder: Path, **_) -> None:
+        if folder.exists():
+            (folder / "file").unlink()
+            raise KeyboardInterrupt
+
+    write("old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", end_while_removing)
+        write("new")
+    assert (tmp_path / "model" / "file").read_text() == "new"
+    write("newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.slow
