@@ -102,7 +102,8 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
         except TimeoutError:
             best = best or MIN_BANDWIDTH
         except REQUEST_ERRORS:
-            continue
+            if not best:
+                continue
         return best
     return None
 

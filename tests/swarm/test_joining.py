@@ -10,13 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2PDaemonError
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm.addresses import add_quic, check_multiaddrs, get_host_port, list_shareable_maddrs
-from swarm.reachability import DIAL_BACK, MAX_CALLERS, MAX_DIALS, ask_to_dial_back, register_dial_back_handler
+from swarm.reachability import (
+    DIAL_BACK,
+    MAX_CALLERS,
+    MAX_DIALS,
+    ask_to_dial_back,
+    measure_rate,
+    register_dial_back_handler,
+)
 from training.settings import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
@@ -142,6 +150,19 @@ def test_dials_back_are_limited(monkeypatch):
     monkeypatch.setattr("swarm.reachability.find_connections", find_connections)
     monkeypatch.setattr("swarm.reachability.dial", dial)
     asyncio.run(run())
+
+
+def test_bandwidth_counts_if_peer_leaves_during_measurement():
+    calls = []
+
+    async def call(*_) -> None:
+        calls.append(await asyncio.sleep(0.01))
+        if len(calls) > 1:
+            raise P2PDaemonError("the peer has left")
+
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+    assert asyncio.run(measure_rate(SimpleNamespace(initial_peers=[address]), node)) > 10
 
 
 def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
