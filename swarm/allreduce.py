@@ -172,7 +172,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def progress(self) -> float:
         """The share of this round's messages that have arrived from other peers."""
         parts, reducer = self.tensor_part_container, self.tensor_part_reducer
-        return self.arrived / max(1, sum(parts.num_parts_by_peer) + reducer.num_parts * reducer.num_senders)
+        expected = sum(parts.num_parts_by_peer) + reducer.num_parts * reducer.num_senders
+        return min(1.0, self.arrived / max(1, expected))  # a peer may send more than it should
 
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""

@@ -28,7 +28,7 @@ from swarm.errors import SwarmError
 from utils import RecordValidator, find_peer_id
 
 SIGNATURE_BYTES, MAX_CREDENTIAL_BYTES = 64, 2048
-# Unexpired revoked credentials per run; limited because the list travels with each handshake.
+# Unexpired revoked credentials per run; limited because peers send the list to each other again and again.
 MAX_REVOKED = 1000
 MAX_LIST_BYTES = 64 * MAX_REVOKED
 

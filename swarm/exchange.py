@@ -411,7 +411,7 @@ class Exchange:
         download = self._downloads.get(blob)
         if not download:
             if len(self._downloads) >= MAX_DOWNLOADS:
-                next(iter(self._downloads.values())).task.cancel()
+                self._downloads.pop(next(iter(self._downloads))).task.cancel()
             download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks)
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= holders
@@ -428,7 +428,8 @@ class Exchange:
         except ExceptionGroup as e:
             raise e.exceptions[0] from None
         finally:
-            del self._downloads[download.blob]
+            if self._downloads.get(download.blob) is download:  # otherwise it was cancelled for newer ones
+                del self._downloads[download.blob]
             download.arrival.set()
 
     def _start_fetching(self, tasks: asyncio.TaskGroup, download: Download, numbers: Iterable[int], tried) -> None:

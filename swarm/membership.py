@@ -217,6 +217,11 @@ class AuthenticatedP2PClient(p2pclient.Client):
         await super().add_unary_handler(proto + OF_MEMBERS, handle, balanced)
         await super().add_unary_handler(proto, reject, balanced)
 
+    async def remove_unary_handler(self, proto):
+        """Remove both handlers of these calls."""
+        await super().remove_unary_handler(proto + OF_MEMBERS)
+        await super().remove_unary_handler(proto)
+
     async def stream_handler(self, proto, handler_cb, balanced=False):
         """Add a handler of members' streams, and one that rejects those of other peers with an error message."""
 
@@ -240,6 +245,11 @@ class AuthenticatedP2PClient(p2pclient.Client):
 
         await super().stream_handler(proto + OF_MEMBERS, handle, balanced)
         await super().stream_handler(proto, handle, balanced)
+
+    async def remove_stream_handler(self, proto):
+        """Remove both handlers of these streams."""
+        await super().remove_stream_handler(proto + OF_MEMBERS)
+        await super().remove_stream_handler(proto)
 
     async def call_unary_handler(self, peer_id, proto, data):
         """Call a peer as a member; a peer of an open run does not know the call."""

@@ -328,13 +328,19 @@ class PeerTracker:
             logger.debug(f"no progress records: {error!r}")
             self._next_read = min(self._next_read, answered_at + self.averaging.default_refresh_period)
             return
-        with self.lock:
+        # the loop may hold the lock for minutes, in which this peer's record has to be published again
+        if not self.lock.acquire(timeout=max(0.0, self._next_report - answered_at)):
+            self._next_read = time.monotonic()
+            return
+        try:
             scheduled = self._next_read
             if time.monotonic() > answered_at + self.averaging.min_refresh_period:
                 self._next_read = time.monotonic()  # in the round, the loop has looked itself
             else:
                 self.apply_records(request.result(), read_at)
                 self._next_read, self.is_fresh = min(scheduled, self._next_read), True
+        finally:
+            self.lock.release()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""

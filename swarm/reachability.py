@@ -23,6 +23,7 @@ from swarm.attestation import dial
 # The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer.
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT, DIAL_BACK_TIMEOUT = 3.0, 10.0
+MAX_DIALS, MAX_CALLERS = 2, 16  # dials at once, each by a daemon of its own; callers, most of which wait
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"
 MEASURE_BYTES = 2**17
@@ -57,7 +58,7 @@ def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list
 
 async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     """Start to answer requests to dial back and to measure the bandwidth. Runs in the DHT process."""
-    dialling = asyncio.Semaphore(2)
+    dialling, callers = asyncio.Semaphore(MAX_DIALS), set()
 
     async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
         ports = [256 * high + low for high, low in zip(request.value[:8:2], request.value[1:8:2], strict=False)]
@@ -66,9 +67,15 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
         reached = False
         if seen_at and ports:
             places = [f"/ip{seen_at[0].version}/{seen_at[0]}/tcp/{port}" for port in ports]
-            # A firewall lets in packets of QUIC from this peer's own port, to which the caller has sent some.
-            async with dialling:
-                reached = await dial(context.remote_id, places, DIAL_TIMEOUT) is None
+            if context.remote_id in callers or len(callers) >= MAX_CALLERS:
+                raise ValueError("too many requests")
+            callers.add(context.remote_id)
+            try:
+                # A firewall lets in packets of QUIC from this peer's own port, to which the caller has sent some.
+                async with dialling:
+                    reached = await dial(context.remote_id, places, DIAL_TIMEOUT) is None
+            finally:
+                callers.remove(context.remote_id)
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
     async def receive_bytes(request: BytesValue, _: P2PContext) -> BytesValue:
@@ -95,7 +102,8 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
         except TimeoutError:
             best = best or MIN_BANDWIDTH
         except REQUEST_ERRORS:
-            continue
+            if not best:
+                continue
         return best
     return None
 

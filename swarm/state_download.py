@@ -229,6 +229,9 @@ class StateDownload:
             peers.sort(key=lambda peer: (self.rank(peer), epochs[peer], random.random()), reverse=True)
             if not peers and attempt >= 3:
                 break  # no peer can serve a state
+            if peers and not self.voters:  # untrusted peers that claim the highest epochs may keep all others waiting
+                start = MAX_DONORS * attempt % len(peers)
+                peers = peers[start:] + peers[:start]
             donors = await self.ask_for_descriptions(peers, StateRequest(first_epoch))
             for group in select_agreed(group_donors(donors), self.voters, self.is_synchronous):
                 if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:

@@ -24,11 +24,10 @@ from utils import LocalMetrics, filter_plausible_records, make_worker_key
 logger = logging.getLogger("swarm")
 
 # The reasons for which a peer does not count until it reports again:
-SILENT = "silent"  # it answers no request; it still counts toward the quorum for a while
-BANNED = "banned"  # it has broken a rule; also for the time of the ban
-LATE = (
-    "late"  # it reports, but misses rounds; for BAN_SECONDS, or until a round with it succeeds: it may join any group
-)
+# - It answers no request. It still counts toward the quorum for a while.
+# - It has broken a rule: also for the time of the ban.
+# - It reports, but misses rounds: for BAN_SECONDS, or until a round with it succeeds, because it may join any group.
+SILENT, BANNED, LATE = "silent", "banned", "late"
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
@@ -86,10 +85,10 @@ class ContributorRegistry:
 
 @dataclass
 class Absence:
-    """Why a peer does not count, and since when a report of it ends that."""
+    """The state of a peer that does not count, until it reports after a certain time."""
 
     reason: str  # SILENT, BANNED or LATE
-    until: float  # seconds of the DHT's time
+    until: float  # seconds of the DHT's time; later reports end the absence
 
 
 class PeerTrust:

@@ -254,6 +254,25 @@ def test_message_above_limit_is_refused(exchanges):
         exchanges[0].send(exchanges[1].peer_id, bytes(MAX_MESSAGE_BYTES + 1)).result(20)
 
 
+def test_downloads_above_limit_replace_oldest(exchanges, monkeypatch):
+    """Also if they are requested at one moment, before the first of them has begun."""
+    monkeypatch.setattr("swarm.exchange.MAX_DOWNLOADS", 2)
+    exchange, owner, _ = exchanges
+    blobs = [bytes([number]) * 32 for number in range(5)]
+
+    async def fetch_all() -> tuple[list[bytes], list[bool]]:
+        holders = {owner.peer_id: 20.0}
+        tasks = [asyncio.create_task(exchange._fetch(blob, owner.peer_id, holders, 1, 0.0)) for blob in blobs]
+        await asyncio.sleep(0.5)
+        running, cancelled = list(exchange._downloads), [task.cancelled() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        return running, cancelled
+
+    running, cancelled = asyncio.run_coroutine_threadsafe(fetch_all(), exchange._loop).result(20)
+    assert running == blobs[3:] and cancelled == [True, True, True, False, False]
+
+
 def test_shutdown_leaves_nothing(dhts, tmp_path):
     """During a fetch from a peer that does not exist."""
     sockets, count = set(glob.glob("/tmp/hivemind-p2pclient*")), count_files()

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer
 
+from swarm.allreduce import FailFastAllReduceRunner
 from swarm.guard import (
     FAR_TOO_LONG,
     SKETCH_SIZE,
@@ -35,6 +37,13 @@ def factors_of(gradients: torch.Tensor) -> list[float]:
     return compute_clipping_factors(
         (gradients @ gradients.T).double(), torch.full((count,), float(numbers)).double()
     ).tolist()
+
+
+@pytest.mark.parametrize("arrived, progress", [(0, 0.0), (5, 0.5), (10, 1.0), (1000, 1.0)])
+def test_progress_of_round_is_bounded(arrived, progress):
+    parts, reducer = SimpleNamespace(num_parts_by_peer=[2, 2]), SimpleNamespace(num_parts=3, num_senders=2)
+    runner = SimpleNamespace(arrived=arrived, tensor_part_container=parts, tensor_part_reducer=reducer)
+    assert FailFastAllReduceRunner.progress.fget(runner) == progress
 
 
 def test_clip_keeps_honest_gradients():

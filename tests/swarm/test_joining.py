@@ -5,17 +5,26 @@ import contextlib
 import http.server
 import json
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2PDaemonError
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm.addresses import add_quic, check_multiaddrs, get_host_port, list_shareable_maddrs
-from swarm.reachability import ask_to_dial_back
+from swarm.reachability import (
+    DIAL_BACK,
+    MAX_CALLERS,
+    MAX_DIALS,
+    ask_to_dial_back,
+    measure_rate,
+    register_dial_back_handler,
+)
 from training.settings import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
@@ -106,6 +115,54 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
     address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
     assert asyncio.run(ask_to_dial_back([address], [31337], None, node)) == expected
+
+
+def test_dials_back_are_limited(monkeypatch):
+    """To two daemons at once, and to a queue with each caller once."""
+    dialled, handlers = Counter(), {}
+
+    async def find_connections(*_) -> list[str]:
+        return ["/ip4/203.0.113.7/tcp/31337"]
+
+    async def dial(peer: str, *_) -> None:
+        dialled["now"] += 1
+        dialled["most"] = max(dialled["now"], dialled["most"])
+        await asyncio.sleep(0.01)
+        dialled["now"] -= 1
+        dialled[peer] += 1
+
+    async def add_handler(name: str, handler, _) -> None:
+        handlers[name] = handler
+
+    async def call_back(*callers: str) -> list:
+        calls = (handlers[DIAL_BACK](BytesValue(value=bytes(2)), SimpleNamespace(remote_id=peer)) for peer in callers)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def run() -> None:
+        await register_dial_back_handler(None, SimpleNamespace(p2p=SimpleNamespace(add_protobuf_handler=add_handler)))
+        callers = [f"peer {number}" for number in range(MAX_CALLERS)]
+        *answers, repeated, last = await call_back(*callers, callers[0], "late")
+        assert all(json.loads(answer.value)["reached"] for answer in answers)
+        assert isinstance(repeated, ValueError) and isinstance(last, ValueError)
+        assert dialled["most"] == MAX_DIALS and sum(dialled[peer] for peer in callers) == MAX_CALLERS
+        assert isinstance((await call_back("late"))[0], BytesValue)
+
+    monkeypatch.setattr("swarm.reachability.find_connections", find_connections)
+    monkeypatch.setattr("swarm.reachability.dial", dial)
+    asyncio.run(run())
+
+
+def test_bandwidth_counts_if_peer_leaves_during_measurement():
+    calls = []
+
+    async def call(*_) -> None:
+        calls.append(await asyncio.sleep(0.01))
+        if len(calls) > 1:
+            raise P2PDaemonError("the peer has left")
+
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+    assert asyncio.run(measure_rate(SimpleNamespace(initial_peers=[address]), node)) > 10
 
 
 def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
-from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
 from members import addresses, connect, leave, make_invitation, open_stream, run_peer
 from processes import make_prefix, wait_until
@@ -45,6 +45,11 @@ async def serve_stream(_, node, name: str) -> None:
         yield BytesValue()
 
     await node.p2p.add_protobuf_handler(name, answer, BytesValue, stream_output=True)
+
+
+async def remove_handlers(_, node) -> None:
+    await node.p2p.remove_protobuf_handler(MEASURE)
+    await node.p2p.remove_protobuf_handler("stream", stream_output=True)
 
 
 async def call_with(_, node, peer: PeerID, greeting: bytes) -> str:
@@ -139,6 +144,11 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
                 assert not intruder.run_coroutine(cut)
             routes = monitor.run_coroutine(list_routes)
             assert intruder.peer_id not in routes and {one.peer_id, client.peer_id} & routes == {one.peer_id}
+
+            monitor.run_coroutine(remove_handlers)
+            assert "its run is open" in one.run_coroutine(partial(call, **at_monitor, name=MEASURE))
+            with pytest.raises(P2PDaemonError, match="protocols not supported"):
+                one.run_coroutine(partial(open_stream, **at_monitor, name="stream"))
 
         # the errors that stop a joining peer
         for name, words, changes in (

@@ -19,7 +19,7 @@ from records import run_dhts
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.optimizer_state import list_params
-from swarm.state_download import Donor, digests_differ, group_donors, select_agreed
+from swarm.state_download import MAX_DONORS, Donor, StateDownload, digests_differ, group_donors, select_agreed
 from swarm.state_server import (
     BLOCK,
     MAX_BLOCKS,
@@ -140,6 +140,25 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
         [peer for peer, state in zip(voters, agreeing, strict=True) if state in chosen]
     ] * bool(chosen)
     assert len(select_agreed(list(groups.values()), [])) == len(groups)
+
+
+def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
+    """Without known contributors: as many untrusted peers as are asked at once claim an epoch, and describe none."""
+    liars, honest = [PeerID(bytes([number])) for number in range(MAX_DONORS)], PeerID(b"honest")
+    asked = []
+
+    async def fetch_epochs(key: str) -> dict[PeerID, float]:
+        return dict.fromkeys(liars, 1e9) | {honest: 5.0} if key == "all_averagers" else {}
+
+    async def ask_for_descriptions(_, peers: list[PeerID], request) -> list[Donor]:
+        asked.append(peers[:MAX_DONORS])
+        return []
+
+    monkeypatch.setattr(StateDownload, "ask_for_descriptions", ask_for_descriptions)
+    monkeypatch.setattr("swarm.state_download.DOWNLOAD_PAUSE", 0.0)
+    averager = SimpleNamespace(fetch_epochs=fetch_epochs, client_mode=True)
+    assert asyncio.run(StateDownload(averager, [], None).fetch_state(5, 5)) is None
+    assert honest not in asked[0] and honest in asked[1]
 
 
 def describe(

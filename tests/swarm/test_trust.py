@@ -1,5 +1,6 @@
 """The peers that a peer believes, waits for and counts, with records that the tests make."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,17 @@ def test_reports_and_steps_without_a_pause_are_seen(dhts):
             with other.pause_updates():
                 other.update_epoch(epoch + 1)
         wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
+
+
+def test_record_is_published_again_in_long_step(dhts):
+    with run_trackers(dhts, 16, metadata_expiration=2.0, max_refresh_period=0.5) as [one, other]:
+        other.report_local_progress(0, 5)
+        wait_until(lambda: one.others, 20, "the report")
+        with other.pause_updates():
+            time.sleep(5.0)
+            assert one.others
+        other.report_local_progress(0, 6)
+        wait_until(lambda: other.view.samples == 6, 20, "a look after the step")
 
 
 def test_dht_without_an_answer_changes_nothing(dhts):
