@@ -73,12 +73,13 @@ def try_lock(file: TextIO) -> bool:
     return True
 
 
-def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
-    """Write a text, or let a function write to the open file, atomically; see `write_whole`."""
+def write_file(path: str | Path, content: str | bytes | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
+    """Write a text or bytes, or let a function write to the open file, atomically; see `write_whole`."""
+    data = content.encode() if isinstance(content, str) else content
 
     def write(unfinished: Path) -> None:
         with open(unfinished, "wb", opener=lambda name, how: os.open(name, how, mode)) as file:
-            file.write(content.encode()) if isinstance(content, str) else content(file)
+            file.write(data) if isinstance(data, bytes) else data(file)
 
     return write_whole(Path(path).absolute(), write)
 

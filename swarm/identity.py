@@ -64,4 +64,4 @@ def keep_identity(config: SwarmConfig, path: Path) -> None:
     """Save the key in this file for the next start, unless `invite` or `identity_path` already stores it."""
     if not (config.invite or config.identity_path or path.exists()):
         key = RSAPrivateKey.process_wide().to_bytes()
-        write_file(path, lambda file: file.write(key), mode=0o600)
+        write_file(path, key, mode=0o600)

@@ -202,7 +202,6 @@ class LogRounds:
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
             self._perform(actions)
-        self._wake.set()
         return blob
 
     def knows(self, head: bytes) -> bool:
@@ -306,17 +305,13 @@ class LogRounds:
                 for peer in peers or self._list_members():
                     self._outbox[peer].append(content)
             elif kind == "save":
-                is_saved = self._save(content)
+                is_saved = write_file(self._memory_file, content)
             elif kind == "fetch":
                 self._fetch(content)
             elif kind in ("apply", "return", "fork"):
                 self._events.append((kind, content))
                 self.news.set()
         self._wake.set()
-
-    def _save(self, memory: bytes) -> bool:
-        """Write the log's memory to disk, and return whether that succeeded."""
-        return write_file(self._memory_file, lambda file: file.write(memory))
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages."""

@@ -300,12 +300,10 @@ class LogSteps:
     def _apply(self, commit: Commit) -> None:
         """Make the outer step of a commit."""
         optimizer, averager = self.optimizer, self.averager
-        if self._differs_from_most(commit):
-            logger.warning("this peer's state differs from that of most others: loading theirs")
-            self._load_later_state()
-            return
-        if not all(self.rounds.store.has(it.blob) for it in commit.offers):
-            logger.warning("updates of a commit are no longer on disk: loading the swarm's state")
+        is_stored = all(self.rounds.store.has(it.blob) for it in commit.offers)
+        if not is_stored or self._differs_from_most(commit):
+            reason = "this peer's state differs from most others" if is_stored else "its updates are no longer on disk"
+            logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
         counted = [it for it in commit.offers if it.blob in self.offers]
@@ -345,11 +343,3 @@ class LogSteps:
             yield
         finally:
             outer.contributions = self.averager.next_lineage = None
-
-    def leave(self) -> None:
-        """Leave the log once the others have what they need."""
-        self.rounds.leave()
-
-    def shutdown(self) -> None:
-        """Stop the thread."""
-        self.rounds.shutdown()

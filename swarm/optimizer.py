@@ -207,7 +207,7 @@ class CollaborativeOptimizer:
         """Tell the others that this peer is about to leave: `shutdown` follows once everything is saved. A round that
         they have begun goes on, without data of this peer."""
         if self.log_steps:
-            self.log_steps.leave()
+            self.log_steps.rounds.leave()
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self.rounds.leave(timeout=0.0)
         self.rounds.finish_background(END_TIMEOUT)  # it still changes the parameters
@@ -219,7 +219,7 @@ class CollaborativeOptimizer:
         if self.grad_averager.is_local:  # the state that is saved belongs to the swarm
             self.grad_averager.drop_pending()
         if self.log_steps:
-            self.log_steps.shutdown()
+            self.log_steps.rounds.shutdown()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 

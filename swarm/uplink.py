@@ -75,8 +75,8 @@ class RoundTimeouts:
         self.matchmaking = self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
         #: the end of a search for a group: the same for all peers, because the one that began first leads (note 82)
         self.group_search = 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
-        #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth. Claims
-        #: of other peers must not make it longer than three times MAX_CLAIMED_ROUND
+        #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth. The
+        #: claims of other peers must not make it longer than three times MAX_CLAIMED_ROUND
         self.slow_round = max(3 * self.round_seconds, min(10 * self.round_seconds, 3 * MAX_CLAIMED_ROUND))
         #: the end of a round, matchmaking included
         self.averaging = self.fixed_averaging or max(30.0, self.slow_round) + self.matchmaking
