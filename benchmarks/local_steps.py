@@ -101,14 +101,14 @@ class Worker:
         ):
             param.data, param.grad = weights.view_as(param), gradient.view_as(param)
         self.validation = make_eval_batches(splits["validation"], tokenizer, data, batch_size=64)
-        self.make_batches = lambda peer, phase: iter(
-            make_train_batches(splits["train"], tokenizer, data, batch_size=batch, seed=100 * seed + 10 * peer + phase)
+        self.make_batches = lambda peer, phase, size=batch: iter(
+            make_train_batches(splits["train"], tokenizer, data, batch_size=size, seed=100 * seed + 10 * peer + phase)
         )
         self.model.train()
 
-    def shuffle(self, phase: int) -> None:
+    def shuffle(self, phase: int, peers: int = PEERS) -> None:
         """Restart each peer's batches, which are the same for all settings."""
-        self.batches = [self.make_batches(peer, phase) for peer in range(PEERS)]
+        self.batches = [self.make_batches(peer, phase) for peer in range(peers)]
 
     def add_gradient(self, peer: int) -> float:
         """Add the gradient of a peer's next batch, and return its masked-LM loss."""

@@ -240,11 +240,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         if container.failed_size or len(averaged) < 2:  # this peer counts too, unless it is auxiliary
             raise AllreduceException(f"no other peer's data entered the average of {len(peers)} peers")
         if self.max_weight is not None and not self.are_parameters and runner.weight:
-            weight = min(runner.weight, self.max_weight)
-            weight /= max(weight, sum(runner.tensor_part_reducer.weights))
-            shares = container.estimate_contributions(weight)
-            share_of_all = container.estimate_contribution(weight, range(container.group_size))
-            self._trust.record_averages({peers[index]: share for index, share in shares.items()}, share_of_all, weight)
+            # in the averages that this peer has made, if any; an outlier has none
+            own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
+            shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
+            share_of_all = container.estimate_contribution(own, range(container.group_size))
+            self._trust.record_averages(shares, share_of_all, own)
         self._trust.record_round(averaged)
         settings = runner.settings
         members = tuple(peer.to_bytes() for peer in runner.sender_peer_ids)

@@ -14,7 +14,7 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
-MAX_LENGTH = 2.0  # norm of a sender's gradient, relative to the median (clipping as in arXiv 2012.10333)
+MAX_WEIGHT = 2.0  # of a sender's gradient, relative to the median; its norm is clipped to the median (arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
 MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
 FAR_TOO_LONG = -math.inf  # the contribution in an average that cannot be one
@@ -38,8 +38,8 @@ class MaliciousPeersError(AllreduceException):
 
 
 def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the factor for each sender's gradient: below 1 if its norm is much larger than the median (of two senders,
-    than the smaller norm); with three or more senders, 0 if it points away from the sum of all others.
+    """Return the factor for each sender's gradient: below 1 if its norm is larger than the median (of two senders, than
+    the smaller norm); with three or more senders, 0 if it points away from the sum of all others.
 
     :param products: the scalar products of all parts sent so far, of shape (senders, senders)
     :param counts: the number of elements that each sender has sent
@@ -49,7 +49,7 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
         return factors
     norms = products.diagonal().sqrt()[senders]
     lengths = norms / counts[senders].sqrt()
-    factors[senders] = (MAX_LENGTH * lengths.median() / lengths).clamp(max=1.0)
+    factors[senders] = (lengths.median() / lengths).clamp(max=1.0)
     if len(senders) > 2:
         cosines = products[senders][:, senders] / norms / norms[:, None]
         with_others = cosines.sum(1) - 1
@@ -80,7 +80,7 @@ class RobustReducer(TensorPartReducer):
         """Set up the checks of a round; call this once, before it starts."""
         self.settings = settings
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # the current part and its weight, by sender
-        self.weights = [0.0] * self.num_senders  # the largest weight of each sender's parts
+        self.shares: dict[int, float] = {}  # the smallest factor of each sender's parts in an average
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
 
@@ -93,7 +93,6 @@ class RobustReducer(TensorPartReducer):
         if self.settings.max_weight is not None:
             weight = min(weight, self.settings.max_weight)
             self.sent[sender_index] = tensor_part, weight
-        self.weights[sender_index] = max(weight, self.weights[sender_index])
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:
@@ -115,8 +114,14 @@ class RobustReducer(TensorPartReducer):
         self.products[indices[:, None], indices] += (parts @ parts.T).double()
         self.counts[indices] += parts.shape[1]
         factors = compute_clipping_factors(self.products, self.counts)[indices].float()
-        weights = torch.tensor([weight for _, weight in sent.values()]) * (factors > 0)
-        return (weights * factors) @ parts / weights.sum()
+        weights = torch.tensor([weight for _, weight in sent.values()])
+        if len(sent) > 2:  # of two, either may be right
+            weights = weights.clamp(max=MAX_WEIGHT * weights.sort().values[len(sent) // 2])
+        weights *= factors > 0
+        shares = weights * factors / weights.sum()
+        for index, share in zip(sent, shares.tolist(), strict=True):
+            self.shares[index] = min(share, self.shares.get(index, 1.0))
+        return shares @ parts
 
 
 class VerifyingContainer(TensorPartContainer):
@@ -194,7 +199,7 @@ class VerifyingContainer(TensorPartContainer):
         :returns: 1 for at least the expected share, 0 for none, -1 for the reversed gradient
         """
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
-        return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
+        return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios and own_weight else 1.0
 
     def estimate_contributions(self, own_weight: float) -> dict[int, float]:
         """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`.

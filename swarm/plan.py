@@ -11,6 +11,7 @@ from hivemind.compression import CompressionBase, CompressionInfo
 PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
 PART_BYTES = 2**14, 2**19  # minimum, maximum
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
+MAX_FRACTION = 2.0  # maximum, relative to the median of three or more peers: a bandwidth is a claim
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
 PLAUSIBLE_MBITS = 1e-2, 1e6  # range of bandwidth claims; others are refused, because claims decide how long rounds take
 MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
@@ -19,8 +20,8 @@ MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; 
 def choose_fractions(
     fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
 ) -> tuple[float, ...]:
-    """Return the fraction of the tensors that each peer averages: at least MIN_FRACTION, with which a peer checks the
-    averages of the others. A peer with fewer than min_vector_size elements leaves them to the others (note 59).
+    """Return what each peer averages, in proportion: at least MIN_FRACTION, with which a peer checks the averages of
+    the others, and at most MAX_FRACTION. A peer with fewer than min_vector_size elements averages none (note 59).
 
     :param fractions: the number of elements that each peer would average in hivemind
     """
@@ -29,6 +30,9 @@ def choose_fractions(
         max(fraction, min_fraction) if mode == AveragingMode.NODE else fraction
         for fraction, mode in zip(fractions, modes, strict=True)
     ]
+    positive = sorted(filter(None, fractions))
+    if len(positive) > 2:
+        fractions = [min(fraction, MAX_FRACTION * positive[len(positive) // 2]) for fraction in fractions]
     total = sum(fractions)
     # all peers see the same fractions in the same order, and drop the same ones
     kept = sorted(range(len(fractions)), key=lambda index: -fractions[index])

@@ -69,8 +69,8 @@ class PeerTracker:
         self.impatient_epoch, self.patient_from = -1, 0
         #: whether the thread has read the records since this peer's epoch began
         self.is_fresh = False
-        # when this epoch began, and the seconds that the last one took
-        self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
+        # when this epoch began, the seconds that the last one took, and whether this peer was there in time
+        self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
         #: held by a thread that changes the view, and by the loop as long as no other thread may change it
         self.lock = threading.RLock()
         self._is_ending, self._wake = threading.Event(), threading.Event()
@@ -132,6 +132,7 @@ class PeerTracker:
         due_at = self._reported_at + self.averaging.min_refresh_period
         if epoch != last_epoch:
             self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
+            self._has_seen_start = epoch == last_epoch + 1
             due_at = now
         self._next_report = min(self._next_report, due_at)
         self._wake.set()
@@ -366,24 +367,20 @@ class PeerTracker:
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
-        # as long as there are no known contributors, all peers are believed
-        known = self.trust.select_known(present)
-        trusted = [own, *known.values()]
-        others = [record for peer_id, record in present.items() if peer_id not in known]
-        trusted_speed = sum(record.samples_per_second for record in trusted)
-        trusted_samples = sum(record.samples_accumulated for record in trusted)
-        speeds = self.trust.scale_claims([record.samples_per_second for record in others], trusted_speed)
-        counts = self.trust.scale_claims([record.samples_accumulated for record in others], trusted_samples)
-        at_epoch = [record for record in trusted if record.epoch == epoch]
-        samples = sum(record.samples_accumulated for record in at_epoch)
-        samples += sum(int(count) for record, count in zip(others, counts, strict=True) if record.epoch == epoch)
-        # trusted peers have more by now than they have reported
-        estimated = samples + sum(max(0.0, now - it.time) * it.samples_per_second for it in at_epoch)
-        speed = max(trusted_speed + sum(speeds), self.performance_ema.eps)
+        # all other peers count from their first round on, or as long as there are no known contributors
+        counted = [own, *self.trust.select_known(present).values()]
+        max_speed = self.trust.find_max_speed(counted)
+        max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
+        speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}
+        at_epoch = [it for it in counted if it.epoch == epoch]
+        samples = sum(int(min(it.samples_accumulated, max_samples)) for it in at_epoch)
+        # they have more by now than they have reported
+        estimated = samples + sum(max(0.0, now - it.time) * speeds[it.peer_id] for it in at_epoch)
+        speed = max(sum(speeds.values()), self.performance_ema.eps)
         seconds_left = max(0.0, self.target_batch_size - estimated) / speed
 
         # a peer that has just joined has had no epoch yet; and a claimed speed does not shorten the last one
-        known_speed = sum(it.samples_per_second for it in trusted if it is own or self.trust.is_known(it.peer_id))
+        known_speed = sum(speeds[it.peer_id] for it in counted if it is own or self.trust.is_known(it.peer_id))
         expected_seconds = self.target_batch_size / known_speed if known_speed else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 

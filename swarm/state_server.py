@@ -141,8 +141,8 @@ class StateSnapshot:
 
     @property
     def last_use(self) -> float:
-        """The time of the last download by any peer."""
-        return max(self.used.values(), default=-math.inf)
+        """The time of the last download by any peer, or of the first request."""
+        return max(self.used.values(), default=self.taken)
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Return the numbers of one block."""
@@ -166,7 +166,8 @@ class StateServer(VerifyingAverager):
         self._wants_step = multiprocessing.Value(ctypes.c_bool)
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
-        self._last_requests = {}  # the time of each served peer's last request
+        #: for each peer that is served, the times of its first and last request, and the blocks that it has requested
+        self._served: dict[PeerID, tuple[float, float, int]] = {}
         #: the auxiliary peer through which this peer calls each client
         self.relays: dict[PeerID, PeerID] = {}
         super().__init__(*args, **kwargs)
@@ -241,7 +242,7 @@ class StateServer(VerifyingAverager):
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
         parsed, peer = parse_request(request.value), context.remote_id
-        if parsed is None or not self.allow_state_sharing or not self._admit(peer):
+        if parsed is None or not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
         async for message in self.dht.uplink.send(answer, is_round=False):
@@ -256,15 +257,23 @@ class StateServer(VerifyingAverager):
         except Exception as e:  # untrusted bytes and a broken network can raise any exception
             logger.debug(f"could not relay the state of {request.client}: {e!r}")
 
-    def _admit(self, peer: PeerID) -> bool:
-        """Count this peer among those that are served, unless these are enough for the uplink; return whether it is
-        served. Otherwise, it asks another donor, or retries."""
+    def _admit(self, peer: PeerID, num_blocks: int) -> bool:
+        """Count this peer among those that are served, and return whether it is. If these are enough for the uplink, it
+        replaces the slowest one, or asks another donor, or retries. So peers that hardly fetch keep out no other."""
+        if not num_blocks:  # it wants a description, which costs little
+            return True
         now = time.monotonic()
-        self._last_requests = {other: at for other, at in self._last_requests.items() if now - at < IN_USE}
-        max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
-        if peer not in self._last_requests and len(self._last_requests) >= max_peers:
-            return False
-        self._last_requests[peer] = now
+        self._served = {other: it for other, it in self._served.items() if now - it[1] < IN_USE}
+        if peer not in self._served:
+            max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
+            if len(self._served) >= max_peers:
+                rates = {p: blocks / (now - at) for p, (at, _, blocks) in self._served.items() if now - at > IN_USE}
+                if not rates:
+                    return False
+                del self._served[min(rates, key=rates.get)]
+            self._served[peer] = now, now, 0
+        first, _, blocks = self._served[peer]
+        self._served[peer] = first, now, blocks + num_blocks
         return True
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
@@ -302,8 +311,6 @@ class StateServer(VerifyingAverager):
                     snapshot = await self._take_snapshot(epoch, name, is_step=bool(step_key))
                 elif not step_key:
                     snapshot = next((it for it in reversed(self._snapshots) if not it.is_step), None)
-            if snapshot is not None:
-                snapshot.used[peer] = time.monotonic()
             return snapshot
 
     async def _take_snapshot(self, epoch: int, name: str, is_step: bool) -> StateSnapshot | None:

@@ -4,6 +4,7 @@ These are the rules about reports of peers, and about their behavior in rounds; 
 """
 
 import logging
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -31,6 +32,7 @@ SILENT, BANNED, LATE = "silent", "banned", "late"
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
+MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
 MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
@@ -129,11 +131,12 @@ class PeerTrust:
         epochs = sorted((record.epoch for record in self.select_known(present).values() if record.epoch), reverse=True)
         return max(own_epoch, epochs[len(epochs) // 2] if epochs else 0)
 
-    def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
-        """Reduce the claims of untrusted peers so that their sum is at most that of the trusted peers, the limit. They
-        cannot end an epoch early."""
-        total = max(limit, sum(claims))
-        return [claim * limit / total if total else 0.0 for claim in claims]
+    @staticmethod
+    def find_max_speed(records: Sequence[LocalTrainingProgress]) -> float:
+        """Return the samples/s that count at most, of these peers. One that computes nothing cannot end an epoch early.
+        Of two peers, either may be right."""
+        speeds = sorted(record.samples_per_second for record in records)
+        return MAX_RELATIVE_SPEED * speeds[len(speeds) // 2] if len(speeds) > 2 else math.inf
 
     # --- peers to count
 

@@ -50,7 +50,7 @@ def test_clip_keeps_honest_gradients():
     for seed in range(200):
         torch.manual_seed(seed)
         gradients = make_gradients(3 + seed % 6, correlation=(seed % 10) / 10)
-        assert min(factors_of(gradients)) > 0.6  # lengths vary by a factor of three here
+        assert min(factors_of(gradients)) > 0.3  # lengths vary by a factor of three here
 
 
 def test_clip_limits_outliers():
@@ -58,14 +58,14 @@ def test_clip_limits_outliers():
     gradients = make_gradients(4, correlation=0.5)
     lengths = gradients.norm(dim=1)
     *honest, factor = factors_of(torch.cat((gradients[:3], -10 * gradients[3:])))
-    assert factor == 0 and min(honest) == 1
+    assert factor == 0 and min(honest) > 0.3
     *honest, factor = factors_of(torch.cat((gradients[:3], 100 * torch.randn(1, 5000) / 5000**0.5)))
-    assert 0 < factor * 100 < 2.1 * lengths[:3].max() and min(honest) == 1
+    assert 0 < factor * 100 < 1.1 * lengths[:3].median() and min(honest) > 0.3
     assert factors_of(torch.cat((gradients[:3], torch.zeros(1, 5000)))) == [1, 1, 1, 1]
     three_ways = torch.tensor([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
     assert factors_of(three_ways) == pytest.approx([1, 1, 1])
     of_two = factors_of(torch.stack((gradients[0], -10 * gradients[0])))
-    assert of_two == pytest.approx([1, 0.2])  # either may be right
+    assert of_two == pytest.approx([1, 0.1])  # either may be right
 
 
 async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=False, senders=4) -> list[torch.Tensor]:
@@ -97,9 +97,10 @@ def test_invalid_part_excludes_only_its_sender(bad):
 
 
 def test_reducer_bounds_weights_and_takes_median():
-    parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((1.0, 1.0, 2.0, 2.0))}
-    for average in asyncio.run(reduce(parts, [1, 1, 1, 1e9], 2)):
-        assert average.tolist() == pytest.approx([(1 + 1 + 2 + 4) / 5] * len(average))
+    for last, mean in ((1.0, 8 / 5), (100.0, 10 / 5)):  # at twice the median weight, and of the median norm
+        parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((2.0, 2.0, 2.0, last))}
+        for average in asyncio.run(reduce(parts, [1, 1, 1, 1e9], 100)):
+            assert average.tolist() == pytest.approx([mean] * len(average))
     for values, median in (((1.0, 1.5, 2.0, 9e9), 1.75), ((1.0, 1.0, -9e9, 1.0), 1.0)):
         parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate(values)}
         for average in asyncio.run(reduce(parts, [1] * 4, 2, are_parameters=True)):

@@ -1,5 +1,6 @@
 """The peers that a peer believes, waits for and counts, with records that the tests make."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -35,12 +36,12 @@ def make_records(*names: bytes, epoch: int = 5, ago: float = 0.0) -> dict[bytes,
     return {name: SimpleNamespace(epoch=epoch, time=get_dht_time() - ago) for name in names}
 
 
-def make_record(name: bytes, epoch: int = 5, ago: float = 0.0) -> LocalTrainingProgress:
+def make_record(name: bytes, epoch: int = 5, ago: float = 0.0, samples: int = 1, speed=1.0) -> LocalTrainingProgress:
     return LocalTrainingProgress(
         peer_id=name,
         epoch=epoch,
-        samples_accumulated=1,
-        samples_per_second=1.0,
+        samples_accumulated=samples,
+        samples_per_second=speed,
         time=get_dht_time() - ago,
         client_mode=False,
     )
@@ -100,10 +101,12 @@ def test_swarm_epoch_needs_more_than_half(epochs, expected):
     assert make_trust().find_swarm_epoch(records, own_epoch=0) == expected
 
 
-def test_untrusted_claims_are_capped():
-    trust = make_trust(*NAMES)
-    assert trust.scale_claims([10_000, 10], 40) == pytest.approx([40 * 10_000 / 10_010, 40 * 10 / 10_010])
-    assert trust.scale_claims([10, 20], 40) == [10, 20] and trust.scale_claims([5], 0) == [0]
+@pytest.mark.parametrize(
+    "speeds, max_speed", [([1e6, 5], math.inf), ([2, 1, 1e6], 8), ([1, 2, 3, 1e6], 12), ([1, 2, 3, 4, 5, 1e6, 1e6], 16)]
+)
+def test_speed_is_limited_by_median(speeds, max_speed):
+    records = [SimpleNamespace(samples_per_second=speed) for speed in speeds]
+    assert PeerTrust.find_max_speed(records) == max_speed
 
 
 def test_ban_doubles_and_ends_with_report():
@@ -232,6 +235,19 @@ def test_dht_without_an_answer_changes_nothing(dhts):
         tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
         tracker.apply_records(None, 0.0)
         assert not tracker.others and tracker.view.num_peers == 1
+
+
+def test_claimed_batch_does_not_end_epoch(dhts):
+    """A known peer that claims a batch counts as four others at most, and an unknown one does not count."""
+    with run_trackers(dhts[:1], 400) as [tracker], tracker.pause_updates():
+        tracker.trust.attested = {b"a", b"b", b"c"}
+        tracker.update_epoch(1)
+        tracker._epoch_began -= 10.0
+        claims = {b"c": (400, 1e6), b"d": (400, 1e6)}
+        tracker.others = {name: make_record(name, 1, 0.0, *claims.get(name, (1, 1.0))) for name in NAMES}
+        tracker.apply_records(None, 0.0)
+        assert tracker.view.samples == 42 and not tracker.ready_to_update_epoch
+        assert tracker.view.ends_at - get_dht_time() == pytest.approx(358 / 6, rel=0.1)
 
 
 def test_aux_peer_excludes_unresponsive_peers(dhts):
