@@ -4,10 +4,12 @@
     python benchmarks/attacks.py
     python benchmarks/attacks.py --attacks nan huge --epochs 12
     python benchmarks/attacks.py --closed
+    python benchmarks/attacks.py --local_steps 4 --honest 5 --attackers 2 --attacks log_flip log_votes
 
 A swarm consists of a monitor, three trainers of the demo model and, after some epochs, hostile_peer.py. The honest
 peers are the same with and without it, and their batches are paced (paced_trainer.py). A kind takes about a minute,
-all of them half an hour. With --closed, the attacker is not a member, or has a forged invitation. Columns:
+all of them half an hour. With --closed, the attacker is not a member, or has a forged invitation. With --local_steps,
+the run uses local steps on the log. Then the attackers start with the others, and work honestly at first. Columns:
     acts       number of acts of the attacker; an attack without acts proves nothing
     epochs     reached by the honest trainers, of --epochs
     averaged   epochs since the attack that all honest trainers averaged together, of those reached
@@ -55,10 +57,10 @@ from swarm.credentials import Authority, Invitation
 from training.evaluation import evaluate
 from utils import RecordValidator, find_peer_id
 
-HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
+PACE, BATCH_SIZE = 0.4, 8  # seconds per batch of a trainer
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
 START_SECONDS, END_SECONDS = 300.0, 30.0
-NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on joining peers
+NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5", "ask_9")  # attacks on joining peers
 PAIRS = ("pair_ahead",)  # attacks of two peers
 EARLY = ("contract_first",)  # attacks before any trainer has joined
 MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # peers with measured memory
@@ -67,6 +69,7 @@ TRAINER = (
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 160 "
     "--bandwidth 100 --average_state_every 5 --dataloader_num_workers 0"
 ).split()
+LOCAL = ["--compression", "sparse", "--local_steps_from", "2", "--target_batch_size", "48"]
 TITLES = "attack | acts | epochs | averaged | loss | kept | longest | apart | exit | named by | notes"
 
 
@@ -99,7 +102,8 @@ class Swarm:
         identity = ["--identity_path", self.identities / f"{name}.id"]
         if self.authority:
             identity = ["--invite", self.invite(name)]
-        return [*self.common, *data, *TRAINER, *own, *identity, *more]
+        local = [*LOCAL, "--local_steps", self.args.local_steps] if self.args.local_steps > 1 else []
+        return [*self.common, *data, *TRAINER, *local, *own, *identity, *more]
 
     def invite(self, name: str) -> Path:
         """Write an invitation for this identity, and return its path; a forged authority signs the attacker's."""
@@ -129,7 +133,7 @@ class Swarm:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def histories(self) -> list[list[dict]]:
-        return [self.read_history(name) for name in list_honest()]
+        return [self.read_history(name) for name in list_honest(self.args)]
 
     def wait_for_epoch(self, epoch: int) -> None:
         def have_all() -> bool:
@@ -164,8 +168,8 @@ class Swarm:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-def list_honest() -> list[str]:
-    return [f"trainer{number}" for number in range(HONEST)]
+def list_honest(args: argparse.Namespace) -> list[str]:
+    return [f"trainer{number}" for number in range(args.honest)]
 
 
 class Judge:
@@ -206,17 +210,18 @@ class Course:
     codes: list[int | None]  # exit codes of the honest trainers
     began: float | None  # the time of the first act, or of a new peer's start; None without an attack
     ended: float  # the time at which the honest trainers ended, or got Ctrl-C
-    attacker: Script | None
+    attackers: list[Script]
     newcomer: Script | None
     memory: list[float]  # MB of the peer in MEMORY
 
     @property
     def acts(self) -> list[dict]:
-        return [line for line in (self.attacker.json_lines() if self.attacker else []) if "peer" not in line]
+        lines = [line for attacker in self.attackers for line in attacker.json_lines()]
+        return sorted((line for line in lines if "peer" not in line), key=lambda line: line["time"])
 
     @property
-    def attacker_id(self) -> str:
-        return find_peer(self.attacker) if self.attacker else "nobody"
+    def attacker_ids(self) -> list[str]:
+        return [find_peer(attacker) for attacker in self.attackers]
 
 
 def find_peer(script: Script) -> str:
@@ -232,25 +237,27 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
     :param seconds: the time limit of the epochs after the attack
     """
     swarm = Swarm(args, folder, identities)
-    course = Course(swarm, [], None, 0.0, None, None, [])
+    course = Course(swarm, [], None, 0.0, [], None, [])
 
-    def start_attacker() -> None:
-        for name in ["accomplice"] * (kind in PAIRS) + ["attacker"]:
+    def start_attackers() -> None:
+        for number in range(max(args.attackers, 2 * (kind in PAIRS))):
+            name = f"attacker{number or ''}"
             flags = swarm.flags(name, "--max_steps", 10**6)
-            course.attacker = swarm.start(name, "benchmarks/hostile_peer.py", kind, PACE, *flags)
+            course.attackers.append(swarm.start(name, "benchmarks/hostile_peer.py", kind, PACE, *flags))
 
     try:
         swarm.start_monitor()
         if kind in EARLY:
-            start_attacker()
-            wait_until(lambda: course.acts, START_SECONDS, f"the attack, see {course.attacker.log}")
-        for name in list_honest():
-            keep = ["--save_steps", 1, "--save_total_limit", 99] if kind is None and name == list_honest()[0] else []
+            start_attackers()
+            wait_until(lambda: course.acts, START_SECONDS, f"the attack, see {swarm.folder}")
+        for name in list_honest(args):
+            keep = ["--save_steps", 1, "--save_total_limit", 99] if kind is None and name == "trainer0" else []
             swarm.honest.append(swarm.start_trainer(name, *keep))
         if kind not in EARLY:
-            swarm.wait_for_epoch(args.attack_after)
+            if args.local_steps == 1:
+                swarm.wait_for_epoch(args.attack_after)
             if kind is not None:
-                start_attacker()
+                start_attackers()
         deadline = time.time() + START_SECONDS
         while time.time() < deadline and any(script.process.poll() is None for script in swarm.honest):
             time.sleep(0.2)
@@ -267,7 +274,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
 def watch(course: Course, kind: str | None) -> None:
     """Record the start of the attack, start a new peer, and measure memory."""
     swarm = course.swarm
-    is_there = course.attacker and (course.acts or "first samples" in course.attacker.text)
+    is_there = course.acts or any("first samples" in attacker.text for attacker in course.attackers)
     if kind in NEWCOMERS and is_there and not course.newcomer:
         course.newcomer = swarm.start_trainer("newcomer")
         course.began = time.time()
@@ -321,7 +328,7 @@ def count_rounds(course: Course) -> str:
         for lines in course.swarm.histories()
     ]
     epochs = set().union(*since)
-    together = [epoch for epoch in epochs if all(averaged.get(epoch, 0) >= HONEST for averaged in since)]
+    together = [epoch for epoch in epochs if all(averaged.get(epoch, 0) >= len(since) for averaged in since)]
     return f"{len(together)} of {len(epochs)}"
 
 
@@ -350,10 +357,10 @@ def describe_notes(kind: str | None, course: Course) -> str:
         peers = len(json.loads((swarm.folder / "monitor" / "summary.json").read_text())["peers"])
         notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
     if swarm.authority:
-        honest = [script for script in swarm.scripts if script is not course.attacker]
+        honest = [script for script in swarm.scripts if script not in course.attackers]
         counted = re.findall(r"refused ([\d,]+) calls?, the last of (.*?),", "".join(script.text for script in honest))
         notes.append(f"{len(counted)} lines: refused {', '.join(f'{calls} of {who}' for calls, who in counted)}")
-        notes += course.attacker.text.splitlines()[-1:] if course.attacker and not course.acts else []
+        notes += [line for it in course.attackers if not course.acts for line in it.text.splitlines()[-1:]]
     if course.memory:
         notes.append(f"{MEMORY[kind]}: {max(course.memory):.0f} MB ({course.memory[0]:.0f} before)")
     return "; ".join(notes).replace("|", " ")
@@ -363,7 +370,7 @@ def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> li
     """Return a row of the table."""
     swarm, logs = course.swarm, [script.text for script in course.swarm.honest]
     epochs = [lines[-1]["epoch"] if lines else 0 for lines in swarm.histories()]
-    folders = [path for name in list_honest() if (path := swarm.folder / name / "model").exists()]
+    folders = [path for name in list_honest(swarm.args) if (path := swarm.folder / name / "model").exists()]
     losses = [judge.measure(folder) for folder in folders]
     loss, kept = "no model", "-"
     if losses:
@@ -371,7 +378,7 @@ def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> li
         loss = f"{worst:.3f} ({expected:.3f})"
         kept = f"{(judge.start_loss - worst) / (judge.start_loss - expected):.0%}"
     warnings = [[line for line in log.splitlines() if "warning:" in line or "error:" in line] for log in logs]
-    naming = sum(any(course.attacker_id in line for line in lines) for lines in warnings)
+    naming = sum(any(peer in line for line in lines for peer in course.attacker_ids) for lines in warnings)
     tracebacks = sum(log.count("Traceback") for log in logs)
     return [
         kind or "none",
@@ -397,7 +404,7 @@ def measure(args: argparse.Namespace) -> list[list[str]]:
 
     psutil.cpu_percent()
     course = run_swarm(args, None, folder / "none", identities, 0.0)
-    judge.learn_usual(folder / "none" / list_honest()[0])
+    judge.learn_usual(folder / "none" / "trainer0")
     usual = statistics.median(seconds for _, seconds in list_spans(course))
     print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f} nats")
     # if the machine has other work, peers are excluded without any attack
@@ -421,14 +428,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    kinds = hostile_peer.KINDS
-    parser.add_argument("--attacks", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
+    kinds, log_kinds = hostile_peer.KINDS, hostile_peer.LOG_KINDS
+    names = f"default: {', '.join(kinds)}; with --local_steps: {', '.join(log_kinds)}"
+    parser.add_argument("--attacks", nargs="+", choices={*kinds, *log_kinds}, metavar="KIND", help=names)
     parser.add_argument("--epochs", type=int, default=16, help="epochs of the honest trainers")
     parser.add_argument("--attack_after", type=int, default=4, help="epochs before the attacker starts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
+    parser.add_argument("--local_steps", type=int, default=1, help="above 1: on the replicated log")
+    parser.add_argument("--honest", type=int, default=3, help="honest trainers")
+    parser.add_argument("--attackers", type=int, default=1, help="trainers that attack together")
     parser.add_argument("--closed", action="store_true", help="make a closed run; the attacker is not a member")
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
+    args.attacks = args.attacks or (log_kinds if args.local_steps > 1 else kinds)
     processes.IS_FORKING = True  # otherwise each swarm takes half a minute for imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     try:

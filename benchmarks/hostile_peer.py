@@ -10,11 +10,13 @@ line of JSON for each act.
 import asyncio
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import hostile_log
 import hostile_strangers
 import paced_trainer
 import torch
@@ -45,6 +47,12 @@ def make_noise(part: torch.Tensor) -> torch.Tensor:
     return noise * (100 * part.norm() / noise.norm())
 
 
+def make_direction(part: torch.Tensor, length: float) -> torch.Tensor:
+    """Return the same direction each time, of so many times the part's norm."""
+    fixed = torch.randn(part.shape, generator=torch.Generator().manual_seed(part.numel()))
+    return fixed * (length * part.norm() / fixed.norm())
+
+
 SPOILS = {
     "nan": lambda part: torch.full_like(part, math.nan),
     "inf": lambda part: torch.full_like(part, math.inf),
@@ -52,6 +60,8 @@ SPOILS = {
     "flip": lambda part: -10 * part,
     "noise": make_noise,
     "zeros": torch.zeros_like,  # with a weight of 1e9
+    "direction": lambda part: make_direction(part, 2.0),  # with a weight of 1e9
+    "skew": lambda part: part + make_direction(part, 5.0),  # of averages only
     "shape": lambda part: part[1:],  # for the first part only
 }
 
@@ -85,7 +95,7 @@ class HostileSender(FailFastAllReduceRunner):
         # uncompressed, because hivemind's 16 bits end at 65504
         sent = SPOILS[self.kind](part)
         message.tensor_part.CopyFrom(serialize_torch_tensor(sent))
-        if self.kind == "zeros":
+        if self.kind in ("zeros", "direction"):
             message.weight = 1e9
         if sent.shape == part.shape:
             # the answer is the difference to this part, so this peer keeps the state of the others
@@ -130,6 +140,34 @@ def reduce(kind: str) -> None:
     HostileReducer.kind = kind
     swarm.averager.FailFastAllReduceRunner = HostileReducer
     claim_bandwidth(PLAUSIBLE_MBITS[1])  # so that this peer averages everything
+
+
+def ride_free(batch: int = 160) -> None:
+    """Claim a whole batch, and contribute the last average."""
+    store, take_pending, finish, last = swarm.dht.DHT.store, GradientAverager.take_pending, GradientAverager.finish, []
+
+    def store_claim(self, key, value, *args, **kwargs):
+        if str(key).endswith("_progress") and isinstance(value, dict):
+            value = value | dict(samples_accumulated=batch, samples_per_second=1e6)
+        return store(self, key, value, *args, **kwargs)
+
+    def take_last(self) -> float:
+        samples = take_pending(self)
+        if not last:
+            return samples
+        note("contributes the last average")
+        with self.get_tensors() as averaged:
+            for tensor, average in zip(averaged, last, strict=True):
+                tensor.copy_(average)
+        return batch
+
+    def keep_average(self, *args) -> int:
+        with self.get_tensors() as averaged:
+            last[:] = [tensor.clone() for tensor in averaged]
+        return finish(self, *args)
+
+    swarm.dht.DHT.store = store_claim
+    GradientAverager.take_pending, GradientAverager.finish = take_last, keep_average
 
 
 def claim_bandwidth(mbits: float) -> None:
@@ -280,9 +318,10 @@ def give_endlessly() -> None:
 
 
 TRAINERS = {
-    **{kind: lambda kind=kind: send(kind) for kind in (*SPOILS, "silence", "drip")},
+    **{kind: lambda kind=kind: send(kind) for kind in (*SPOILS, "silence", "drip") if kind != "skew"},
     "parameters": lambda: send("flip", content="parameters"),
-    **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip")},
+    **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip", "skew")},
+    "free_rider": ride_free,
     "leader": lead,
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
@@ -294,12 +333,13 @@ TRAINERS = {
     "endless": give_endlessly,
 }
 KINDS = [*TRAINERS, *hostile_strangers.STRANGERS]
+LOG_KINDS = [*hostile_log.ATTACKS, "pair_ahead", "nan"]  # on a run with local steps
 
 
 def main() -> None:
     kind = sys.argv.pop(1)
-    if kind in TRAINERS:
-        TRAINERS[kind]()
+    if kind in TRAINERS or kind in hostile_log.ATTACKS:
+        TRAINERS.get(kind, partial(hostile_log.attack, kind))()
         paced_trainer.main()
     else:
         del sys.argv[1]  # seconds per batch

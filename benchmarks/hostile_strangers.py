@@ -1,12 +1,13 @@
 """The attackers of hostile_peer.py without training: untrusted peers that store records and send many requests."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import hivemind
@@ -156,6 +157,13 @@ def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
+async def ask(node: DHTNode, prefix: str, peer: PeerID, epoch: int, lineage: str = "", blocks: Sequence = ()) -> list:
+    """Return the messages of a donor."""
+    stub = StateAverager.get_stub(node.p2p, peer, namespace=f"{prefix}_state_averager")
+    request = BytesValue(value=MSGPackSerializer.dumps([epoch, lineage, list(blocks), b""]))
+    return [message async for message in await stub.rpc_download_state(request)]
+
+
 async def ask_for_states(_: hivemind.DHT, node: DHTNode, prefix: str) -> tuple[int, int]:
     """Request 60 states at once, and return how many arrived and their bytes. Runs in the DHT's process."""
     found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
@@ -163,21 +171,13 @@ async def ask_for_states(_: hivemind.DHT, node: DHTNode, prefix: str) -> tuple[i
     peers = [PeerID(peer) for peer in found.value] if found else [info.peer_id for info in await node.p2p.list_peers()]
     donors, size, whole = itertools.cycle(peers), 0, 0
 
-    async def ask(peer: PeerID, request: list) -> list:
-        nonlocal size
-        stub = StateAverager.get_stub(node.p2p, peer, namespace=f"{prefix}_state_averager")
-        messages = []
-        async for message in await stub.rpc_download_state(BytesValue(value=MSGPackSerializer.dumps(request))):
-            size += message.ByteSize()
-            messages.append(message)
-        return messages
-
     async def ask_for_state(peer: PeerID) -> None:
-        nonlocal whole
-        described = MSGPackSerializer.loads((await ask(peer, [0]))[0].metadata)
-        # 8 bytes describe a block
-        numbers = list(range(len(described["digests"]) // 8))
-        answer = await ask(peer, [described["epoch"], described["lineage"], numbers])
+        nonlocal whole, size
+        described = MSGPackSerializer.loads((await ask(node, prefix, peer, 0))[0].metadata)
+        # 36 bytes describe a block
+        numbers = list(range(len(described["digests"]) // 36))
+        answer = await ask(node, prefix, peer, described["epoch"], described["lineage"], numbers)
+        size += sum(message.ByteSize() for message in answer)
         whole += len(answer) >= len(numbers)
 
     asked = (asyncio.wait_for(ask_for_state(next(donors)), 60) for _ in range(60))
@@ -191,6 +191,26 @@ def ask_for_all(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
     note("has asked", states=states, megabytes=round(size / 1e6, 1))
 
 
+async def occupy_donors(_: hivemind.DHT, node: DHTNode, prefix: str) -> None:
+    """Ask each donor for a description and one block of its state every 2.5 s, forever."""
+    while True:
+        with contextlib.suppress(Exception):
+            found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
+            for peer in found.value:
+                described = MSGPackSerializer.loads((await ask(node, prefix, PeerID(peer), 0))[0].metadata)
+                await ask(node, prefix, PeerID(peer), described["epoch"], described["lineage"], [0])
+        await asyncio.sleep(2.5)
+
+
+def occupy(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
+    """Take all places of the donors with nine keys that hardly fetch."""
+    for _ in range(9):
+        peer = start_dht_as(RSAPrivateKey(), list(map(str, dht.initial_peers)), [], ensure_bootstrap_success=False)
+        STAYED.append(peer)
+        peer.run_coroutine(partial(occupy_donors, prefix=prefix), return_future=True)
+    note("occupies donors", keys=len(STAYED))
+
+
 STRANGERS = {
     "plain_value": store_plain_values,
     "epoch_1e9": report_absurd_epoch,
@@ -201,6 +221,7 @@ STRANGERS = {
     "metrics_1": partial(report_metrics, count=1, mini_steps=10**6),
     "metrics_30": partial(report_metrics, count=30, mini_steps=100),
     "ask_60": ask_for_all,
+    "ask_9": occupy,
 }
 
 

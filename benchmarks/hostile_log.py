@@ -1,0 +1,225 @@
+"""The attackers of hostile_peer.py on a run with local steps on the replicated log.
+
+Each is an honest trainer with a few functions of swarm/ replaced, that works honestly until HONEST_EPOCHS epochs of the
+log, in which it has become a voter. ATTACKS maps a kind to the function that replaces them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hivemind.p2p import PeerID
+from hivemind.utils.crypto import RSAPrivateKey
+from hostile_strangers import note
+
+import swarm.exchange
+import swarm.log_rounds
+import swarm.log_steps
+from swarm.aggregation import Numbers
+from swarm.exchange import Exchange
+from swarm.log import Commit, Log, Offer, Vote, get_signed_part
+from swarm.log import encode as encode_message
+from swarm.log_rounds import Identity, LogRounds
+from swarm.log_steps import LogSteps
+
+HONEST_EPOCHS = 3
+DRIP_SECONDS = 0.5  # for each piece
+FRESH_KEYS = 40
+PEERS: list[LogSteps] = []  # this process's peer
+
+
+def is_time() -> bool:
+    """Return whether this peer attacks by now."""
+    log = PEERS[0].rounds.log if PEERS else None
+    return log is not None and log.head.epoch - min(entry.state.epoch for entry in log.chain.values()) >= HONEST_EPOCHS
+
+
+def remember_peer() -> None:
+    """Keep this process's LogSteps."""
+    begin = LogSteps.__init__
+
+    def remember(self, *args, **kwargs):
+        PEERS.append(self)
+        begin(self, *args, **kwargs)
+
+    LogSteps.__init__ = remember
+
+
+# --- false updates ----------------------------------------------------------------------------------------------------
+
+
+def spoil(what: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Offer a function of the update, as one vector."""
+    encode = swarm.log_steps.encode
+
+    def encode_spoiled(update: Numbers, residual: Numbers, codec) -> list[bytes]:
+        if is_time():
+            flat = torch.cat([update.read(block) for block in range(update.num_blocks)])
+            update, residual = Numbers([change(flat)]), Numbers([torch.zeros_like(flat)])
+            note(f"offers {what}")
+        return encode(update, residual, codec)
+
+    swarm.log_steps.encode = encode_spoiled
+
+
+def read_momentum(_: torch.Tensor) -> torch.Tensor:
+    return torch.cat([momentum.flatten() for momentum in PEERS[0].optimizer.opt.list_momenta()])
+
+
+def make_fixed(update: torch.Tensor) -> torch.Tensor:
+    """Return the same direction each time, of the norm of the update."""
+    fixed = torch.randn(len(update), generator=torch.Generator().manual_seed(0))
+    return fixed * (update.norm() / fixed.norm())
+
+
+def change_offer(**fields) -> None:
+    """Sign offers with other fields, which are functions of the true one."""
+    sign = Log.sign
+
+    def sign_changed(self, kind, *values):
+        record = sign(self, kind, *values)
+        if kind is Offer and is_time():
+            record = replace(record, **{name: change(record) for name, change in fields.items()})
+            record = replace(record, signature=self.identity.sign(get_signed_part(record)))
+            note(f"offers {', '.join(f'{getattr(record, name)} {name}' for name in fields)}")
+        return record
+
+    Log.sign = sign_changed
+
+
+def copy_offer() -> None:
+    """Offer the update of another peer, and compute nothing."""
+    offer = LogSteps.offer
+
+    def offer_copy(self) -> None:
+        if not is_time():
+            offer(self)
+            return
+        with self.rounds._lock:
+            log, me = self.rounds.log, self.tracker.dht.peer_id.to_bytes()
+            others = [it for it in log.select(Offer) if it.base == self.head and self.rounds.store.has(it.blob)]
+            is_done = self.head != log.head.head or any(it.peer == me for it in others)
+            others = [it for it in others if it.peer != me]
+        if others and not is_done:
+            other = max(others, key=lambda it: it.samples)
+            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob))
+            self.optimizer.grad_averager.samples = 0
+            note("offers a copy", of=str(PeerID(other.peer))[-6:])
+
+    LogSteps.offer = offer_copy
+
+
+# --- updates that do not arrive ---------------------------------------------------------------------------------------
+
+
+def withhold() -> None:
+    serve = Exchange._serve_blocks
+
+    async def serve_none(self, peer, blob, numbers, writer) -> None:
+        if is_time():
+            note("withholds a blob")
+            await asyncio.sleep(3600)
+        await serve(self, peer, blob, numbers, writer)
+
+    Exchange._serve_blocks = serve_none
+
+
+def drip() -> None:
+    send_block = Exchange._send_block
+
+    async def send_slowly(self, peer, number, data, writer) -> None:
+        if not is_time():
+            await send_block(self, peer, number, data, writer)
+            return
+        note("drips a block")
+        data = swarm.exchange.HEADER.pack(number, len(data)) + data
+        for at in range(0, len(data), 256):
+            writer.write(data[at : at + 256])
+            await writer.drain()
+            await asyncio.sleep(DRIP_SECONDS)
+
+    Exchange._send_block = send_slowly
+
+
+# --- the choice of a commit -------------------------------------------------------------------------------------------
+
+
+def propose_alone() -> None:
+    """As a leader, propose this peer's offer only, at once."""
+    make_list, is_complete = Log.make_list, Log.is_complete
+
+    def make_own_list(self, decision) -> Commit | None:
+        commit = make_list(self, decision)
+        if commit and is_time():
+            own = tuple(offer for offer in commit.offers if offer.peer == self.me)
+            note("proposes its own offer only", offers=len(own))
+            return replace(commit, offers=own) if own else None
+        return commit
+
+    Log.make_list = make_own_list
+    Log.is_complete = lambda self, *args: is_time() or is_complete(self, *args)
+
+
+def vote_twice() -> None:
+    """Send another vote for a list that does not exist."""
+    send_vote = Log.send_vote
+
+    def send_two(self, *terms) -> None:
+        send_vote(self, *terms)
+        decision, attempt, last, proposal = terms
+        if is_time() and proposal:
+            self.send(self.sign(Vote, decision.name, attempt, last, bytes(32), self.me))
+            note("votes twice", attempt=attempt)
+
+    Log.send_vote = send_two
+
+
+# --- many identities --------------------------------------------------------------------------------------------------
+
+
+def offer_with_fresh_keys(count: int = FRESH_KEYS) -> None:
+    """Make an offer of noise for each of many keys, at each commit, and vouch for all of them."""
+    add_offer, identities = LogRounds.add_offer, []
+
+    def add_many(self, base, digest, samples, blocks) -> bytes:
+        if is_time():
+            while len(identities) < count:
+                identities.append(Identity(RSAPrivateKey()))
+            with self._lock:
+                for number, identity in enumerate(identities):
+                    noise = torch.randn(PEERS[0].codec_size, generator=torch.Generator().manual_seed(number)) * 1e-3
+                    fresh = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), PEERS[0].codec)
+                    blob = self.store.add(fresh)
+                    self.identity.public_keys |= identity.public_keys
+                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, b"")
+                    offer = Offer(*values)
+                    offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
+                    for peer in self._list_members():
+                        self._outbox[peer].append(encode_message(offer))
+            note(f"offers noise with {count} keys")
+        return add_offer(self, base, digest, samples, blocks)
+
+    LogRounds.add_offer = add_many
+    LogSteps.codec_size = property(lambda self: sum(it.numel() for it in self.optimizer.opt.list_momenta()))
+
+
+ATTACKS = {
+    "log_flip": lambda: spoil("-10 times its update", lambda update: -10 * update),
+    "log_momentum": lambda: spoil("the momentum", read_momentum),
+    "log_shuffle": lambda: spoil("a shuffled update", lambda update: update[torch.randperm(len(update))]),
+    "log_direction": lambda: spoil("a fixed direction", make_fixed),
+    "log_copy": copy_offer,
+    "log_samples": lambda: change_offer(samples=lambda _: 2**40),
+    "log_withhold": withhold,
+    "log_drip": drip,
+    "log_alone": propose_alone,
+    "log_votes": vote_twice,
+    "log_keys": offer_with_fresh_keys,
+}
+
+
+def attack(kind: str) -> None:
+    """Replace the functions of an attack."""
+    remember_peer()
+    ATTACKS[kind]()
