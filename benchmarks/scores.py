@@ -15,6 +15,7 @@ last WINDOW verdicts. Each row draws the scorers and the rounds at random, from 
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -27,7 +28,7 @@ from local_steps import CPU, Run, Setting, Worker
 
 from arguments import DataArguments, ModelArguments
 from experiment.objectives import compute_losses
-from swarm.aggregation import Contribution, Numbers, aggregate, compute_weights, encode, measure
+from swarm.aggregation import Contribution, Numbers, aggregate, encode, weigh
 from swarm.sparse import decode
 from training.model import move_batch
 
@@ -37,9 +38,9 @@ KINDS = "honest", "reversed", "shuffled"
 class ScoredRun(Run):
     """A run whose offers all peers score in every `every`-th round."""
 
-    def __init__(self, worker: Worker, setting: Setting, every: int, batch: int):
+    def __init__(self, worker: Worker, setting: Setting, every: int, batch: int, output: Path | None):
         super().__init__(worker, setting, 0.1)
-        self.every, self.rounds = every, 0
+        self.every, self.output, self.rounds = every, output, 0
         self.batches = [worker.make_batches(peer, 7, batch) for peer in range(setting.peers)]
         #: bits by round and kind: for each offer, those of all scorers
         self.bits: dict[int, dict[str, list[list[bool]]]] = {}
@@ -48,15 +49,18 @@ class ScoredRun(Run):
         size = len(self.anchor)
         blocks = [encode(Numbers([torch.zeros(size)]), Numbers([it]), codec) for it in unsent]
         offers = [Contribution(bytes([i]), *it) for i, it in enumerate(zip(samples, late, blocks, strict=True))]
-        weights = compute_weights(offers, measure(offers, Numbers([self.velocity])))
+        weights = weigh(offers, Numbers([self.velocity]))
         self.rounds += 1
         if self.rounds % self.every == 0:
             self.bits[self.rounds] = self.score(offers, weights)
+            if self.output:
+                self.output.write_text(json.dumps(self.bits))
         self.anchor = self.anchor.clone()
         aggregate(
             Numbers([self.anchor]),
             Numbers([self.velocity]),
             offers,
+            weights,
             lr=self.setting.outer_lr,
             outer_momentum=self.setting.momentum,
         )
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--lifetime", type=int, default=100, help="verdicts of an owner")
     parser.add_argument("--owners", type=int, default=1000)
     parser.add_argument("--rules", nargs="+", default=["12,3", "12,2", "12,1", "16,3"], help="WINDOW,MIN_GOOD")
+    parser.add_argument("--output", type=Path, help="file for all bits, by round and kind")
     args = parser.parse_args()
     torch.set_num_threads(1)
     setting = Setting(
@@ -140,7 +145,7 @@ def main() -> None:
     )
     worker = Worker(args, 0, args.batch)
     worker.shuffle(0, args.peers)
-    run = ScoredRun(worker, setting, args.every, args.score_batch)
+    run = ScoredRun(worker, setting, args.every, args.score_batch, args.output)
     run.train_locally()
     rounds = sorted(run.bits)
     print("| rounds | validation loss | " + " | ".join(f"{kind}: bits that are good" for kind in KINDS) + " |")

@@ -29,6 +29,7 @@ from swarm.sparse import CHUNK, TINY, TopKCompression, decode
 
 BLOCK = 2**20  # numbers
 MAX_SAMPLES = 2  # of an offer, relative to the median
+OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
 MAX_COSINE = 0.9  # of the signs of two offers, or of an offer and the momentum; with a larger one, it is a copy
 BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
 
@@ -70,8 +71,9 @@ class Contribution:
 
     peer: bytes
     samples: int
-    epochs_late: int  # between the offer's base and the parent of the commit
+    halvings: int  # of its weight: one for each epoch that it is late, and one for an owner with bad scores
     blocks: Sequence[bytes]  # all have passed `check_block`; may be a reader of files
+    is_voter: bool = True
 
 
 def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[bytes]:
@@ -89,13 +91,13 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     return blocks
 
 
-def restore(blocks: Sequence[bytes], residual: Numbers) -> None:
-    """Add an update that no commit contains to the residual."""
+def restore(blocks: Sequence[bytes], numbers: Numbers, factor: float = 1.0) -> None:
+    """Add an update to the residual if no commit contains it, or a part of it to any other numbers."""
     for index, block in enumerate(blocks):
-        values = residual.read(index)
+        values = numbers.read(index)
         positions, kinds, decoded = decode(block, len(values))
-        values.numpy()[positions] += decoded[kinds]
-        residual.write(index, values)
+        values.numpy()[positions] += factor * decoded[kinds]
+        numbers.write(index, values)
 
 
 def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
@@ -149,10 +151,13 @@ def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measure
 def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
-    Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
+    Samples count up to MAX_SAMPLES times the median, and are halved as often as the offer says. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
     of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum do
     not count either, unless half of the offers are.
+
+    New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
+    offers of others have OTHERS_WEIGHT of the voters' weight at most.
     """
     norms, products, agreements = measures
     indices = range(len(contributions))
@@ -162,30 +167,45 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
         counted = originals
     if not counted:
         return [0.0] * len(contributions)
-    most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in counted)
-    most_norm = statistics.median_low(norms[i] for i in counted)
+    voters = [i for i in counted if contributions[i].is_voter] or counted
+    most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in voters)
+    most_norm = statistics.median_low(norms[i] for i in voters)
     heaviness = {
-        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].epochs_late) for i in counted
+        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].halvings) for i in counted
     }
     lengths = [math.sqrt(products[i][i]) for i in indices]
     copies = {
         i: [j for j in counted if i == j or products[i][j] > MAX_COSINE * lengths[i] * lengths[j]] for i in counted
     }
-    weights = {i: max(heaviness[j] for j in copies[i]) / len(copies[i]) for i in counted}
+    sharers = {i: [j for j in copies[i] if j in voters] or copies[i] for i in counted}
+    weights = {i: max(heaviness[j] for j in copies[i]) / len(sharers[i]) for i in counted if i in sharers[i]}
+    of_others = math.fsum(weights[i] for i in weights if i not in voters)
+    limit = OTHERS_WEIGHT * math.fsum(weights[i] for i in voters)
+    weights |= {i: weights[i] * min(1.0, limit / of_others) for i in weights if i not in voters}
     total = math.fsum(weights.values())
     return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in indices]
 
 
+def weigh(contributions: Sequence[Contribution], momentum: Numbers) -> list[float]:
+    """Return the factor of each contribution in the sum of a commit."""
+    return compute_weights(contributions, measure(contributions, momentum))
+
+
 @torch.no_grad()
 def aggregate(
-    anchor: Numbers, momentum: Numbers, contributions: Sequence[Contribution], *, lr: float, outer_momentum: float
-) -> list[float]:
+    anchor: Numbers,
+    momentum: Numbers,
+    contributions: Sequence[Contribution],
+    weights: Sequence[float],
+    *,
+    lr: float,
+    outer_momentum: float,
+) -> None:
     """Make the outer step of a commit in place: SGD with Nesterov momentum, with the weighted sum of the updates.
 
-    :returns: the factor of each contribution in the sum, see `compute_weights`
+    :param weights: those of `weigh`
     """
-    weights = compute_weights(contributions, measure(contributions, momentum))
-    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
+    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].halvings))
     for block in range(anchor.num_blocks):
         total = np.zeros(anchor.count(block), np.float32)
         for index in order:
@@ -199,7 +219,6 @@ def aggregate(
         momentum.write(block, velocity)
         step = velocity.mul_(outer_momentum).add_(update).mul_(lr)
         anchor.write(block, torch.hardshrink(anchor.read(block).sub_(step), TINY))
-    return weights
 
 
 def compute_digest(anchor: Numbers, momentum: Numbers) -> bytes:

@@ -14,7 +14,7 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
-MAX_WEIGHT = 2.0  # of a sender's gradient, relative to the median; its norm is clipped to the median (arXiv 2012.10333)
+MAX_WEIGHT = 4.0  # of a sender's gradient, relative to the median; its norm is clipped to the median (arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
 MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
 FAR_TOO_LONG = -math.inf  # the contribution in an average that cannot be one

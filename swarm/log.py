@@ -59,6 +59,7 @@ MAX_VOTES = 8  # of one voter in one decision, answers included
 MAX_PROPOSALS, MAX_DECISIONS = 16, 8
 WINDOW, MIN_COUNTED = 8, 4  # an owner with offers in 4 of the last 8 commits is a voter
 MAX_COMMITS = 1000  # that a peer keeps
+MAX_VERDICTS, MIN_GOOD = 12, 3  # with as few good ones of its last verdicts, the weight of an owner is halved
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt; all peers must agree
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
@@ -135,6 +136,7 @@ class Offer:
     num_bytes: Number
     accepts_connections: Annotated[bool, 0, 1]
     mbits: Annotated[float, 0.0, 1e9]
+    score: Annotated[int, -1, 1]  # of the picked offer of the base: 1 if it improves the model; 0 if it is unknown
     signature: Signature
 
     @property
@@ -208,6 +210,11 @@ class Commit:
     def hash(self) -> bytes:
         """The hash of all but the votes."""
         return compute_hash("commit", *list_fields(self)[:-1])
+
+    @property
+    def picked(self) -> int:
+        """The index of the offer that all peers score."""
+        return int.from_bytes(self.hash[:4]) % len(self.offers)
 
 
 @dataclass(frozen=True)
@@ -284,6 +291,14 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Verdicts:
+    """The last scores of an owner's offers, each the sign of more than half of the voters' scores."""
+
+    peer: Peer
+    signs: Annotated[tuple, 0, MAX_VERDICTS, Annotated[int, -1, 1]]
+
+
+@dataclass(frozen=True)
 class State:
     """All that later commits depend on. A checkpoint keeps it, and a new peer gets it from a peer that it trusts."""
 
@@ -296,6 +311,13 @@ class State:
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
     clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, Peer]
+    picked: Annotated[bytes, 0, 64] = b""  # the owner of the offer in the head that the next offers score
+    verdicts: Annotated[tuple, 0, 1024, Verdicts] = ()  # in the order of peers
+
+    def doubts(self, peer: bytes) -> bool:
+        """Return whether the scores of an owner are so bad that its weight is halved."""
+        signs = dict(map(list_fields, self.verdicts)).get(peer, ())
+        return len(signs) == MAX_VERDICTS and signs.count(1) <= MIN_GOOD
 
     @property
     def participants(self) -> set[bytes]:
@@ -356,6 +378,12 @@ class State:
         room = max(1, len(voters) // 4) - sum(map(len, self.admitted[1:]))
         new = sorted(able, key=lambda peer: (-counts[peer], peer))[: max(0, min(room, MAX_VOTERS - len(voters)))]
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
+        scorers = {*self.voters} - {self.picked}
+        scores = [offer.score for offer in commit.offers if offer.base == self.head and offer.peer in scorers]
+        verdicts = dict(map(list_fields, self.verdicts))
+        if sign := next((sign for sign in (1, -1) if 2 * scores.count(sign) > len(scores)), 0):
+            verdicts[self.picked] = (*verdicts.get(self.picked, ()), sign)[-MAX_VERDICTS:]
+        verdicts = {peer: signs for peer, signs in verdicts.items() if peer in counts or peer in voters}
         return State(
             epoch=commit.epoch,
             head=commit.hash,
@@ -366,6 +394,8 @@ class State:
             counted=tuple(offer.key for offer in commit.offers),
             clients=tuple(sorted(clients & {*counts, *voters})),
             banned=tuple(sorted(banned)),
+            picked=commit.offers[commit.picked].peer,
+            verdicts=tuple(Verdicts(*item) for item in sorted(verdicts.items())),
         )
 
 

@@ -32,9 +32,9 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
-from swarm.aggregation import BLOCK, Numbers, check_block
+from swarm.aggregation import BLOCK, Contribution, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
-from swarm.log import Action, Log, Number, Offer, State, Status, Timeouts, decode, pack, unpack
+from swarm.log import Action, Commit, Log, Number, Offer, State, Status, Timeouts, decode, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -96,6 +96,19 @@ class Identity:
         with contextlib.suppress(ValueError):
             if find_peer_id(key) == peer and len(self.public_keys) < MAX_KEYS:
                 self.public_keys[peer] = key
+
+
+class StoredBlob(Sequence):
+    """The blocks of an update, read when they are needed."""
+
+    def __init__(self, store: BlobStore, blob: bytes):
+        self.store, self.names = store, store.list_hashes(blob)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.store.get(self.names[index])
 
 
 class LogRounds:
@@ -192,14 +205,26 @@ class LogRounds:
         with self._lock:
             return self.log.head.head == head and self.log.most_time is not None
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> bytes:
-        """Store and publish an update of this peer, and return its blob's id."""
+    def list_contributions(self, commit: Commit) -> list[Contribution]:
+        """Return the offers of a commit after which this peer knows the state."""
+        with self._lock:
+            parent = self.log.chain[commit.parent].state
+        halvings = [(it.base != commit.parent) + parent.doubts(it.peer) for it in commit.offers]
+        blobs = [StoredBlob(self.store, it.blob) for it in commit.offers]
+        offers = zip(commit.offers, halvings, blobs, strict=True)
+        return [Contribution(it.peer, it.samples, *more, it.peer in parent.voters) for it, *more in offers]
+
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes], score: int) -> bytes:
+        """Store and publish an update of this peer, and return its blob's id.
+
+        :param score: of the picked offer of the base, see `LogSteps._score`
+        """
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
             self.log.timeouts = self._compute_timeouts(num_bytes)
             actions = self.log.add_offer(
-                get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
+                get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits, score
             )
             self._perform(actions)
         return blob

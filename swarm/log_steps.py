@@ -10,6 +10,7 @@ peer without the log, or with a lost state, loads a state and joins.
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
+from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore, weigh
 from swarm.epoch import EpochState
-from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
+from swarm.local_steps import at_anchor
 from swarm.log import Commit, Genesis, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -35,21 +36,9 @@ JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
+MAX_SCORING = 0.02  # of a peer's time
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
 SILENCE_TIMEOUT = 1200.0  # seconds without a commit, after which the peers that are there begin a new log
-
-
-class StoredBlob(Sequence):
-    """The blocks of an update, read when they are needed."""
-
-    def __init__(self, store: BlobStore, blob: bytes):
-        self.store, self.names = store, store.list_hashes(blob)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self.store.get(self.names[index])
 
 
 class Pending(NamedTuple):
@@ -78,6 +67,9 @@ class LogSteps:
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
         self._next_join, self._stuck_since = 0.0, None
+        #: this peer's score for each commit that its next offer may have as its base; epochs between two scores
+        self._scores: dict[bytes, int] = {}
+        self._score_interval = 1
 
     # --- the state
 
@@ -273,7 +265,7 @@ class LogSteps:
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
         try:
-            blob = self.rounds.add_offer(head, digest, samples, blocks)
+            blob = self.rounds.add_offer(head, digest, samples, blocks, self._scores.get(head, 0))
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
@@ -306,11 +298,14 @@ class LogSteps:
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
+        contributions = self.rounds.list_contributions(commit)
+        weights = weigh(contributions, Numbers(optimizer.opt.list_momenta()))
+        self._score(commit, contributions, weights)
         counted = [it for it in commit.offers if it.blob in self.offers]
         samples = sum(self.offers.pop(it.blob).samples for it in counted)
         owners = {it.peer for it in commit.offers}
         others = owners - {self.tracker.dht.peer_id.to_bytes()}
-        with self._outer_step(commit), self.tracker.pause_updates():
+        with self._outer_step(commit, contributions, weights), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
@@ -330,16 +325,27 @@ class LogSteps:
         digest, count = digests.most_common(1)[0]
         return digest != own[0] and 2 * count > digests.total()
 
+    def _score(self, commit: Commit, contributions: Sequence[Contribution], weights: Sequence[float]) -> None:
+        """Score the picked offer of the next commit: 1 if it alone, at its weight, improves the model on this peer's
+        last batch, otherwise -1. It costs MAX_SCORING of the time at most, and all peers score the same epochs."""
+        optimizer, index, started = self.optimizer, commit.picked, time.monotonic()
+        is_own = contributions[index].peer == self.tracker.dht.peer_id.to_bytes()
+        self._scores = {}
+        if optimizer.measure_loss is None or is_own or not weights[index] or commit.epoch % self._score_interval:
+            return
+        with at_anchor(optimizer.local):
+            before = optimizer.measure_loss()
+            restore(contributions[index].blocks, Numbers(optimizer.local.params), -optimizer.opt.lr * weights[index])
+            after = optimizer.measure_loss()
+        self._scores[commit.hash] = (after < before) - (after > before)  # 0 if one is NaN
+        share = (time.monotonic() - started) / max(self.tracker.dht.uplink.timeouts.epoch_seconds, 1e-3)
+        self._score_interval = 2 ** math.ceil(math.log2(max(1.0, share / MAX_SCORING)))
+
     @contextlib.contextmanager
-    def _outer_step(self, commit: Commit) -> Iterator[None]:
-        """Let the outer optimizer's next step apply a commit."""
-        outer, store = self.optimizer.opt, self.rounds.store
-        outer.contributions = [
-            Contribution(it.peer, it.samples, int(it.base != commit.parent), StoredBlob(store, it.blob))
-            for it in commit.offers
-        ]
-        self.averager.next_lineage = commit.hash.hex()
+    def _outer_step(self, commit: Commit, *terms) -> Iterator[None]:
+        """Let the outer optimizer's next step apply a commit, of which the contributions and their weights follow."""
+        self.optimizer.opt.commit, self.averager.next_lineage = terms, commit.hash.hex()
         try:
             yield
         finally:
-            outer.contributions = self.averager.next_lineage = None
+            self.optimizer.opt.commit = self.averager.next_lineage = None

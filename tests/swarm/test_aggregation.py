@@ -16,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ROOT
 
-from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, compute_digest, encode, restore
+from swarm.aggregation import (
+    BLOCK,
+    Contribution,
+    Numbers,
+    aggregate,
+    check_block,
+    compute_digest,
+    encode,
+    restore,
+    weigh,
+)
 from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
 
 CODEC = TopKCompression(0.03, 2)
@@ -30,17 +40,22 @@ def make_numbers(seed: int | None = None, sizes: tuple[int, ...] = SIZES, scale:
 
 def make_offer(seed: int, sizes: tuple[int, ...] = SIZES, scale: float = 1e-3, **fields) -> Contribution:
     blocks = encode(make_numbers(seed, sizes, scale), make_numbers(None, sizes), CODEC)
-    return Contribution(**dict(peer=bytes([seed]), samples=10, epochs_late=0, blocks=blocks) | fields)
+    return Contribution(**dict(peer=bytes([seed]), samples=10, halvings=0, blocks=blocks) | fields)
 
 
 def read_all(numbers: Numbers) -> torch.Tensor:
     return torch.cat([numbers.read(block) for block in range(numbers.num_blocks)])
 
 
+def step(anchor: Numbers, momentum: Numbers, offers: list[Contribution], lr=1.0, outer_momentum=0.0) -> list[float]:
+    weights = weigh(offers, momentum)
+    aggregate(anchor, momentum, offers, weights, lr=lr, outer_momentum=outer_momentum)
+    return weights
+
+
 def apply(offers: list[Contribution], sizes: tuple[int, ...] = SIZES) -> tuple[list[float], torch.Tensor]:
     anchor, momentum = make_numbers(None, sizes), make_numbers(None, sizes)
-    weights = aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.0)
-    return weights, read_all(anchor)
+    return step(anchor, momentum, offers), read_all(anchor)
 
 
 def compute_digests(path: str) -> str:
@@ -51,7 +66,7 @@ def compute_digests(path: str) -> str:
     digests = []
     for offers in json.loads(Path(path).read_text()):
         offers = [Contribution(bytes([i]), i + 5, 0, [*map(bytes.fromhex, offer)]) for i, offer in enumerate(offers)]
-        aggregate(anchor, momentum, offers, lr=0.7, outer_momentum=0.6)
+        step(anchor, momentum, offers, 0.7, 0.6)
         digests.append(compute_digest(anchor, momentum).hex())
     return " ".join(digests)
 
@@ -74,10 +89,10 @@ def test_aggregate_matches_numpy_in_any_order():
     sizes = (2 * CHUNK,)
     offers = [make_offer(seed, sizes, samples=samples) for seed, samples in ((1, 3), (2, 4), (3, 40))]
     anchor, momentum = make_numbers(8, sizes), make_numbers(9, sizes)
-    offers[2] = dataclasses.replace(offers[2], epochs_late=1)
+    offers[2] = dataclasses.replace(offers[2], halvings=1)
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
-    weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
+    weights = step(anchor, momentum, offers[::-1], 0.5, 0.5)[::-1]
     updates = np.zeros((3, 2 * CHUNK), np.float32)
     for update, seed in zip(updates, (1, 2, 3), strict=True):
         positions, kinds, values = decode(CODEC.compress(read_all(make_numbers(seed, sizes))), len(update))
@@ -116,11 +131,23 @@ def test_copies_share_weight_of_heaviest():
     assert weights[0] == weights[2] == weights[3] == pytest.approx(weights[1] / 3, rel=1e-12)
 
 
+def test_others_have_a_quarter_of_weight():
+    """Offers of many new keys, with small norms, large claims, or copies of a voter's, do not displace the voters."""
+    voters = [make_offer(seed) for seed in (1, 2, 3)]
+    others = [make_offer(seed, samples=10**6, scale=1e-6, is_voter=False) for seed in range(4, 11)]
+    copies = [dataclasses.replace(voters[0], peer=bytes([seed]), is_voter=False) for seed in range(11, 17)]
+    weights = apply([*voters, *others, *copies])[0]
+    assert weights[:3] == pytest.approx([1 / 4] * 3, rel=0.01) and weights[10:] == [0.0] * 6
+    assert sum(weights[3:10]) == pytest.approx(1 / 4, rel=1e-9)
+    assert apply([*voters, others[0]])[0][3] == pytest.approx(1 / 4, rel=1e-9)
+    assert apply(others)[0] == pytest.approx([1 / 7] * 7, rel=0.01)
+
+
 def test_copy_of_momentum_has_no_weight():
     anchor, momentum = make_numbers(), make_numbers()
-    aggregate(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], lr=1.0, outer_momentum=0.5)
+    step(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], 1.0, 0.5)
     free_rider = Contribution(b"f", 10, 0, encode(momentum, make_numbers(), CODEC))
-    weights = aggregate(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], lr=1.0, outer_momentum=0.5)
+    weights = step(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], 1.0, 0.5)
     assert weights[0] == 0 and sum(weights) > 0.9
 
 

@@ -97,7 +97,7 @@ def test_invalid_part_excludes_only_its_sender(bad):
 
 
 def test_reducer_bounds_weights_and_takes_median():
-    for last, mean in ((1.0, 8 / 5), (100.0, 10 / 5)):  # at twice the median weight, and of the median norm
+    for last, mean in ((1.0, 10 / 7), (100.0, 2.0)):  # at four times the median weight, and of the median norm
         parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((2.0, 2.0, 2.0, last))}
         for average in asyncio.run(reduce(parts, [1, 1, 1, 1e9], 100)):
             assert average.tolist() == pytest.approx([mean] * len(average))

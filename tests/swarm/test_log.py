@@ -14,6 +14,7 @@ from swarm.log import (
     KINDS,
     MAX_ANSWER_BYTES,
     MAX_POOL,
+    MAX_VERDICTS,
     SLOT,
     Commit,
     Entry,
@@ -54,7 +55,7 @@ def sign(record: object) -> object:
 
 
 def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool = True) -> Offer:
-    return sign(Offer(base, DIGEST, peer, 8, blob, 100, accepts, 20.0, b""))
+    return sign(Offer(base, DIGEST, peer, 8, blob, 100, accepts, 20.0, 0, b""))
 
 
 def make_vote(attempt: int, last: int, proposal: bytes, peer: bytes = PEERS[1], decision: bytes = bytes(32)) -> Vote:
@@ -87,6 +88,30 @@ def run_until(network: Network, condition, seconds: int = 120) -> None:
             return
         network.run(1)
     raise AssertionError(f"not within {seconds} s")
+
+
+def advance_with_scores(state: State, owners, score_of) -> State:
+    """Return the state after a commit whose offers have the score that a function returns for the scorer."""
+    commit = make_commit(state, owners)
+    offers = tuple(sign(replace(offer, score=score_of(offer.peer))) for offer in commit.offers)
+    return state.advance(replace(commit, offers=offers))
+
+
+def test_bad_verdicts_halve_weight():
+    """One of four voters lies about the others. The scores of a fifth owner, which is not a voter, do not count."""
+    state, (liar, *honest) = make_state(4), PEERS[:4]
+    for _ in range(150):
+        truth = -1 if state.picked == liar else 1
+        scores = dict.fromkeys(honest, truth) | {liar: -truth, PEERS[4]: -truth}
+        state = advance_with_scores(state, PEERS[: 4 + state.epoch % 3 // 2], scores.get)
+    verdicts = {it.peer: it.signs for it in state.verdicts if it.peer != PEERS[4]}
+    assert verdicts == {peer: (1,) * MAX_VERDICTS for peer in honest} | {liar: (-1,) * MAX_VERDICTS}
+    assert [state.doubts(peer) for peer in PEERS[:5]] == [True, False, False, False, False]
+    assert unpack(State, pack(state)) == state
+    for _ in range(40):
+        state = advance_with_scores(state, PEERS[:4], lambda _: 1)
+    assert not state.doubts(liar)
+    assert advance_with_scores(state, PEERS[:4], lambda _: 0).verdicts == state.verdicts
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -187,7 +212,7 @@ def test_second_offer_of_one_base_is_ignored():
     log = make_log(1)
     for blob in (b"a" * 32, b"b" * 32):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head, blob)))
-    log.add_offer(1e6, log.head.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, log.head.head, DIGEST, 1, b"d" * 32, 1, True, 1.0, 0)
     log.tick(1e6 + 60)
     (entry,) = log.list_entries(0)
     assert [offer.blob for offer in entry.commit.offers] == [b"d" * 32, b"a" * 32]
@@ -216,7 +241,7 @@ def test_list_that_liar_withholds_does_not_block():
     commit = Commit(base, 1, (make_offer(liar, base, b"x" * 32),), (), (), ())
     vote = make_vote(0, 0, commit.hash, liar, base)
     log.receive(1e6, liar, encode(Proposal(commit, (Step(vote, ()),)), vote))
-    log.add_offer(1e6, base, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, base, DIGEST, 1, b"d" * 32, 1, True, 1.0, 0)
     slot = next(slot for slot in range(int(1e6 // SLOT) + 5, 10**6) if find_leader(3, slot) == log.me)
     actions = log.tick(slot * SLOT)
     for peer in PEERS[:3]:
@@ -231,12 +256,12 @@ def test_late_offer_counts_once_or_returns():
     genesis, commits = log.head.head, []
     for index in range(3):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
-        actions = log.add_offer(1e6, log.head.head, DIGEST, 1, bytes([index]) * 32, 1, True, 1.0)
+        actions = log.add_offer(1e6, log.head.head, DIGEST, 1, bytes([index]) * 32, 1, True, 1.0, 0)
         actions += log.tick(log.now + 60)
         commits += [action.content for action in actions if action.kind == "apply"]
     assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
-    actions = log.add_offer(1e6, genesis, DIGEST, 1, b"z" * 32, 1, True, 1.0) + log.tick(log.now + 1)
-    actions += log.add_offer(log.now, log.head.head, DIGEST, 1, b"y" * 32, 1, True, 1.0) + log.tick(log.now + 60)
+    actions = log.add_offer(1e6, genesis, DIGEST, 1, b"z" * 32, 1, True, 1.0, 0) + log.tick(log.now + 1)
+    actions += log.add_offer(log.now, log.head.head, DIGEST, 1, b"y" * 32, 1, True, 1.0, 0) + log.tick(log.now + 60)
     assert [action.content.blob for action in actions if action.kind == "return"] == [b"z" * 32]
 
 
@@ -296,7 +321,7 @@ def test_voter_without_votes_counts_as_absent():
     log = make_log(4)
     log.timeouts = TIMEOUTS._replace(emergency=60.0)
     assert not log.tick(1e6 + 500) or log.find_absent() == ()
-    log.add_offer(log.now, log.head.head, DIGEST, 1, bytes(32), 1, True, 1.0)
+    log.add_offer(log.now, log.head.head, DIGEST, 1, bytes(32), 1, True, 1.0, 0)
     log.receive(log.now + 115, PEERS[2], encode(make_vote(int(log.now // SLOT), -1, b"", PEERS[2], log.head.head)))
     log.receive(log.now, PEERS[3], encode(Status((log.head.head,), (), (), False)))
     assert log.find_absent() == (PEERS[1], PEERS[3])

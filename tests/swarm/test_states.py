@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, TensorRole
 from hivemind.p2p import PeerID
@@ -22,7 +23,9 @@ from swarm.optimizer_state import list_params
 from swarm.state_download import MAX_DONORS, Donor, StateDownload, digests_differ, group_donors, select_agreed
 from swarm.state_server import (
     BLOCK,
+    IN_USE,
     MAX_BLOCKS,
+    MAX_SERVED_PEERS,
     NUM_SUMS,
     StateServer,
     StateSnapshot,
@@ -401,3 +404,20 @@ def test_state_codec_refuses_invalid_bytes():
             message.buffer = data
             with pytest.raises(ValueError):
                 codec.extract(message)
+
+
+def test_idle_peers_lose_their_places(monkeypatch):
+    """Nine keys that fetch a block every 2.5 s keep no new peer out, and do not drive out one that fetches."""
+    server, now = SimpleNamespace(mode=AveragingMode.NODE, _served={}), 0.0
+    monkeypatch.setattr("swarm.state_server.time", SimpleNamespace(monotonic=lambda: now))
+    admitted = []
+    for step in range(240):
+        now = step / 4
+        if step % 10 == 0:
+            for number in range(9):
+                StateServer._admit(server, f"idle{number}", 1)
+        assert StateServer._admit(server, "asks for a description", 0)
+        if now > 10:
+            admitted.append(StateServer._admit(server, "new", 20))
+    assert len(server._served) == MAX_SERVED_PEERS
+    assert all(admitted[admitted.index(True) :]) and admitted.index(True) < 4 * IN_USE
