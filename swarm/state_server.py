@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import multiprocessing
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not recognise that of collections.abc)
@@ -267,10 +268,12 @@ class StateServer(VerifyingAverager):
         if peer not in self._served:
             max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
             if len(self._served) >= max_peers:
-                rates = {p: blocks / (now - at) for p, (at, _, blocks) in self._served.items() if now - at > IN_USE}
-                if not rates:
+                rates = {other: blocks / (now - at + IN_USE) for other, (at, _, blocks) in self._served.items()}
+                limit = 2 * statistics.median(rates.values())
+                slow = [p for p, (at, *_) in self._served.items() if now - at > IN_USE and rates[p] <= limit]
+                if not slow:
                     return False
-                del self._served[min(rates, key=rates.get)]
+                del self._served[min(slow, key=rates.get)]
             self._served[peer] = now, now, 0
         first, _, blocks = self._served[peer]
         self._served[peer] = first, now, blocks + num_blocks
