@@ -47,6 +47,8 @@ TICK = 0.5  # seconds between two looks of the log at the clock
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 POLLED_PEERS = 3
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
+MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
+MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
 HELPERS_INTERVAL = 10.0  # seconds between two looks for them
 RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
@@ -92,10 +94,13 @@ class Identity:
         return self.public_keys.get(peer)
 
     def add_key(self, peer: bytes, key: bytes) -> None:
-        """Keep a public key if the peer is its owner."""
+        """Keep a public key if the peer is its owner; beyond MAX_KEYS, instead of the oldest one. The log requests that
+        again if it needs it, so new keys cannot keep out others."""
         with contextlib.suppress(ValueError):
-            if find_peer_id(key) == peer and len(self.public_keys) < MAX_KEYS:
+            if peer != self.peer and find_peer_id(key) == peer:
                 self.public_keys[peer] = key
+                if len(self.public_keys) > MAX_KEYS:
+                    del self.public_keys[next(it for it in self.public_keys if it != self.peer)]
 
 
 class StoredBlob(Sequence):
@@ -251,8 +256,11 @@ class LogRounds:
         :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
             log
         """
-        question = pack(Envelope(b"", self.epoch, request=head))
-        calls = [self.exchange.send(PeerID(peer), question) for peer in peers]
+        question, asked = (
+            pack(Envelope(b"", self.epoch, request=head)),
+            random.sample(peers, min(len(peers), MAX_ASKED)),
+        )
+        calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []
         for call in calls:
@@ -339,9 +347,12 @@ class LogRounds:
         self._wake.set()
 
     def _list_members(self) -> set[bytes]:
-        """Return the ids of the other peers that get all messages."""
-        present = {*self.tracker.present, *self.log.head.voters} if self.log else {*self.tracker.present}
-        return {*present, *self.helpers} - {self.identity.peer, *self.tracker.trust.banned_until}
+        """Return the ids of the other peers that get all messages: those that are known to have worked, and the last
+        ones of the others that have called, because a record with a new key costs nothing."""
+        present, is_known = self.tracker.present, self.tracker.trust.is_known
+        guests = [peer for peer in self._seen if peer in present and not is_known(peer)][-MAX_GUESTS:]
+        members = {*filter(is_known, present), *guests, *self.helpers, *self.log.head.participants}
+        return members - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _find_helpers(self) -> None:
         """Look for auxiliary peers from time to time. They declare a state of infinite epoch."""
@@ -429,6 +440,7 @@ class LogRounds:
         if self.log is None and envelope.state:
             self.offered = envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
+            self._seen.pop(peer, None)  # the newest ones are the last ones
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         if self.log is not None and envelope.log == self.log_id:
             for message in envelope.messages:
