@@ -18,8 +18,9 @@ import swarm.log_rounds
 import swarm.log_steps
 from swarm.aggregation import Numbers
 from swarm.exchange import Exchange
-from swarm.log import Commit, Log, Offer, Vote, get_signed_part
-from swarm.log import encode as encode_message
+from swarm.log import Log
+from swarm.log_records import Commit, Offer, Vote, get_signed_part
+from swarm.log_records import encode as encode_message
 from swarm.log_rounds import Identity, LogRounds
 from swarm.log_steps import LogSteps
 

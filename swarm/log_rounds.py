@@ -34,7 +34,8 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from common.files import write_file
 from swarm.aggregation import BLOCK, Contribution, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
-from swarm.log import Action, Commit, Log, Number, Offer, State, Status, Timeouts, decode, pack, unpack
+from swarm.log import Action, Log, State, Timeouts
+from swarm.log_records import Commit, Number, Offer, Status, decode, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -120,8 +121,7 @@ class LogRounds:
     """A peer's log with its thread, its blobs and the peers that it talks to. All public methods are thread-safe.
 
     :param numbers: the swarm's parameters, for the sizes of blocks
-    :param folder: a folder for the blobs and for the log's memory, which belongs to this peer's key; default: a
-        temporary one, for a key that is not kept
+    :param folder: a folder for the blobs and this peer's votes; default: a temporary one, for a key that is not kept
     :param accepts_connections: whether other peers can call this one
     """
 
@@ -175,12 +175,16 @@ class LogRounds:
 
     # --- for the training loop
 
-    def open(self, log_id: bytes, state: State, applied: bytes) -> None:
+    def open(self, log_id: bytes, state: State, applied: bytes, is_new: bool) -> None:
         """Start to take part in a log after the commit of this state.
 
         :param applied: the commit that the model has, or other bytes if it has none of this log
+        :param is_new: whether the log begins now, so that this peer has no vote in it
         """
-        memory = self._memory_file.read_bytes() if self._memory_file.exists() else b""
+        if is_new:
+            write_file(self._memory_file, log_id)
+        saved = self._memory_file.read_bytes() if self._memory_file.exists() else b""
+        memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
             self.log_id, self._seen, self._has_key = log_id, {}, set()
             self.log = Log(
@@ -338,7 +342,7 @@ class LogRounds:
                 for peer in peers or self._list_members():
                     self._outbox[peer].append(content)
             elif kind == "save":
-                is_saved = write_file(self._memory_file, content)
+                is_saved = write_file(self._memory_file, self.log_id + content)
             elif kind == "fetch":
                 self._fetch(content)
             elif kind in ("apply", "return", "fork"):

@@ -23,7 +23,8 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import at_anchor
-from swarm.log import Commit, Genesis, Offer
+from swarm.log import Genesis
+from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
@@ -38,7 +39,7 @@ SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state shoul
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SCORING = 0.02  # of a peer's time
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
-SILENCE_TIMEOUT = 1200.0  # seconds without a commit, after which the peers that are there begin a new log
+SILENCE_TIMEOUT, SILENT_EPOCHS = 600.0, 5  # without a commit, until the peers that are there begin a new log
 
 
 class Pending(NamedTuple):
@@ -93,9 +94,9 @@ class LogSteps:
         opt = self.optimizer.opt
         return Numbers(list_params(opt)), Numbers(opt.list_momenta())
 
-    def _open(self, log_id: bytes, state, applied: bytes) -> None:
+    def _open(self, log_id: bytes, state, applied: bytes, is_new: bool = False) -> None:
         self.rounds.epoch, self._stuck_since, self.exists = self.optimizer.local_epoch, None, True
-        self.rounds.open(log_id, state, applied)
+        self.rounds.open(log_id, state, applied, is_new)
 
     # --- the beginning
 
@@ -115,7 +116,7 @@ class LogSteps:
                 momentum.zero_()
             state = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members).make_state()
             self.averager.lineage = state.head.hex()
-            self._open(state.head, state, state.head)
+            self._open(state.head, state, state.head, is_new=True)
             break
         if self.is_open:
             logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
@@ -143,7 +144,7 @@ class LogSteps:
             genesis = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members)
             if genesis.make_state() != state:
                 return False
-            self._open(state.head, state, state.head)
+            self._open(state.head, state, state.head, is_new=True)
             return True
         return False
 
@@ -205,14 +206,15 @@ class LogSteps:
 
     def _check_progress(self) -> None:
         """Load the state if this peer is too far behind, and leave the log if it has ended."""
+        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         is_behind = self.rounds.epoch < self.rounds.log.head.epoch
         self._stuck_since = (self._stuck_since or time.monotonic()) if is_behind else None
         is_stuck = is_behind and time.monotonic() > self._stuck_since + STUCK_TIMEOUT
         if is_stuck or self.rounds.log.head.epoch > self.rounds.epoch + MAX_EPOCHS_BEHIND:
             logger.info(f"updates of epoch {self.rounds.epoch} are missing: loading the swarm's state")
             self._load_later_state()
-        elif self.rounds.count_seconds_without_commit() > SILENCE_TIMEOUT:
-            logger.warning(f"no commit for {SILENCE_TIMEOUT:.0f} s: the peers that are there begin again")
+        elif self.rounds.count_seconds_without_commit() > longest:
+            logger.warning(f"no commit for {longest:.0f} s: the peers that are there begin a new log")
             self._close()
 
     def _close(self) -> None:

@@ -5,9 +5,9 @@ import heapq
 import random
 from dataclasses import replace
 
-from swarm.log import Action, Commit, Genesis, Log, Timeouts
+from swarm.log import Action, Genesis, Log, State, Timeouts
 
-TIMEOUTS = Timeouts(collect=5.0, longest=40.0, commit=10.0, emergency=1e6)
+TIMEOUTS = Timeouts(collect=5.0, longest=40.0, commit=10.0)
 DIGEST = bytes(32)
 
 
@@ -39,35 +39,44 @@ class ForgetfulLog(Log):
     """A liar: it forgets its votes, so it votes for any list, and proposes several lists in an attempt."""
 
     def remember(self, memory) -> None:
-        super().remember(replace(memory, last=-1, choice=()))
+        super().remember(replace(memory, choice=()))
 
 
 class Trainer:
     """A peer that makes an offer some seconds after each commit. Its samples are numbers of their own."""
 
-    def __init__(self, network: "Network", peer: bytes, genesis, kind=Log):
+    def __init__(self, network: "Network", peer: bytes, genesis: State, kind=Log):
         self.network, self.peer, self.kind = network, peer, kind
-        self.genesis, self.checkpoint, self.memory = genesis, genesis.head, b""
+        self.genesis, self.memory = genesis, b""
         self.store: set[bytes] = set()
-        self.commits: dict[int, Commit] = {}
         self.start()
 
     def start(self) -> None:
-        """Start the process with what is on disk."""
+        """Start the process at the beginning of the log."""
         network, holds = self.network, self.store.__contains__
-        times, identity = network.timeouts, FakeIdentity(self.peer, network.names)
-        commits = [self.commits[epoch] for epoch in sorted(self.commits)]
-        self.log = self.kind(self.genesis, identity, times, holds, network.now, self.memory, commits, self.checkpoint)
-        self.state = self.checkpoint  # stands for the model
-        if self.log.applied is None:
-            network.post(self.peer, self.peer, self.log.head.head)
+        identity = FakeIdentity(self.peer, network.names)
+        self.log = self.kind(self.genesis, identity, network.timeouts, holds, network.now, self.memory)
+        self.state = self.genesis.head  # stands for the model
         self.pending: set[int] = set()  # samples in the residual
         self.offer_time: float | None = network.now + network.random.uniform(1, network.pace)
         self.is_alive = True
 
     def crash(self) -> None:
         self.is_alive = False
+        if self.network.forgets:
+            self.memory = None
         self.network.lost |= self.pending | {s for o in self.log.own.values() for s in self.network.samples[o.blob]}
+
+    def restart(self) -> None:
+        """Start with all commits that this peer had, or with fewer if another peer has them."""
+        network, commits = self.network, [entry.commit for entry in self.log.list_entries(-1)]
+        others = [it.log for it in network.trainers.values() if it.is_alive]
+        if any(self.log.head.head in log.list_path() for log in others):
+            commits = commits[: network.random.randint(0, len(commits))]
+        self.start()
+        for commit in commits:
+            self.log.take_commit(self.peer, commit)
+        self.run(self.log.tick(network.now))
 
     def make_offer(self) -> None:
         network = self.network
@@ -97,10 +106,6 @@ class Trainer:
             elif kind == "apply":
                 network.check_apply(self, content)
                 self.state, self.offer_time = content.hash, network.now + network.random.uniform(1, network.pace)
-                if network.random.random() < 0.3:
-                    self.checkpoint = content.hash
-            elif kind == "append":
-                self.commits[content.epoch] = content
             elif kind == "return":
                 self.pending |= network.samples[content.blob]
             elif kind == "fork":
@@ -120,6 +125,7 @@ class Network:
         self.loss, self.copies, self.delay, self.groups = 0.0, 0.0, 0.5, {}
         self.applied: dict[int, bytes] = {}
         self.is_safe = not liars  # whether two commits at one height are an error
+        self.forgets = False  # whether a crashed peer loses its votes
         genesis = Genesis("run", 0, DIGEST, tuple(self.names[: members or num_peers])).make_state()
         self.trainers = {
             name: Trainer(self, name, genesis, ForgetfulLog if index in liars else Log)
@@ -197,7 +203,7 @@ class Network:
         self.loss, self.copies, self.delay, self.groups = 0.0, 0.0, 0.3, {}
         for trainer in self.trainers.values():
             if not trainer.is_alive:
-                trainer.start()
+                trainer.restart()
 
     def check_samples(self) -> None:
         """Each sample counts once, or waits with its owner, or is lost with its process."""
@@ -226,17 +232,17 @@ class Network:
             if trainer.is_alive:
                 trainer.crash()
             if kind == "restart":
-                trainer.start()
+                trainer.restart()
 
 
-def run_schedule(seed: int, has_liar: bool = False, emergency: float = 1e6) -> Network:
-    """Run 3 to 7 peers through random faults; then they must agree, and commit."""
+def run_schedule(seed: int, has_liar: bool = False, forgets: bool = False) -> Network:
+    """Run 3 to 7 peers through random faults; then they must agree, and commit unless peers have lost their votes."""
     choice = random.Random(seed)
     num_peers = choice.randint(3, 7)
     clients = choice.sample(range(num_peers), choice.randint(0, num_peers // 2))
     liars = [choice.randrange(num_peers)] if has_liar else []
-    network = Network(seed, num_peers, clients, liars, timeouts=TIMEOUTS._replace(emergency=emergency))
-    network.is_safe = not has_liar and emergency == 1e6
+    network = Network(seed, num_peers, clients, liars)
+    network.forgets = forgets
     for _ in range(choice.randint(2, 8)):
         network.add_fault()
         network.run(choice.choice([5, 20, 60, 150]))
@@ -246,7 +252,7 @@ def run_schedule(seed: int, has_liar: bool = False, emergency: float = 1e6) -> N
     network.run(120)
     logs = [trainer.log for trainer in network.honest]
     lowest = min(logs, key=lambda log: log.head.epoch)
-    assert lowest.head.epoch > epoch, "no commit since the network healed"
+    assert lowest.head.epoch > epoch or forgets, "no commit since the network healed"
     assert all(lowest.head.head in log.list_path() for log in logs), "the chains differ"
     if network.is_safe:
         network.check_samples()

@@ -10,22 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUTS, FakeIdentity, Network, name_peer, run_schedule
 
-from swarm.log import (
+from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, MAX_VERDICTS, SLOT, Entry, Genesis, Log, State, rank
+from swarm.log_records import (
     KINDS,
-    MAX_ANSWER_BYTES,
-    MAX_POOL,
-    MAX_VERDICTS,
-    SLOT,
     Commit,
-    Entry,
-    Genesis,
     Leave,
-    Log,
     Memory,
     Offer,
     Proof,
     Proposal,
-    State,
     Status,
     Step,
     Vote,
@@ -33,7 +26,6 @@ from swarm.log import (
     encode,
     get_signed_part,
     pack,
-    rank,
     unpack,
 )
 
@@ -58,17 +50,17 @@ def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool 
     return sign(Offer(base, DIGEST, peer, 8, blob, 100, accepts, 20.0, 0, b""))
 
 
-def make_vote(attempt: int, last: int, proposal: bytes, peer: bytes = PEERS[1], decision: bytes = bytes(32)) -> Vote:
-    return sign(Vote(decision, attempt, last, proposal, peer, b""))
+def make_vote(attempt: int, last: int, proposal: bytes, peer: bytes = PEERS[1], parent: bytes = bytes(32)) -> Vote:
+    return sign(Vote(parent, attempt, last, proposal, peer, b""))
 
 
-def make_commit(state: State, owners, leaves=(), proofs=(), absent=()) -> Commit:
+def make_commit(state: State, owners, leaves=(), proofs=()) -> Commit:
     offers = sorted((make_offer(peer, state.head) for peer in owners), key=lambda offer: offer.key)
-    return Commit(state.head, state.epoch + 1, tuple(offers), tuple(leaves), tuple(proofs), tuple(absent))
+    return Commit(state.head, state.epoch + 1, tuple(offers), tuple(leaves), tuple(proofs))
 
 
 def find_leader(num_members: int, attempt: int) -> bytes:
-    return make_state(num_members).make_decision(()).find_leader(attempt)
+    return make_state(num_members).find_leader(attempt)
 
 
 def advance(state: State, owners, times: int = 1, **notices) -> State:
@@ -124,15 +116,15 @@ def test_log_with_faults_stays_one(seed):
 def test_log_with_many_faults_stays_one(seed):
     run_schedule(seed)
     run_schedule(seed, has_liar=True)
-    run_schedule(seed, emergency=60.0)
+    run_schedule(seed, forgets=True)
 
 
 def test_log_with_liar_converges():
     run_schedule(1, has_liar=True)
 
 
-def test_log_with_emergencies_converges():
-    run_schedule(1, emergency=60.0)
+def test_log_of_forgetful_peers_stays_one():
+    run_schedule(1, forgets=True)
 
 
 def test_log_without_faults_counts_all():
@@ -163,7 +155,7 @@ def test_liar_with_two_votes_is_banned():
 )
 def test_proof_needs_contradiction(first, second, is_lie):
     assert Proof(make_vote(*first), make_vote(*second)).is_valid() == is_lie
-    other = make_vote(*second, decision=bytes([1]) * 32), make_vote(*second, peer=PEERS[2])
+    other = make_vote(*second, parent=bytes([1]) * 32), make_vote(*second, peer=PEERS[2])
     assert not any(Proof(make_vote(*first), it).is_valid() for it in other)
 
 
@@ -238,7 +230,7 @@ def test_list_that_liar_withholds_does_not_block():
     log = make_log(3, index=next(index for index in range(3) if PEERS[index] != find_leader(3, 0)))
     liar, base = find_leader(3, 0), log.head.head
     log.holds = lambda blob: blob != b"x" * 32
-    commit = Commit(base, 1, (make_offer(liar, base, b"x" * 32),), (), (), ())
+    commit = Commit(base, 1, (make_offer(liar, base, b"x" * 32),), (), ())
     vote = make_vote(0, 0, commit.hash, liar, base)
     log.receive(1e6, liar, encode(Proposal(commit, (Step(vote, ()),)), vote))
     log.add_offer(1e6, base, DIGEST, 1, b"d" * 32, 1, True, 1.0, 0)
@@ -270,7 +262,7 @@ def test_turns_reserve_room_for_voters():
     offers = [make_offer(peer, log.head.head) for peer in PEERS[:40]]
     chosen = {offer.peer for offer in log.choose(offers)}
     assert len(chosen) == 16 and len(chosen & set(PEERS[:20])) == 12
-    state = log.head.advance(Commit(log.head.head, 1, tuple(it for it in offers if it.peer in chosen), (), (), ()))
+    state = log.head.advance(Commit(log.head.head, 1, tuple(it for it in offers if it.peer in chosen), (), ()))
     other = make_log(state=state)
     again = {offer.peer for offer in other.choose(make_offer(peer, state.head) for peer in PEERS[:40])}
     assert set(PEERS[:20]) - chosen <= again and len(again & chosen & set(PEERS[20:])) == 0
@@ -278,7 +270,7 @@ def test_turns_reserve_room_for_voters():
 
 def test_next_leader_replaces_crashed_one():
     network = Network(1, 3)
-    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    leader = network.honest[0].log.head.find_leader(0)
     network.trainers[leader].crash()
     network.honest.remove(network.trainers[leader])
     run_until(network, lambda: all(trainer.log.head.epoch == 1 for trainer in network.honest))
@@ -289,7 +281,7 @@ def test_next_leader_replaces_crashed_one():
 def test_restarted_voters_choose_same_list():
     """All votes are lost but for one voter, which then starts again from its disk."""
     network = Network(2, 3)
-    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    leader = network.honest[0].log.head.find_leader(0)
     run_until(network, lambda: network.trainers[leader].memory)
     (memory,) = unpack(Annotated[tuple, 1, 1, Memory], network.trainers[leader].memory)
     for trainer in network.honest:
@@ -301,37 +293,40 @@ def test_restarted_voters_choose_same_list():
     assert memory.choice[0].commit.hash in network.trainers[leader].log.chain
 
 
-def test_emergency_commit_names_absent_and_gives_way():
-    network = Network(4, 5, timeouts=TIMEOUTS._replace(emergency=60.0))
-    network.is_safe = False
-    network.groups = {name: int(index > 2) for index, name in enumerate(PEERS[:5])}
-    network.run(300)
-    majority, minority = network.trainers[PEERS[0]].log, network.trainers[PEERS[4]].log
-    assert minority.list_entries(0)[0].commit.absent == tuple(PEERS[:3]) and minority.head.voters == tuple(PEERS[3:5])
-    assert not any(entry.commit.absent for entry in majority.list_entries(0))
-    kept = majority.head.head
+def test_restarted_voter_waits_for_its_last_epoch():
+    """Its checkpoint is older than its last vote, so it has forgotten its votes in between."""
+    log, memory = make_log(1), Memory(bytes(32), 3)
+    old = Log(log.head, log.identity, TIMEOUTS, log.holds, 1e6, pack((memory,)))
+    for it in (log, old):
+        it.add_offer(1e6, it.head.head, DIGEST, 1, b"a" * 32, 1, True, 1.0, 0)
+        it.tick(1e6 + 60)
+    assert log.head.epoch == 1 and old.head.epoch == 0
+
+
+def test_voter_without_memory_waits_for_own_offer():
+    """All commits after one that has an offer of this process are new to it."""
+    network = Network(8, 3)
+    run_until(network, lambda: network.honest[2].log.head.epoch == 3)
+    network.trainers[PEERS[2]].crash()
+    network.trainers[PEERS[2]].memory = None
     network.heal()
-    network.run(60)
-    assert len({trainer.log.applied for trainer in network.honest}) == 1 and network.forks >= 2
-    assert all(kept in trainer.log.list_path() for trainer in network.honest)
+    log = network.trainers[PEERS[2]].log
 
+    def list_commits() -> list[tuple[bool, bool]]:
+        """Return whether each commit has a vote and an offer of the restarted peer."""
+        commits = [entry.commit for entry in log.list_entries(3)]
+        return [tuple(PEERS[2] in {it.peer for it in part} for part in (it.votes, it.offers)) for it in commits]
 
-def test_voter_without_votes_counts_as_absent():
-    """The peer sends messages, and would stop the others for good. Without an offer, no peer has to vote."""
-    log = make_log(4)
-    log.timeouts = TIMEOUTS._replace(emergency=60.0)
-    assert not log.tick(1e6 + 500) or log.find_absent() == ()
-    log.add_offer(log.now, log.head.head, DIGEST, 1, bytes(32), 1, True, 1.0, 0)
-    log.receive(log.now + 115, PEERS[2], encode(make_vote(int(log.now // SLOT), -1, b"", PEERS[2], log.head.head)))
-    log.receive(log.now, PEERS[3], encode(Status((log.head.head,), (), (), False)))
-    assert log.find_absent() == (PEERS[1], PEERS[3])
+    run_until(network, lambda: any(vote for vote, _ in list_commits()))
+    votes, offers = zip(*list_commits(), strict=True)
+    assert offers.index(True) < votes.index(True)
 
 
 def test_rank_orders_branches_by_content():
     state = make_state(5)
 
-    def make_branch(owners, absent=()) -> list[Entry]:
-        first = make_commit(state, owners, absent=absent)
+    def make_branch(owners) -> list[Entry]:
+        first = make_commit(state, owners)
         after = state.advance(first)
         second = make_commit(after, owners)
         return [Entry(first, after), Entry(second, after.advance(second))]
@@ -339,7 +334,6 @@ def test_rank_orders_branches_by_content():
     small, large = make_branch(PEERS[:2]), make_branch(PEERS[1:4])
     assert rank(large, state) < rank(small, state)
     assert rank(large + make_branch(PEERS[5:30]), state) == rank(large, state)  # owners that are not voters
-    assert rank(small, state) < rank(make_branch(PEERS[:5], absent=PEERS[4:5]), state)
 
 
 def test_late_peer_catches_up_and_asks_for_keys():
@@ -348,7 +342,7 @@ def test_late_peer_catches_up_and_asks_for_keys():
     late.crash()
     network.honest.remove(late)
     network.run(400)
-    late.start()
+    late.restart()
     late.log.identity.known = {PEERS[3]}
     network.run(20)
     assert late.log.applied == late.log.head.epoch >= network.honest[0].log.head.epoch - 1 > 10
@@ -359,7 +353,7 @@ def list_messages() -> list[bytes]:
     network = Network(6, 3)
     messages, post = [], network.post
     network.post = lambda sender, receiver, content: (messages.append(content), post(sender, receiver, content))
-    leader = network.honest[0].log.head.make_decision(()).find_leader(0)
+    leader = network.honest[0].log.head.find_leader(0)
     network.trainers[leader].crash()
     network.run(100)
     messages = [message for message in messages if isinstance(message, bytes)]
@@ -416,7 +410,7 @@ def test_flood_stays_small():
     for index in range(300):
         now += 1
         name = b"%08d" % index
-        vote = make_vote(index, index - 1, name * 4, decision=log.head.head)
+        vote = make_vote(index, index - 1, name * 4, parent=log.head.head)
         commit = make_commit(log.head, [PEERS[1], name])
         records = [make_offer(name, log.head.head), vote, make_offer(PEERS[1], log.head.head, name * 4)]
         records += [Proposal(commit, ()), Status((name * 4,), (name,), (name,), False)]
@@ -431,4 +425,4 @@ if __name__ == "__main__":
     for number in range(int(sys.argv[1])):
         run_schedule(number)
         run_schedule(number, has_liar=True)
-        run_schedule(number, emergency=60.0)
+        run_schedule(number, forgets=True)
