@@ -1,6 +1,7 @@
 """The history of a run, in memory and on disk: its epochs and the contributions of its peers."""
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -103,6 +104,7 @@ class Contribution:
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
     username: str = ""  # as it reports
+    score: float | None = None  # the share of good updates, as most trainers report it
 
 
 class Contributions:
@@ -137,6 +139,9 @@ class Contributions:
                 expiration_time=expiration_time,
                 username=metrics.username or "",
             )
+        for label in self.peers.keys() & records.keys():
+            scores = [metrics.scores[label] for metrics, _ in records.values() if label in (metrics.scores or {})]
+            self.peers[label].score = statistics.median_low(scores) if scores else None
         for label in self.peers.keys() & reports.keys():
             # limited, because a peer may report any time
             self.peers[label].last_seen = min(now, max(self.peers[label].last_seen, reports[label].time))
@@ -154,7 +159,7 @@ class Contributions:
     def describe(self) -> dict:
         """Return the largest contributors, largest first, and the totals for the status page."""
         ranking, total = self.ranking(), self.total_samples()
-        shown = ("username", "total_samples", "samples_per_second", "last_seen", "client_mode")
+        shown = ("username", "total_samples", "samples_per_second", "score", "last_seen", "client_mode")
         contributors = [
             {"peer": label, "share": peer.total_samples / max(1, total)} | {name: getattr(peer, name) for name in shown}
             for label, peer in ranking[:MAX_PEERS_SENT]

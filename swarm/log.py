@@ -29,6 +29,10 @@ passes: the next one can have them. Branches compare by their content, because c
 more voters whose offers build on the branch, then the smaller hash of the first commit. A leave record counts from the
 commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
+**Scores.** The hash of a commit picks one of its offers. Each peer measures whether this offer improves the model, and
+its next offer has the answer. The sign that more than half of the voters give is a verdict. If MIN_GOOD or fewer of an
+owner's last MAX_VERDICTS are good, its weight is halved. This finds updates that point away, not noise and not copies.
+
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
 counted offers have limits of their own for bytes, and thus for signatures to check; all other peers share one.

@@ -209,6 +209,12 @@ class LogRounds:
             events, self._events = list(self._events), deque()
         return events
 
+    def list_scores(self) -> dict[bytes, float]:
+        """Return the share of good ones among the last verdicts on each owner, by its public key."""
+        with self._lock:
+            keys, verdicts = self.identity.public_keys, self.log.head.verdicts if self.log else ()
+            return {keys[it.peer]: it.signs.count(1) / len(it.signs) for it in verdicts if it.peer in keys}
+
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:

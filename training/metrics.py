@@ -14,7 +14,7 @@ from training.devices import count_flop, find_peak, make_trial_batch
 from training.figures import compute_seconds, describe_evaluation, parse_schedule
 from training.progress import measure_progress
 from training.state import EpochStats, TrainerState
-from utils import MAX_WORKERS, Evaluation, LocalMetrics, make_worker_key
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, make_worker_key, peer_label
 
 logger = logging.getLogger("trainer")
 
@@ -142,6 +142,9 @@ class MetricsReporter:
         more = {"evaluation": evaluation}
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
+        if self.optimizer.log_steps:
+            scores = self.optimizer.log_steps.rounds.list_scores()
+            more["scores"] = {peer_label(key): score for key, score in scores.items()}
         try:
             metrics = LocalMetrics.parse_obj(self.metrics | more)
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record
