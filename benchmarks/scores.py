@@ -7,14 +7,15 @@ Peers train the demo's model as in local_steps.py. In some rounds, each peer sco
 one batch of its own before and after it applies the offer at its weight, as the log does for one offer of a commit. Two
 more offers are measured, and not applied: one that is reversed, and one with the same numbers at random positions.
 
-A verdict is the sign that more than half of the scorers give. An owner is halved at MIN_GOOD or fewer good ones of its
-last WINDOW verdicts. Each row draws the scorers and the rounds at random, from the last half of the training:
-    hostile     scorers that call all honest offers bad, and all hostile ones good
-    honest      share of good verdicts; owners in 1,000 that are halved at any time in --lifetime verdicts
-    reversed    share of good verdicts, and verdicts until half of such owners are halved; shuffled: the same
+A verdict is the sign of more than QUORUM of the scores, or 0. An owner is halved if MAX_BAD of its last WINDOW verdicts
+are bad. Each row draws the scorers and the rounds at random, from the first or the last half of the training:
+    hostile     peers of the scorers that call honest offers bad; one less calls hostile ones good
+    honest      share of bad verdicts; owners in 1,000 that are halved at any time in --lifetime verdicts
+    reversed    share of bad verdicts, and verdicts until half of such owners are halved; shuffled: the same
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -92,35 +93,28 @@ class ScoredRun(Run):
         return loss
 
 
-def judge(bits: list[bool], scorers: int, hostile: int, is_honest: bool) -> int:
-    """Return the verdict of this number of scorers, drawn at random: 1, -1, or 0 without a majority."""
+def is_bad(bits: list[bool], scorers: int, hostile: int, is_honest: bool, quorum: float) -> bool:
+    """Return whether the verdict of this number of scorers, drawn at random, is bad."""
     honest = random.sample(bits, min(len(bits), scorers - hostile))
-    total = sum(1 if bit else -1 for bit in honest) + hostile * (-1 if is_honest else 1)
-    return (total > 0) - (total < 0)
+    return honest.count(False) + hostile * is_honest > quorum * (len(honest) + hostile)
 
 
-def find_halving(verdicts: list[int], window: int, min_good: int) -> int | None:
+def find_halving(verdicts: list[bool], window: int, max_bad: int) -> int | None:
     """Return the number of verdicts after which an owner is halved."""
-    for end in range(window, len(verdicts) + 1):
-        if sum(verdict > 0 for verdict in verdicts[end - window : end]) <= min_good:
-            return end
-    return None
+    ends = range(1, len(verdicts) + 1)
+    return next((end for end in ends if sum(verdicts[max(0, end - window) : end]) >= max_bad), None)
 
 
-def simulate(
-    bits: dict[str, list[list[bool]]], kind: str, args, scorers: int, hostile: int, rule
-) -> tuple[float, list]:
-    """Return the share of good verdicts, and when each of 1,000 owners is halved, if at all."""
-    halvings, good, count = [], 0, 0
+def simulate(offers: list[list[bool]], kind: str, args, scorers: int, hostile: int, rule) -> tuple[float, list[int]]:
+    """Return the share of bad verdicts, and when owners are halved, of those that are."""
+    halvings, bad = [], 0
+    hostile -= kind != "honest" and hostile > 0
     for _ in range(args.owners):
-        verdicts = []
-        while len(verdicts) < args.lifetime:
-            verdict = judge(random.choice(bits[kind]), scorers, hostile, kind == "honest")
-            if verdict:
-                verdicts.append(verdict)
-        good, count = good + sum(it > 0 for it in verdicts), count + len(verdicts)
-        halvings.append(find_halving(verdicts, *rule))
-    return good / count, halvings
+        drawn = random.choices(offers, k=args.lifetime)
+        verdicts = [is_bad(bits, scorers, hostile, kind == "honest", rule[2]) for bits in drawn]
+        bad += sum(verdicts)
+        halvings.append(find_halving(verdicts, *map(int, rule[:2])))
+    return bad / args.owners / args.lifetime, [end for end in halvings if end is not None]
 
 
 def main() -> None:
@@ -136,42 +130,46 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--lifetime", type=int, default=100, help="verdicts of an owner")
     parser.add_argument("--owners", type=int, default=1000)
-    parser.add_argument("--rules", nargs="+", default=["12,3", "12,2", "12,1", "16,3"], help="WINDOW,MIN_GOOD")
+    parser.add_argument("--rules", nargs="+", default=["12,9,0.5", "12,10,0.75"], help="WINDOW,MAX_BAD,QUORUM")
     parser.add_argument("--output", type=Path, help="file for all bits, by round and kind")
+    parser.add_argument("--bits", type=Path, help="file of an earlier run to evaluate, instead of training")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    setting = Setting(
-        local=args.local, steps=args.local * args.rounds, batch=args.batch, peers=args.peers, density=0.03, lr=args.lr
-    )
-    worker = Worker(args, 0, args.batch)
-    worker.shuffle(0, args.peers)
-    run = ScoredRun(worker, setting, args.every, args.score_batch, args.output)
-    run.train_locally()
-    rounds = sorted(run.bits)
+    history, bits = [], json.loads(args.bits.read_text()) if args.bits else {}
+    if not bits:
+        torch.set_num_threads(1)
+        sizes = dict(local=args.local, steps=args.local * args.rounds, batch=args.batch, peers=args.peers)
+        worker = Worker(args, 0, args.batch)
+        worker.shuffle(0, args.peers)
+        run = ScoredRun(worker, Setting(**sizes, density=0.03, lr=args.lr), args.every, args.score_batch, args.output)
+        run.train_locally()
+        history, bits = run.history, run.bits
+    bits = {int(number): of_round for number, of_round in bits.items()}
+    rounds = sorted(bits)
     print("| rounds | validation loss | " + " | ".join(f"{kind}: bits that are good" for kind in KINDS) + " |")
     print("|---" * 5 + "|")
     for part in range(4):
         chosen = rounds[part * len(rounds) // 4 : (part + 1) * len(rounds) // 4]
-        shares = [statistics.fmean(b for r in chosen for offer in run.bits[r][kind] for b in offer) for kind in KINDS]
-        loss = [line["loss"] for line in run.history if line["step"] <= chosen[-1] * args.local]
-        text = f"{loss[-1]:.3f}" if loss else "-"
-        print(
-            f"| {chosen[0]} to {chosen[-1]} | {text} | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True
-        )
-    late = {kind: [offer for r in rounds[len(rounds) // 2 :] for offer in run.bits[r][kind]] for kind in KINDS}
-    print(
-        "\n| scorers, hostile | rule | honest: good, halved in 1,000 | reversed: good, after | shuffled: good, after |"
+        losses = [line["loss"] for line in history if line["step"] <= chosen[-1] * args.local]
+        shares = [statistics.fmean(b for r in chosen for offer in bits[r][kind] for b in offer) for kind in KINDS]
+        row = [f"{chosen[0]} to {chosen[-1]}", f"{losses[-1]:.3f}" if losses else "-", *(f"{it:.1%}" for it in shares)]
+        print(f"| {' | '.join(row)} |", flush=True)
+    titles = (
+        "part | scorers, hostile | rule | honest: bad, halved in 1,000 | reversed: bad, after | shuffled: bad, after"
     )
-    print("|---" * 5 + "|")
-    for scorers, hostile in ((2, 0), (3, 0), (args.peers - 1, 0), (3, 1), (args.peers - 1, args.peers // 4)):
-        for rule in (tuple(map(int, text.split(","))) for text in args.rules):
-            row = []
+    print(f"\n| {titles} |")
+    print("|---" * 6 + "|")
+    half = len(rounds) // 2
+    groups = (3, 0), (args.peers - 1, 0), (3, 1), (args.peers - 1, args.peers // 4)
+    for name, chosen in ("first half", rounds[:half]), ("last half", rounds[half:]):
+        for (scorers, hostile), text in itertools.product(groups, args.rules):
+            row = [name, f"{scorers}, {hostile}", text]
             for kind in KINDS:
-                good, halvings = simulate(late, kind, args, scorers, hostile, rule)
-                ended = [it for it in halvings if it is not None]
-                middle = f"{statistics.median(ended):.0f}" if 2 * len(ended) >= args.owners else "never"
-                row.append(f"{good:.1%}, {len(ended) if kind == 'honest' else middle}")
-            print(f"| {scorers}, {hostile} | {rule[1]} of {rule[0]} | {' | '.join(row)} |", flush=True)
+                offers = [of_offer for number in chosen for of_offer in bits[number][kind]]
+                rule = tuple(map(float, text.split(",")))
+                bad, ends = simulate(offers, kind, args, scorers, hostile, rule)
+                middle = f"{statistics.median(ends):.0f}" if 2 * len(ends) >= args.owners else "never"
+                row.append(f"{bad:.1%}, {len(ends) if kind == 'honest' else middle}")
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

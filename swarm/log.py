@@ -30,8 +30,8 @@ more voters whose offers build on the branch, then the smaller hash of the first
 commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Scores.** The hash of a commit picks one of its offers. Each peer measures whether this offer improves the model, and
-its next offer has the answer. The sign that more than half of the voters give is a verdict. If MIN_GOOD or fewer of an
-owner's last MAX_VERDICTS are good, its weight is halved. This finds updates that point away, not noise and not copies.
+its next offer has the answer, of which a verdict follows. If MAX_BAD of the last MAX_VERDICTS on an owner are bad, its
+weight is halved. Early in training this finds updates that point away, but neither noise nor copies, and later nothing.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -82,7 +82,9 @@ MAX_POOL = 16  # offers of other peers than voters
 MAX_VOTES, MAX_PROPOSALS = 8, 16  # kept: of one voter, answers included; of all
 MIN_COUNTED = 4  # an owner with offers in so many of the last commits is a voter
 MAX_COMMITS = 1000  # that a peer keeps
-MAX_VERDICTS, MIN_GOOD = 12, 3  # with as few good ones of its last verdicts, the weight of an owner is halved
+# with so many bad ones of its last verdicts, the weight of an owner is halved; a verdict is the sign of more than
+# QUORUM of the scores. With a majority and 9 of 12, one liar of three could halve honest owners (benchmarks/scores.py)
+MAX_VERDICTS, MAX_BAD, QUORUM = 12, 10, 3 / 4
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt; all peers must agree
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
@@ -91,7 +93,7 @@ STATUS_INTERVAL = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The last scores of an owner's offers, each the sign of more than half of the voters' scores."""
+    """The last verdicts on an owner's offers: 1 for good, -1 for bad, and 0 if the voters' scores do not agree."""
 
     peer: Peer
     signs: Annotated[tuple, 0, MAX_VERDICTS, Annotated[int, -1, 1]]
@@ -116,7 +118,7 @@ class State:
     def doubts(self, peer: bytes) -> bool:
         """Return whether the scores of an owner are so bad that its weight is halved."""
         signs = dict(map(list_fields, self.verdicts)).get(peer, ())
-        return len(signs) == MAX_VERDICTS and signs.count(1) <= MIN_GOOD
+        return signs.count(-1) >= MAX_BAD
 
     @property
     def participants(self) -> set[bytes]:
@@ -197,7 +199,8 @@ class State:
         scorers = {*self.voters} - {self.picked}
         scores = [offer.score for offer in commit.offers if offer.base == self.head and offer.peer in scorers]
         verdicts = dict(map(list_fields, self.verdicts))
-        if sign := next((sign for sign in (1, -1) if 2 * scores.count(sign) > len(scores)), 0):
+        if any(scores):
+            sign = next((sign for sign in (1, -1) if scores.count(sign) > QUORUM * len(scores)), 0)
             verdicts[self.picked] = (*verdicts.get(self.picked, ()), sign)[-MAX_VERDICTS:]
         verdicts = {peer: signs for peer, signs in verdicts.items() if peer in counts or peer in voters}
         return State(

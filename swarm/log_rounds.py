@@ -210,10 +210,10 @@ class LogRounds:
         return events
 
     def list_scores(self) -> dict[bytes, float]:
-        """Return the share of good ones among the last verdicts on each owner, by its public key."""
+        """Return the share of verdicts that are not bad among the last ones on each owner, by its public key."""
         with self._lock:
             keys, verdicts = self.identity.public_keys, self.log.head.verdicts if self.log else ()
-            return {keys[it.peer]: it.signs.count(1) / len(it.signs) for it in verdicts if it.peer in keys}
+            return {keys[it.peer]: 1.0 - it.signs.count(-1) / len(it.signs) for it in verdicts if it.peer in keys}
 
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""

@@ -97,7 +97,7 @@ def test_bad_verdicts_halve_weight():
         scores = dict.fromkeys(honest, truth) | {liar: -truth, PEERS[4]: -truth}
         state = advance_with_scores(state, PEERS[: 4 + state.epoch % 3 // 2], scores.get)
     verdicts = {it.peer: it.signs for it in state.verdicts if it.peer != PEERS[4]}
-    assert verdicts == {peer: (1,) * MAX_VERDICTS for peer in honest} | {liar: (-1,) * MAX_VERDICTS}
+    assert verdicts == {peer: (0,) * MAX_VERDICTS for peer in honest} | {liar: (-1,) * MAX_VERDICTS}
     assert [state.doubts(peer) for peer in PEERS[:5]] == [True, False, False, False, False]
     assert unpack(State, pack(state)) == state
     for _ in range(40):
