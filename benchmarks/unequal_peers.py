@@ -1,4 +1,4 @@
-"""Simulate what the limits to one peer's weight cost a swarm of four peers, of which one is much faster than the others.
+"""Simulate what the limits to a peer's weight cost four peers, one of which is much faster than the others.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     OMP_NUM_THREADS=1 python benchmarks/unequal_peers.py --fast 16 --units 4000
