@@ -34,6 +34,7 @@ logger = logging.getLogger("swarm")
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
+MIN_GENESIS_TIMEOUT = 60.0  # seconds for the state of a member, until that of the next one is loaded
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -131,8 +132,10 @@ class LogSteps:
 
     def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
         """Load the state of a member, and begin the log with it; return whether that succeeded."""
-        deadline = time.monotonic() + 2 * self.tracker.dht.uplink.timeouts.matchmaking
-        record = self.tracker.others.get(leader)
+        uplink, record = self.tracker.dht.uplink, self.tracker.others.get(leader)
+        deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking
+        num_bytes = (len(members) - 1) * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
+        timeout = max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes) / 3)
         while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
             found = self.rounds.find(peers, NEWEST)
@@ -142,7 +145,7 @@ class LogSteps:
                 continue
             if (state.epoch, state.voters) != (epoch, tuple(sorted(members))):
                 return False  # it has gone on, so this peer joins
-            loaded = self.optimizer.sync.download(epoch, [leader], is_synchronous=True)
+            loaded = self.optimizer.sync.download(epoch, [leader], timeout=timeout)
             if loaded is None or loaded[0]["lineage"] != state.head.hex():
                 continue
             if not self._is_near(loaded[1]):
