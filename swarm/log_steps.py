@@ -305,7 +305,7 @@ class LogSteps:
     def _apply(self, commit: Commit) -> None:
         """Make the outer step of a commit."""
         optimizer, averager = self.optimizer, self.averager
-        is_stored = all(self.rounds.store.has(it.blob) for it in commit.offers)
+        is_stored = self._is_stored(commit)
         if not is_stored or self._differs_from_most(commit):
             reason = "this peer's state differs from most others" if is_stored else "its updates are no longer on disk"
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
@@ -325,6 +325,14 @@ class LogSteps:
         optimizer.stats.last_group = frozenset(others)
         optimizer.begin_epoch()
         self.tracker.record_round(others, None)
+
+    def _is_stored(self, commit: Commit) -> bool:
+        """Return whether all updates of a commit are on disk, undamaged: an outer step must not end in the middle."""
+        with contextlib.suppress(KeyError):
+            for offer in commit.offers:
+                self.rounds.store.read(offer.blob)
+            return True
+        return False
 
     def _differs_from_most(self, commit: Commit) -> bool:
         """Return whether more than half of a commit's offers name another state than the offer of this peer."""
