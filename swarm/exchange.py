@@ -112,8 +112,8 @@ class BlobStore:
             path.unlink()
 
     def get(self, name: bytes) -> bytes:
-        """Return the data with this SHA-256, or raise a KeyError if it is not here or damaged."""
-        with self._lock, contextlib.suppress(FileNotFoundError):
+        """Return the data with this SHA-256, or raise a KeyError if it is not here, damaged or unreadable."""
+        with self._lock, contextlib.suppress(OSError):
             data = (self.folder / name.hex()).read_bytes()
             if hash_bytes(data) == name:
                 return data

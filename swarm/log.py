@@ -23,11 +23,12 @@ of this process: it cannot have voted on what follows.
 **Liars.** A liar in two quorums can cause a fork. Votes and answers are signed. Two that contradict each other are a
 proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
-propose. Voters vote for a new list once it has offers of all voters, or after a deadline, and only if it has half of
-the voters' offers that they hold: a leader alone could send an update that no other one bounds. A list that omits fewer
-passes: the next one can have them. Branches compare by their content, because certificates differ from peer to peer:
-more voters whose offers build on the branch, then the smaller hash of the first commit. A leave record counts from the
-commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+propose. Voters vote for a new list once they hold the offers of all peers that the last two commits have, or after a
+deadline, which new keys cannot move. The list must have half of the voters' offers that they hold: a leader alone could
+send an update that no other one bounds. A list that omits fewer passes: the next one can have them. Branches compare by
+their content, because certificates differ from peer to peer: more voters whose offers build on the branch, then the
+smaller hash of the first commit. A leave record counts from the commit that holds it, so a leaving peer votes until
+then. If half of the voters are gone, the log ends.
 
 **Scores.** The hash of a commit picks one of its offers. Each peer measures whether this offer improves the model, and
 its next offer has the answer, of which a verdict follows. If MAX_BAD of the last MAX_VERDICTS on an owner are bad, its
@@ -78,7 +79,7 @@ MAX_MESSAGE_BYTES = 128 * 1024  # a proposal with 16 offers and 64 voters has ab
 MAX_ANSWER_BYTES = 48 * 1024
 MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
 RESERVED_OFFERS = 12  # of a commit, for voters
-MAX_POOL = 16  # offers of other peers than voters
+MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES, MAX_PROPOSALS = 8, 16  # kept: of one voter, answers included; of all
 MIN_COUNTED = 4  # an owner with offers in so many of the last commits is a voter
 MAX_COMMITS = 1000  # that a peer keeps
@@ -121,6 +122,11 @@ class State:
         return signs.count(-1) >= MAX_BAD
 
     @property
+    def awaited(self) -> set[bytes]:
+        """The peers for whose offers a list waits: those that have one in the head or its parent, voters or not."""
+        return {peer for peers in self.owners[-2:] for peer in peers}
+
+    @property
     def participants(self) -> set[bytes]:
         """The voters, and the owners of counted offers in the last commits."""
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
@@ -157,7 +163,7 @@ class State:
         """Return whether the next commit may contain the record, signatures apart."""
         if isinstance(record, Proof):
             return record.peer in self.voters and record.is_valid()
-        is_new = record.key not in self.counted if isinstance(record, Offer) else record.peer in self.voters
+        is_new = record.key not in self.counted if isinstance(record, Offer) else record.peer in self.participants
         return record.base in (self.head, self.parent) and is_new
 
     def check(self, commit: Commit, is_signed: Callable[[object], bool]) -> None:
@@ -447,9 +453,9 @@ class Log:
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
         """Keep a valid offer, the first one for each key. Another peer may keep another one; a commit has one."""
-        offers, voters = self.select(Offer), self.head.voters
+        offers, expected = self.select(Offer), {*self.head.voters, *self.head.awaited}
         is_known = offer.key in {other.key for other in offers}
-        is_full = offer.peer not in voters and sum(other.peer not in voters for other in offers) >= MAX_POOL
+        is_full = offer.peer not in expected and sum(other.peer not in expected for other in offers) >= MAX_POOL
         if not is_known and not is_full and self.head.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
 
@@ -568,7 +574,7 @@ class Log:
 
     def sign_leave(self) -> None:
         """Sign and send a leave record for the next commits."""
-        if self.me in self.head.voters:
+        if self.me in self.head.participants:
             self.take_notice(self.me, self.sign(Leave, self.head.head, self.me))
 
     def list_proposals(self) -> dict[tuple[int, bytes], Proposal]:
@@ -602,9 +608,10 @@ class Log:
         return Commit(self.head.head, self.head.epoch + 1, ordered, *map(tuple, notices))
 
     def is_complete(self, commit: Commit) -> bool:
-        """Return whether a list has offers of all voters that stay, or the time for others is over."""
-        owners = {record.peer for record in (*commit.offers, *self.select(Leave))}
-        return self.now >= self.deadline or owners >= {*self.head.voters}
+        """Return whether the offers of all peers that a list waits for are here, or the time for them is over."""
+        offers = [*commit.offers, *(offer for offer in self.select(Offer) if self.holds(offer.blob))]
+        owners = {offer.peer for offer in offers if offer.base == self.head.head}
+        return self.now >= self.deadline or owners | {it.peer for it in self.select(Leave)} >= self.head.awaited
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has half of the voters' offers that are here: its leader must not decide alone."""

@@ -111,7 +111,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Leave:
-    """A voter's signed notice that it leaves, valid for as many commits as an offer."""
+    """A peer's signed notice that it leaves, valid for as many commits as an offer."""
 
     base: Hash
     peer: Peer

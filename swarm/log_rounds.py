@@ -67,7 +67,6 @@ class Envelope:
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model
     mbits: Annotated[float, 0.0, 1e9] = 0.0  # of its uplink
-    key: Annotated[bytes, 0, 600] = b""  # the sender's public key, in its first call
     request: Annotated[bytes, 0, 32] = b""  # the commit after which the sender wants the log's state; empty for none
     state: Annotated[bytes, 0, MAX_MESSAGE_BYTES] = b""  # the requested one; empty if it is not known
     messages: Annotated[tuple, 0, MAX_QUEUE, Annotated[bytes, 1, MAX_MESSAGE_BYTES]] = ()
@@ -159,7 +158,6 @@ class LogRounds:
         #: the log of a client, for an auxiliary peer that has none
         self.offered: tuple[bytes, State] | None = None
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
-        self._has_key: set[bytes] = set()  # peers that have got this peer's public key
         self._next_poll = 0.0
         self.exchange = Exchange(
             dht,
@@ -186,7 +184,7 @@ class LogRounds:
         saved = self._memory_file.read_bytes() if self._memory_file.exists() else b""
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
-            self.log_id, self._seen, self._has_key = log_id, {}, set()
+            self.log_id, self._seen = log_id, {}
             self.log = Log(
                 state, self.identity, self._compute_timeouts(), self.store.has, get_dht_time(), memory, applied=applied
             )
@@ -386,7 +384,6 @@ class LogRounds:
         members = self._list_members()
         for peer in self._outbox.keys() - members:
             del self._outbox[peer]
-        self._has_key &= members
         for peer, queue in self._outbox.items():
             if queue and peer not in self._called and self._can_call(peer):
                 self._call(peer)
@@ -415,11 +412,9 @@ class LogRounds:
         return tuple(messages)
 
     def _make_envelope(self, peer: bytes) -> Envelope:
-        """Return as many messages to a peer as one call may have, and this peer's key if the other does not have it."""
-        key = b"" if peer in self._has_key else self.identity.public_keys[self.identity.peer]
-        self._has_key.add(peer)
+        """Return as many messages to a peer as one call may have."""
         mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
-        return Envelope(self.log_id, self.epoch, mbits, key, messages=self._take_messages(peer))
+        return Envelope(self.log_id, self.epoch, mbits, messages=self._take_messages(peer))
 
     def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
         """Take the answer of a peer, or the end of the download of an offer's blob."""
@@ -441,8 +436,6 @@ class LogRounds:
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
-        if envelope.key:
-            self.identity.add_key(peer, envelope.key)
         if peer in self.helpers:
             self.helpers[peer] = envelope.mbits
             if envelope.request and self.log is not None:  # it cannot call this peer

@@ -35,6 +35,7 @@ logger = logging.getLogger("swarm")
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
+MIN_GENESIS_TIMEOUT = 60.0  # seconds for the state of a member, until that of the next one is loaded
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SCORING = 0.02  # of a peer's time
@@ -123,8 +124,10 @@ class LogSteps:
 
     def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
         """Load the state of a member, and begin the log with it; return whether that succeeded."""
-        deadline = time.monotonic() + 2 * self.tracker.dht.uplink.timeouts.matchmaking
-        record = self.tracker.others.get(leader)
+        uplink, record = self.tracker.dht.uplink, self.tracker.others.get(leader)
+        deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking
+        num_bytes = (len(members) - 1) * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
+        timeout = max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes) / 3)
         while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
             found = self.rounds.find(peers, NEWEST)
@@ -134,7 +137,7 @@ class LogSteps:
                 continue
             if (state.epoch, state.voters) != (epoch, tuple(sorted(members))):
                 return False  # it has gone on, so this peer joins
-            loaded = self.optimizer.sync.download(epoch, [leader], is_synchronous=True)
+            loaded = self.optimizer.sync.download(epoch, [leader], timeout=timeout)
             if loaded is None or loaded[0]["lineage"] != state.head.hex():
                 continue
             if not self._is_near(loaded[1]):
@@ -294,7 +297,7 @@ class LogSteps:
     def _apply(self, commit: Commit) -> None:
         """Make the outer step of a commit."""
         optimizer, averager = self.optimizer, self.averager
-        is_stored = all(self.rounds.store.has(it.blob) for it in commit.offers)
+        is_stored = self._is_stored(commit)
         if not is_stored or self._differs_from_most(commit):
             reason = "this peer's state differs from most others" if is_stored else "its updates are no longer on disk"
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
@@ -317,6 +320,14 @@ class LogSteps:
         optimizer.stats.last_group = frozenset(others)
         optimizer.begin_epoch()
         self.tracker.record_round(others, None)
+
+    def _is_stored(self, commit: Commit) -> bool:
+        """Return whether all updates of a commit are on disk, undamaged: an outer step must not end in the middle."""
+        with contextlib.suppress(KeyError):
+            for offer in commit.offers:
+                self.rounds.store.read(offer.blob)
+            return True
+        return False
 
     def _differs_from_most(self, commit: Commit) -> bool:
         """Return whether more than half of a commit's offers name another state than the offer of this peer."""

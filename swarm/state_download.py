@@ -47,6 +47,7 @@ logger = logging.getLogger("swarm")
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the requested epoch
 LONE_TRIES = 3  # the first passes, in which a single donor's state is not loaded if other donors could confirm it
+MAX_FAILURES = 6  # of a client; of another peer, one more than once is too many
 MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
@@ -259,7 +260,7 @@ class StateDownload:
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
-        clients = {peer: epoch for peer, epoch in clients.items() if self.failures[peer] < 6}
+        clients = {peer: epoch for peer, epoch in clients.items() if self.failures[peer] < MAX_FAILURES}
         self.clients = set(clients)
         if relays and averager.mode != AveragingMode.AUX:  # an auxiliary peer can call the clients itself
             averager.relays = {peer: random.choice(relays) for peer in clients}
@@ -363,6 +364,7 @@ class StateDownload:
         except TimeoutError:
             for donor in download.donors:
                 self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
+                self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
         return None if download.queue else download.tensors
 
 
@@ -373,11 +375,13 @@ class BlockDownload:
         self.donors, self.infos = list(donors), donors[0].infos
         self.averager, self.note_failure = averager, note_failure
         self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
-        #: numbers of the blocks that are still to be requested
-        self.queue = deque(range(len(self.blocks)))
+        for tensor in self.tensors:
+            tensor.zero_()
+        #: numbers of the blocks that are still to be requested; those of zeros, as a new momentum has, are known
+        self.queue = deque(donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist())
         self.start, self.progress = time.monotonic(), averager.download_progress
         self.progress.bytes = self.progress.elements = self.progress.milliseconds = 0
-        self.progress.total_elements = sum(tensor.numel() for tensor in self.tensors)
+        self.progress.total_elements = sum(stop - start for _, start, stop in map(self.blocks.__getitem__, self.queue))
 
     async def run(self) -> None:
         """Download all blocks into `tensors`; if all donors fail, some blocks stay in `queue`."""

@@ -58,12 +58,17 @@ class StateSync:
         return None
 
     def download(
-        self, min_epoch: int, trusted: Sequence[bytes], is_synchronous: bool = True, content: str = "state"
+        self,
+        min_epoch: int,
+        trusted: Sequence[bytes],
+        is_synchronous: bool = True,
+        content: str = "state",
+        timeout: float | None = None,
     ) -> tuple[dict, list] | None:
         """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
         averager = self.state_averager
-        timeout = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
-        options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout)
+        longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
+        options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout or longest)
         options["is_synchronous"] = is_synchronous
         future = averager.start_download(min_epoch, is_step=content == "step", **options)
         last_report, progress = time.monotonic(), averager.download_progress

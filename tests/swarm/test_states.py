@@ -20,7 +20,16 @@ from records import run_dhts
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.optimizer_state import list_params
-from swarm.state_download import MAX_DONORS, Donor, StateDownload, digests_differ, group_donors, select_agreed
+from swarm.state_download import (
+    MAX_DONORS,
+    BlockDownload,
+    Donor,
+    DownloadProgress,
+    StateDownload,
+    digests_differ,
+    group_donors,
+    select_agreed,
+)
 from swarm.state_server import (
     BLOCK,
     IN_USE,
@@ -303,6 +312,26 @@ def test_snapshot_blocks_match_description():
         block = torch.frombuffer(bytearray(data), dtype=torch.float32)
         assert torch.equal(block, tensors[index].view(-1)[start:stop])
         assert not digests_differ(described[number], digest(block))
+
+
+def test_blocks_of_zeros_are_not_requested():
+    torch.manual_seed(0)
+    tensors, codec, requested = [torch.randn(2 * BLOCK), torch.zeros(BLOCK + 5)], LOAD_STATE_COMPRESSIONS["none"], []
+    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors))
+
+    async def request_state(peer: PeerID, request):
+        requested.extend(request.blocks)
+        for message in snapshot.give(request.blocks, codec, peer):
+            yield message
+
+    averager = SimpleNamespace(request_state=request_state, state_compression=codec, donor_timeout=9.0)
+    averager.download_progress = DownloadProgress()
+    digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
+    donor = Donor(PeerID(b"a"), snapshot.description, snapshot.infos, digests)
+    download = BlockDownload([donor], averager, lambda peer, error: pytest.fail(repr(error)))
+    asyncio.run(download.run())
+    assert sorted(requested) == [0, 1] and not download.queue
+    assert all(map(torch.equal, download.tensors, tensors))
 
 
 def test_changed_numbers_change_digest():
