@@ -9,6 +9,7 @@ the votes and the scores are left out: attacks.py --local_steps has them. The at
 the same offer, except for `keys`: there, 13 peers that are not voters make one offer each. Columns:
     loss     validation loss at the end, and without attackers after the same rounds
     kept     progress kept: (loss at the start - loss) / (the same without attackers)
+    cosine   median of the cosines of an offer with all others: the lowest and the mean of honest offers, then of others
     share    of the weight of all offers that the attackers' offers have, in the last ten rounds; and of one honest peer
 """
 
@@ -23,7 +24,16 @@ import torch
 from local_steps import Run, Setting, Worker
 
 from arguments import DataArguments, ModelArguments
-from swarm.aggregation import Contribution, Numbers, aggregate, encode, weigh
+from swarm.aggregation import (
+    Contribution,
+    Numbers,
+    aggregate,
+    compute_cosines,
+    compute_weights,
+    encode,
+    find_agreement,
+    measure,
+)
 
 MANY_SAMPLES = 2**40
 
@@ -52,6 +62,7 @@ class AttackedRun(Run):
         super().__init__(worker, setting, 0.1)
         self.kind, self.attackers = kind, 0 if kind is None else 13 if kind == "keys" else attackers
         self.shares: list[list[float]] = []
+        self.cosines: list[list[float]] = []
 
     def aggregate(self, codec, unsent, samples, late) -> float:
         zeros = torch.zeros_like(self.anchor)
@@ -63,7 +74,9 @@ class AttackedRun(Run):
             blob = blobs[0] if self.kind == "copy" else encode(Numbers([zeros]), Numbers([update]), codec)
             offers.append(Contribution(bytes([100 + number]), MANY_SAMPLES, 0, blob, is_voter=self.kind != "keys"))
         self.anchor, momentum = self.anchor.clone(), Numbers([self.velocity])
-        weights = weigh(offers, momentum)
+        measures = measure(offers, momentum)
+        weights, cosines = compute_weights(offers, measures), compute_cosines(measures.products)
+        self.cosines.append([find_agreement(cosines, i, range(len(offers))) for i in range(len(offers))])
         self.shares.append([weight / sum(weights) for weight in weights])
         setting = self.setting
         anchor = Numbers([self.anchor])
@@ -90,7 +103,7 @@ def main() -> None:
     print(
         f"{args.honest} honest peers, {args.attackers} attackers, {args.rounds} rounds; loss at the start {start:.3f}"
     )
-    print("| attack | loss | kept | share of the attackers, of an honest peer |\n|---|---|---|---|")
+    print("| attack | loss | kept | cosine | share of the attackers, of an honest peer |\n|---|---|---|---|---|")
     for kind in (None, *args.kinds):
         worker.shuffle(0, args.honest)
         run = AttackedRun(worker, setting, kind, args.attackers)
@@ -100,7 +113,10 @@ def main() -> None:
         hostile = statistics.fmean(sum(shares[args.honest :]) for shares in run.shares[-10:])
         honest = (1 - hostile) / args.honest
         kept = (start - loss) / (start - expected)
-        print(f"| {kind or 'none'} | {loss:.3f} | {kept:.1%} | {hostile:.1%}, {honest:.1%} |", flush=True)
+        sides = [it for of_round in run.cosines for it in of_round[: args.honest]], []
+        sides[1].extend(it for of_round in run.cosines for it in of_round[args.honest :])
+        cosine = "; ".join(f"{min(side):.3f}, {statistics.fmean(side):.3f}" for side in sides if side)
+        print(f"| {kind or 'none'} | {loss:.3f} | {kept:.1%} | {cosine} | {hostile:.1%}, {honest:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from swarm.sparse import CHUNK, TINY, TopKCompression, decode
 BLOCK = 2**20  # numbers
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
+MIN_COSINE = -0.03  # median of the cosines of an offer with all others; with a lower one, it points away from them
 MAX_COSINE = 0.9  # of the signs of two offers, or of an offer and the momentum; with a larger one, it is a copy
 BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
 
@@ -148,13 +149,27 @@ def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measure
     )
 
 
+def compute_cosines(products: list[list[int]]) -> list[list[float]]:
+    """Return the cosine of each two sketches, 0 if one of them is empty."""
+    lengths = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
+    return [
+        [product / (own * it) for product, it in zip(row, lengths, strict=True)]
+        for row, own in zip(products, lengths, strict=True)
+    ]
+
+
+def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]) -> float:
+    """Return the median of the cosines of a contribution with others, as one that most of them agree on."""
+    return statistics.median([cosines[index][i] for i in others if i != index] or [0.0])
+
+
 def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
     Samples count up to MAX_SAMPLES times the median, and are halved as often as the offer says. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
-    of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum do
-    not count either, unless half of the offers are.
+    of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum, and
+    offers that point away from most others, do not count either, unless half of the offers are such.
 
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
@@ -162,25 +177,26 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
     norms, products, agreements = measures
     indices = range(len(contributions))
     counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
+    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(products)
+    judges = [i for i in counted if i in voters]
+    agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
     originals = [i for i in counted if agreements[i] <= MAX_COSINE]
-    if 2 * len(originals) > len(counted):  # in a tiny model, all offers may point where the momentum does
-        counted = originals
+    for kept in (agreed, originals):  # in a tiny model, all offers may point where the momentum does
+        if 2 * len(voters.intersection(counted, kept)) > len(voters.intersection(counted)):
+            counted = [i for i in counted if i in kept]
     if not counted:
         return [0.0] * len(contributions)
-    voters = [i for i in counted if contributions[i].is_voter] or counted
+    voters = voters.intersection(counted) or counted
     most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in voters)
     most_norm = statistics.median_low(norms[i] for i in voters)
     heaviness = {
         i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].halvings) for i in counted
     }
-    lengths = [math.sqrt(products[i][i]) for i in indices]
-    copies = {
-        i: [j for j in counted if i == j or products[i][j] > MAX_COSINE * lengths[i] * lengths[j]] for i in counted
-    }
+    copies = {i: [j for j in counted if i == j or cosines[i][j] > MAX_COSINE] for i in counted}
     sharers = {i: [j for j in copies[i] if j in voters] or copies[i] for i in counted}
     weights = {i: max(heaviness[j] for j in copies[i]) / len(sharers[i]) for i in counted if i in sharers[i]}
     of_others = math.fsum(weights[i] for i in weights if i not in voters)
-    limit = OTHERS_WEIGHT * math.fsum(weights[i] for i in voters)
+    limit = OTHERS_WEIGHT * math.fsum(weights[i] for i in weights if i in voters)
     weights |= {i: weights[i] * min(1.0, limit / of_others) for i in weights if i not in voters}
     total = math.fsum(weights.values())
     return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in indices]

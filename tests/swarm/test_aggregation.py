@@ -131,6 +131,19 @@ def test_copies_share_weight_of_heaviest():
     assert weights[0] == weights[2] == weights[3] == pytest.approx(weights[1] / 3, rel=1e-12)
 
 
+def test_reversed_offers_have_no_weight():
+    """Five honest updates have a little in common; two voters and many others reverse it."""
+    common = read_all(make_numbers(50))
+    updates = [0.5 * common + read_all(make_numbers(seed)) for seed in range(1, 6)]
+    updates += [-10 * common + read_all(make_numbers(seed)) for seed in range(6, 14)]
+    zeros = make_numbers(None, (len(common),))
+    blobs = [encode(Numbers([update]), zeros, CODEC) for update in updates]
+    offers = [Contribution(bytes([i]), 10, 0, blob, is_voter=i < 7) for i, blob in enumerate(blobs)]
+    weights = weigh(offers, make_numbers(None, (len(common),)))
+    assert min(weights[:5]) > 0.1 and weights[5:] == [0.0] * 8
+    assert min(weigh([offers[0], offers[5]], make_numbers(None, (len(common),)))) > 0, "either may be right"
+
+
 def test_others_have_a_quarter_of_weight():
     """Offers of many new keys, with small norms, large claims, or copies of a voter's, do not displace the voters."""
     voters = [make_offer(seed) for seed in (1, 2, 3)]

@@ -247,17 +247,17 @@ def test_list_waits_for_new_peer_of_last_commits():
     """A late offer of it does not end the wait, or the next one would be late again. Fresh keys do not cause a wait."""
     state = advance(make_state(1), PEERS[:2])
     log = make_log(state=state)
-    log.add_offer(1e6, state.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, state.head, DIGEST, 1, b"d" * 32, 1, True, 1.0, 0)
     for peer, base in ((PEERS[1], state.parent), (PEERS[2], state.head)):
         log.receive(1e6, peer, encode(make_offer(peer, base)))
     log.tick(1e6 + TIMEOUTS.collect - 1)
     assert log.head == state
     log.receive(1e6 + TIMEOUTS.collect - 1, PEERS[1], encode(make_offer(PEERS[1], state.head)))
     assert log.head.owners[-1] == tuple(PEERS[:3])
-    log.add_offer(log.now, log.head.head, DIGEST, 1, b"e" * 32, 1, True, 1.0)
+    log.add_offer(log.now, log.head.head, DIGEST, 1, b"e" * 32, 1, True, 1.0, 0)
     log.receive(log.now, PEERS[1], encode(*(sign(Leave(log.head.head, peer, b"")) for peer in PEERS[1:3])))
     assert log.head.epoch == state.epoch + 2 and log.head.awaited == {PEERS[0]}
-    log.add_offer(log.now, log.head.head, DIGEST, 1, b"f" * 32, 1, True, 1.0)
+    log.add_offer(log.now, log.head.head, DIGEST, 1, b"f" * 32, 1, True, 1.0, 0)
     assert log.head.epoch == state.epoch + 3
 
 
