@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import hostile_peer
+import hostile_strangers
 import processes
 import psutil
 import torch
@@ -254,7 +255,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
             keep = ["--save_steps", 1, "--save_total_limit", 99] if kind is None and name == "trainer0" else []
             swarm.honest.append(swarm.start_trainer(name, *keep))
         if kind not in EARLY:
-            if args.local_steps == 1:
+            if args.local_steps == 1 or kind in hostile_strangers.STRANGERS:
                 swarm.wait_for_epoch(args.attack_after)
             if kind is not None:
                 start_attackers()

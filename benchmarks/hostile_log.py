@@ -126,6 +126,20 @@ def withhold() -> None:
     Exchange._serve_blocks = serve_none
 
 
+def relay_nothing() -> None:
+    """Claim the fastest uplink, so that blocks of others come from this peer, and send none of them."""
+    change_offer(mbits=lambda _: 1e9)
+    serve = Exchange._serve_blocks
+
+    async def serve_own(self, peer, blob, numbers, writer) -> None:
+        if is_time() and blob not in PEERS[0].offers:
+            note("relays nothing")
+            await asyncio.sleep(3600)
+        await serve(self, peer, blob, numbers, writer)
+
+    Exchange._serve_blocks = serve_own
+
+
 def drip() -> None:
     send_block = Exchange._send_block
 
@@ -179,12 +193,17 @@ def vote_twice() -> None:
 # --- many identities --------------------------------------------------------------------------------------------------
 
 
-def offer_with_fresh_keys(count: int = FRESH_KEYS) -> None:
-    """Make an offer of noise for each of many keys, at each commit, and vouch for all of them."""
+def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) -> None:
+    """Make an offer of noise for each of many keys, at each commit, and vouch for all of them.
+
+    :param is_fleeting: whether the keys are others at each commit, so that lists wait for the last ones
+    """
     add_offer, identities = LogRounds.add_offer, []
 
     def add_many(self, base, digest, samples, blocks) -> bytes:
         if is_time():
+            if is_fleeting:
+                identities.clear()
             while len(identities) < count:
                 identities.append(Identity(RSAPrivateKey()))
             with self._lock:
@@ -217,6 +236,8 @@ ATTACKS = {
     "log_alone": propose_alone,
     "log_votes": vote_twice,
     "log_keys": offer_with_fresh_keys,
+    "log_ghosts": lambda: offer_with_fresh_keys(2, is_fleeting=True),
+    "log_relay": relay_nothing,
 }
 
 

@@ -333,7 +333,7 @@ TRAINERS = {
     "endless": give_endlessly,
 }
 KINDS = [*TRAINERS, *hostile_strangers.STRANGERS]
-LOG_KINDS = [*hostile_log.ATTACKS, "pair_ahead", "nan"]  # on a run with local steps
+LOG_KINDS = [*hostile_log.ATTACKS, "pair_ahead", "progress_30"]  # on a run with local steps
 
 
 def main() -> None:
