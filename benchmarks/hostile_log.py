@@ -104,7 +104,7 @@ def copy_offer() -> None:
             others = [it for it in others if it.peer != me]
         if others and not is_done:
             other = max(others, key=lambda it: it.samples)
-            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob))
+            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob), 0)
             self.optimizer.grad_averager.samples = 0
             note("offers a copy", of=str(PeerID(other.peer))[-6:])
 
@@ -200,7 +200,7 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) ->
     """
     add_offer, identities = LogRounds.add_offer, []
 
-    def add_many(self, base, digest, samples, blocks) -> bytes:
+    def add_many(self, base, digest, samples, *terms) -> bytes:
         if is_time():
             if is_fleeting:
                 identities.clear()
@@ -212,13 +212,13 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) ->
                     fresh = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), PEERS[0].codec)
                     blob = self.store.add(fresh)
                     self.identity.public_keys |= identity.public_keys
-                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, b"")
+                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, 0, b"")
                     offer = Offer(*values)
                     offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
                     for peer in self._list_members():
                         self._outbox[peer].append(encode_message(offer))
             note(f"offers noise with {count} keys")
-        return add_offer(self, base, digest, samples, blocks)
+        return add_offer(self, base, digest, samples, *terms)
 
     LogRounds.add_offer = add_many
     LogSteps.codec_size = property(lambda self: sum(it.numel() for it in self.optimizer.opt.list_momenta()))
