@@ -10,7 +10,6 @@ peer without the log, or with a lost state, loads a state and joins.
 import contextlib
 import hashlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the state of a member, until that of the next one is loaded
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
-MAX_SCORING = 0.02  # of a peer's time
+MAX_SCORING, SCORE_INTERVALS = 0.02, (1, 2, 4, 8, 16, 32, 64)  # of a peer's time; epochs between two scores
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
 SILENCE_TIMEOUT, SILENT_EPOCHS = 600.0, 5  # without a commit, until the peers that are there begin a new log
 
@@ -351,8 +350,9 @@ class LogSteps:
             restore(contributions[index].blocks, Numbers(optimizer.local.params), -optimizer.opt.lr * weights[index])
             after = optimizer.measure_loss()
         self._scores[commit.hash] = (after < before) - (after > before)  # 0 if one is NaN
-        share = (time.monotonic() - started) / max(self.tracker.dht.uplink.timeouts.epoch_seconds, 1e-3)
-        self._score_interval = 2 ** math.ceil(math.log2(max(1.0, share / MAX_SCORING)))
+        allowed = MAX_SCORING * self.tracker.dht.uplink.timeouts.epoch_seconds
+        intervals = (it for it in SCORE_INTERVALS if time.monotonic() - started <= it * allowed)
+        self._score_interval = next(intervals, SCORE_INTERVALS[-1])
 
     @contextlib.contextmanager
     def _outer_step(self, commit: Commit, *terms) -> Iterator[None]:
