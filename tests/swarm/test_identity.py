@@ -7,6 +7,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from common.console import UserError
 from swarm.config import SwarmConfig
 from swarm.identity import keep_identity, make_identity
+from swarm.log_rounds import Identity
 from utils import make_validators, peer_label
 
 
@@ -47,3 +48,15 @@ def test_identity_path_overrides_kept_key(start, tmp_path):
     path.write_bytes(b"no key")
     with pytest.raises(UserError, match="is not a key file"):
         start(kept, identity_path=str(path))
+
+
+def test_new_keys_replace_oldest_ones(monkeypatch):
+    """Many new keys keep no other key out, and not this peer's."""
+    monkeypatch.setattr("swarm.log_rounds.MAX_KEYS", 3)
+    own, *others = (Identity(RSAPrivateKey()) for _ in range(5))
+    for other in others:
+        own.add_key(other.peer, other.public_keys[other.peer])
+    own.add_key(own.peer, others[0].public_keys[others[0].peer])
+    own.add_key(others[0].peer, others[1].public_keys[others[1].peer])
+    assert set(own.public_keys) == {own.peer, others[2].peer, others[3].peer}
+    assert own.verify(others[3].peer, b"data", others[3].sign(b"data"))
