@@ -264,10 +264,8 @@ class LogRounds:
         :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
             log
         """
-        question, asked = (
-            pack(Envelope(b"", self.epoch, request=head)),
-            random.sample(peers, min(len(peers), MAX_ASKED)),
-        )
+        question = pack(Envelope(b"", self.epoch, request=head))
+        asked = random.sample(peers, min(len(peers), MAX_ASKED))
         calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []

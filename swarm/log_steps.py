@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,11 +309,13 @@ class LogSteps:
         samples = sum(self.offers.pop(it.blob).samples for it in counted)
         owners = {it.peer for it in commit.offers}
         others = owners - {self.tracker.dht.peer_id.to_bytes()}
-        with self._outer_step(commit, contributions, weights), self.tracker.pause_updates():
+        optimizer.opt.commit, averager.next_lineage = (contributions, weights), commit.hash.hex()
+        with self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(optimizer.local_epoch)
+        optimizer.opt.commit = averager.next_lineage = None
         self.rounds.epoch = optimizer.local_epoch
         optimizer.stats.record_step(samples, group_size=len(owners))
         optimizer.stats.last_group = frozenset(others)
@@ -353,12 +355,3 @@ class LogSteps:
         allowed = MAX_SCORING * self.tracker.dht.uplink.timeouts.epoch_seconds
         intervals = (it for it in SCORE_INTERVALS if time.monotonic() - started <= it * allowed)
         self._score_interval = next(intervals, SCORE_INTERVALS[-1])
-
-    @contextlib.contextmanager
-    def _outer_step(self, commit: Commit, *terms) -> Iterator[None]:
-        """Let the outer optimizer's next step apply a commit, of which the contributions and their weights follow."""
-        self.optimizer.opt.commit, self.averager.next_lineage = terms, commit.hash.hex()
-        try:
-            yield
-        finally:
-            self.optimizer.opt.commit = self.averager.next_lineage = None
