@@ -97,15 +97,14 @@ class CollaborativeCallback:
                 logger.info(f"for example: {command}{data}")
         swarm.warn_of_local_addresses()
 
-    def on_step_end(self, loss: float, waited: float, tokens: int, batch: dict) -> None:
+    def on_step_end(self, loss: float, waited: float, tokens: int) -> None:
         """Record one step of this peer, and do the tasks that are due.
 
         :param loss: the mean loss over the step's batches; if it is not finite, the step contributed nothing
         :param waited: the seconds that the device waited for data
         :param tokens: rank 0's tokens without padding; other ranks count as many
-        :param batch: the last one, by which this peer scores others
         """
-        state, self.state.batch = self.state, batch
+        state = self.state
         self.stats.record_step(loss, state.batches_per_step, state.samples_per_step, waited, tokens * state.num_devices)
         self.run_periodic_tasks()
 

@@ -99,8 +99,8 @@ class LocalMetrics(BaseModel):
     evaluation: Evaluation | None = None  # the newest, with --do_eval --eval_steps
     final_epoch: Count | None = None  # this peer's last epoch, if not the schedule's
     partners: conlist(WorkerKey, max_items=MAX_WORKERS) | None = None  # the peers in its last averaged gradient
-    # with local steps: by `peer_label`, the share of each owner's last updates that the voters did not call bad
-    scores: dict[constr(strict=True, min_length=8, max_length=8), confloat(strict=True, ge=0.0, le=1.0)] | None = None
+    # with local steps: by `peer_label`, the share of each owner's last updates that counted
+    counted: dict[constr(strict=True, min_length=8, max_length=8), confloat(strict=True, ge=0.0, le=1.0)] | None = None
 
     def dict(self, **options) -> dict:
         """Return the fields that have a value."""

@@ -104,7 +104,7 @@ def copy_offer() -> None:
             others = [it for it in others if it.peer != me]
         if others and not is_done:
             other = max(others, key=lambda it: it.samples)
-            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob), 0)
+            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob))
             self.optimizer.grad_averager.samples = 0
             note("offers a copy", of=str(PeerID(other.peer))[-6:])
 
@@ -164,8 +164,8 @@ def propose_alone() -> None:
     """As a leader, propose this peer's offer only, at once."""
     make_list, is_complete = Log.make_list, Log.is_complete
 
-    def make_own_list(self, decision) -> Commit | None:
-        commit = make_list(self, decision)
+    def make_own_list(self) -> Commit | None:
+        commit = make_list(self)
         if commit and is_time():
             own = tuple(offer for offer in commit.offers if offer.peer == self.me)
             note("proposes its own offer only", offers=len(own))
@@ -180,11 +180,10 @@ def vote_twice() -> None:
     """Send another vote for a list that does not exist."""
     send_vote = Log.send_vote
 
-    def send_two(self, *terms) -> None:
-        send_vote(self, *terms)
-        decision, attempt, last, proposal = terms
+    def send_two(self, attempt: int, last: int, proposal: bytes) -> None:
+        send_vote(self, attempt, last, proposal)
         if is_time() and proposal:
-            self.send(self.sign(Vote, decision.name, attempt, last, bytes(32), self.me))
+            self.send(self.sign(Vote, self.head.head, attempt, last, bytes(32), self.me))
             note("votes twice", attempt=attempt)
 
     Log.send_vote = send_two
@@ -200,7 +199,7 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) ->
     """
     add_offer, identities = LogRounds.add_offer, []
 
-    def add_many(self, base, digest, samples, *terms) -> bytes:
+    def add_many(self, base, digest, samples, blocks) -> bytes:
         if is_time():
             if is_fleeting:
                 identities.clear()
@@ -212,13 +211,13 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) ->
                     fresh = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), PEERS[0].codec)
                     blob = self.store.add(fresh)
                     self.identity.public_keys |= identity.public_keys
-                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, 0, b"")
+                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, b"")
                     offer = Offer(*values)
                     offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
                     for peer in self._list_members():
                         self._outbox[peer].append(encode_message(offer))
             note(f"offers noise with {count} keys")
-        return add_offer(self, base, digest, samples, *terms)
+        return add_offer(self, base, digest, samples, blocks)
 
     LogRounds.add_offer = add_many
     LogSteps.codec_size = property(lambda self: sum(it.numel() for it in self.optimizer.opt.list_momenta()))

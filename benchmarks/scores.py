@@ -1,10 +1,10 @@
-"""Simulate the scores of offers in one process: how often an honest owner would be halved, and how soon a hostile one.
+"""Simulate scores of offers, which the log does not use: how often an honest owner would be halved, or a hostile one.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     OMP_NUM_THREADS=1 python benchmarks/scores.py --peers 8 --rounds 160
 
 Peers train the demo's model as in local_steps.py. In some rounds, each peer scores each offer: it measures the loss of
-one batch of its own before and after it applies the offer at its weight, as the log does for one offer of a commit. Two
+one batch of its own before and after it applies the offer at its weight. In the log, one bit could say the result. Two
 more offers are measured, and not applied: one that is reversed, and one with the same numbers at random positions.
 
 A verdict is the sign of more than QUORUM of the scores, or 0. An owner is halved if MAX_BAD of its last WINDOW verdicts

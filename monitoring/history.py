@@ -104,7 +104,7 @@ class Contribution:
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
     username: str = ""  # as it reports
-    score: float | None = None  # the share of good updates, as most trainers report it
+    counted: float | None = None  # the share of its last updates that counted, as most trainers report it
 
 
 class Contributions:
@@ -140,8 +140,8 @@ class Contributions:
                 username=metrics.username or "",
             )
         for label in self.peers.keys() & records.keys():
-            scores = [metrics.scores[label] for metrics, _ in records.values() if label in (metrics.scores or {})]
-            self.peers[label].score = statistics.median_low(scores) if scores else None
+            shares = [metrics.counted[label] for metrics, _ in records.values() if label in (metrics.counted or {})]
+            self.peers[label].counted = statistics.median_low(shares) if shares else None
         for label in self.peers.keys() & reports.keys():
             # limited, because a peer may report any time
             self.peers[label].last_seen = min(now, max(self.peers[label].last_seen, reports[label].time))
@@ -159,7 +159,7 @@ class Contributions:
     def describe(self) -> dict:
         """Return the largest contributors, largest first, and the totals for the status page."""
         ranking, total = self.ranking(), self.total_samples()
-        shown = ("username", "total_samples", "samples_per_second", "score", "last_seen", "client_mode")
+        shown = ("username", "total_samples", "samples_per_second", "counted", "last_seen", "client_mode")
         contributors = [
             {"peer": label, "share": peer.total_samples / max(1, total)} | {name: getattr(peer, name) for name in shown}
             for label, peer in ranking[:MAX_PEERS_SENT]

@@ -72,7 +72,7 @@ class Contribution:
 
     peer: bytes
     samples: int
-    halvings: int  # of its weight: one for each epoch that it is late, and one for an owner with bad scores
+    epochs_late: int  # between the offer's base and the parent of the commit
     blocks: Sequence[bytes]  # all have passed `check_block`; may be a reader of files
     is_voter: bool = True
 
@@ -92,13 +92,13 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     return blocks
 
 
-def restore(blocks: Sequence[bytes], numbers: Numbers, factor: float = 1.0) -> None:
-    """Add an update to the residual if no commit contains it, or a part of it to any other numbers."""
+def restore(blocks: Sequence[bytes], residual: Numbers) -> None:
+    """Add an update that no commit contains to the residual."""
     for index, block in enumerate(blocks):
-        values = numbers.read(index)
+        values = residual.read(index)
         positions, kinds, decoded = decode(block, len(values))
-        values.numpy()[positions] += factor * decoded[kinds]
-        numbers.write(index, values)
+        values.numpy()[positions] += decoded[kinds]
+        residual.write(index, values)
 
 
 def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
@@ -166,7 +166,7 @@ def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]
 def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
-    Samples count up to MAX_SAMPLES times the median, and are halved as often as the offer says. Norms are clipped
+    Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
     of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum, and
     offers that point away from most others, do not count either, unless half of the offers are such.
@@ -190,7 +190,7 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
     most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in voters)
     most_norm = statistics.median_low(norms[i] for i in voters)
     heaviness = {
-        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].halvings) for i in counted
+        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].epochs_late) for i in counted
     }
     copies = {i: [j for j in counted if i == j or cosines[i][j] > MAX_COSINE] for i in counted}
     sharers = {i: [j for j in copies[i] if j in voters] or copies[i] for i in counted}
@@ -221,7 +221,7 @@ def aggregate(
 
     :param weights: those of `weigh`
     """
-    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].halvings))
+    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
     for block in range(anchor.num_blocks):
         total = np.zeros(anchor.count(block), np.float32)
         for index in order:

@@ -30,10 +30,6 @@ their content, because certificates differ from peer to peer: more voters whose 
 smaller hash of the first commit. A leave record counts from the commit that holds it, so a leaving peer votes until
 then. If half of the voters are gone, the log ends.
 
-**Scores.** The hash of a commit picks one of its offers. Each peer measures whether this offer improves the model, and
-its next offer has the answer, of which a verdict follows. If MAX_BAD of the last MAX_VERDICTS on an owner are bad, its
-weight is halved. Early in training this finds updates that point away, but neither noise nor copies, and later nothing.
-
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
 counted offers have limits of their own for bytes, and thus for signatures to check; all other peers share one.
@@ -83,21 +79,10 @@ MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES, MAX_PROPOSALS = 8, 16  # kept: of one voter, answers included; of all
 MIN_COUNTED = 4  # an owner with offers in so many of the last commits is a voter
 MAX_COMMITS = 1000  # that a peer keeps
-# with so many bad ones of its last verdicts, the weight of an owner is halved; a verdict is the sign of more than
-# QUORUM of the scores. With a majority and 9 of 12, one liar of three could halve honest owners (benchmarks/scores.py)
-MAX_VERDICTS, MAX_BAD, QUORUM = 12, 10, 3 / 4
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt; all peers must agree
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
 STATUS_INTERVAL = 5.0  # seconds
-
-
-@dataclass(frozen=True)
-class Verdicts:
-    """The last verdicts on an owner's offers: 1 for good, -1 for bad, and 0 if the voters' scores do not agree."""
-
-    peer: Peer
-    signs: Annotated[tuple, 0, MAX_VERDICTS, Annotated[int, -1, 1]]
 
 
 @dataclass(frozen=True)
@@ -113,13 +98,6 @@ class State:
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
     clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, Peer]
-    picked: Annotated[bytes, 0, 64] = b""  # the owner of the offer in the head that the next offers score
-    verdicts: Annotated[tuple, 0, 1024, Verdicts] = ()  # in the order of peers
-
-    def doubts(self, peer: bytes) -> bool:
-        """Return whether the scores of an owner are so bad that its weight is halved."""
-        signs = dict(map(list_fields, self.verdicts)).get(peer, ())
-        return signs.count(-1) >= MAX_BAD
 
     @property
     def awaited(self) -> set[bytes]:
@@ -202,13 +180,6 @@ class State:
         room = max(1, len(voters) // 4) - sum(map(len, self.admitted[1:]))
         new = sorted(able, key=lambda peer: (-counts[peer], peer))[: max(0, min(room, MAX_VOTERS - len(voters)))]
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
-        scorers = {*self.voters} - {self.picked}
-        scores = [offer.score for offer in commit.offers if offer.base == self.head and offer.peer in scorers]
-        verdicts = dict(map(list_fields, self.verdicts))
-        if any(scores):
-            sign = next((sign for sign in (1, -1) if scores.count(sign) > QUORUM * len(scores)), 0)
-            verdicts[self.picked] = (*verdicts.get(self.picked, ()), sign)[-MAX_VERDICTS:]
-        verdicts = {peer: signs for peer, signs in verdicts.items() if peer in counts or peer in voters}
         return State(
             epoch=commit.epoch,
             head=commit.hash,
@@ -219,8 +190,6 @@ class State:
             counted=tuple(offer.key for offer in commit.offers),
             clients=tuple(sorted(clients & {*counts, *voters})),
             banned=tuple(sorted(banned)),
-            picked=commit.offers[commit.picked].peer,
-            verdicts=tuple(Verdicts(*item) for item in sorted(verdicts.items())),
         )
 
 

@@ -85,7 +85,6 @@ class Offer:
     num_bytes: Number
     accepts_connections: Annotated[bool, 0, 1]
     mbits: Annotated[float, 0.0, 1e9]
-    score: Annotated[int, -1, 1]  # of the picked offer of the base: 1 if it improves the model; 0 if it is unknown
     signature: Signature
 
     @property
@@ -153,11 +152,6 @@ class Commit:
     def hash(self) -> bytes:
         """The hash of all but the votes."""
         return compute_hash("commit", *list_fields(self)[:-1])
-
-    @property
-    def picked(self) -> int:
-        """The index of the offer that all peers score."""
-        return int.from_bytes(self.hash[:4]) % len(self.offers)
 
 
 @dataclass(frozen=True)

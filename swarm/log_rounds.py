@@ -207,12 +207,6 @@ class LogRounds:
             events, self._events = list(self._events), deque()
         return events
 
-    def list_scores(self) -> dict[bytes, float]:
-        """Return the share of verdicts that are not bad among the last ones on each owner, by its public key."""
-        with self._lock:
-            keys, verdicts = self.identity.public_keys, self.log.head.verdicts if self.log else ()
-            return {keys[it.peer]: 1.0 - it.signs.count(-1) / len(it.signs) for it in verdicts if it.peer in keys}
-
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:
@@ -222,22 +216,25 @@ class LogRounds:
         """Return the offers of a commit after which this peer knows the state."""
         with self._lock:
             parent = self.log.chain[commit.parent].state
-        halvings = [(it.base != commit.parent) + parent.doubts(it.peer) for it in commit.offers]
-        blobs = [StoredBlob(self.store, it.blob) for it in commit.offers]
-        offers = zip(commit.offers, halvings, blobs, strict=True)
-        return [Contribution(it.peer, it.samples, *more, it.peer in parent.voters) for it, *more in offers]
+        return [
+            Contribution(
+                it.peer,
+                it.samples,
+                int(it.base != commit.parent),
+                StoredBlob(self.store, it.blob),
+                it.peer in parent.voters,
+            )
+            for it in commit.offers
+        ]
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes], score: int) -> bytes:
-        """Store and publish an update of this peer, and return its blob's id.
-
-        :param score: of the picked offer of the base, see `LogSteps._score`
-        """
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> bytes:
+        """Store and publish an update of this peer, and return its blob's id."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
             self.log.timeouts = self._compute_timeouts(num_bytes)
             actions = self.log.add_offer(
-                get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits, score
+                get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
             self._perform(actions)
         return blob

@@ -11,17 +11,16 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore, weigh
+from swarm.aggregation import Numbers, compute_digest, encode, restore, weigh
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.local_steps import at_anchor
 from swarm.log import Genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
@@ -37,7 +36,7 @@ GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the state of a member, until that of the next one is loaded
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
-MAX_SCORING, SCORE_INTERVALS = 0.02, (1, 2, 4, 8, 16, 32, 64)  # of a peer's time; epochs between two scores
+MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
 SILENCE_TIMEOUT, SILENT_EPOCHS = 600.0, 5  # without a commit, until the peers that are there begin a new log
 
@@ -68,9 +67,8 @@ class LogSteps:
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
         self._next_join, self._stuck_since = 0.0, None
-        #: this peer's score for each commit that its next offer may have as its base; epochs between two scores
-        self._scores: dict[bytes, int] = {}
-        self._score_interval = 1
+        #: whether each of an owner's last updates had any weight, by owner
+        self.counted: dict[bytes, deque[bool]] = {}
 
     # --- the state
 
@@ -84,6 +82,12 @@ class LogSteps:
         """The commit that the model has; NEWEST if it is not that of a log."""
         lineage = self.averager.lineage  # of a group, it is shorter
         return bytes.fromhex(lineage) if len(lineage) == 2 * len(NEWEST) else NEWEST
+
+    def list_counted(self) -> dict[bytes, float]:
+        """Return the share of their last updates that counted, of the owners in the last commits, by public key."""
+        owners, keys = self.rounds.log.head.participants if self.is_open else (), self.rounds.identity.public_keys
+        self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
+        return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
 
     @property
     def pending_samples(self) -> int:
@@ -269,7 +273,7 @@ class LogSteps:
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
         try:
-            blob = self.rounds.add_offer(head, digest, samples, blocks, self._scores.get(head, 0))
+            blob = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
@@ -304,7 +308,8 @@ class LogSteps:
             return
         contributions = self.rounds.list_contributions(commit)
         weights = weigh(contributions, Numbers(optimizer.opt.list_momenta()))
-        self._score(commit, contributions, weights)
+        for it, weight in zip(contributions, weights, strict=True):
+            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         counted = [it for it in commit.offers if it.blob in self.offers]
         samples = sum(self.offers.pop(it.blob).samples for it in counted)
         owners = {it.peer for it in commit.offers}
@@ -338,20 +343,3 @@ class LogSteps:
             return False
         digest, count = digests.most_common(1)[0]
         return digest != own[0] and 2 * count > digests.total()
-
-    def _score(self, commit: Commit, contributions: Sequence[Contribution], weights: Sequence[float]) -> None:
-        """Score the picked offer of the next commit: 1 if it alone, at its weight, improves the model on this peer's
-        last batch, otherwise -1. It costs MAX_SCORING of the time at most, and all peers score the same epochs."""
-        optimizer, index, started = self.optimizer, commit.picked, time.monotonic()
-        is_own = contributions[index].peer == self.tracker.dht.peer_id.to_bytes()
-        self._scores = {}
-        if optimizer.measure_loss is None or is_own or not weights[index] or commit.epoch % self._score_interval:
-            return
-        with at_anchor(optimizer.local):
-            before = optimizer.measure_loss()
-            restore(contributions[index].blocks, Numbers(optimizer.local.params), -optimizer.opt.lr * weights[index])
-            after = optimizer.measure_loss()
-        self._scores[commit.hash] = (after < before) - (after > before)  # 0 if one is NaN
-        allowed = MAX_SCORING * self.tracker.dht.uplink.timeouts.epoch_seconds
-        intervals = (it for it in SCORE_INTERVALS if time.monotonic() - started <= it * allowed)
-        self._score_interval = next(intervals, SCORE_INTERVALS[-1])

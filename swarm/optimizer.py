@@ -48,9 +48,6 @@ class CollaborativeOptimizer:
     """
 
     is_auxiliary = False
-    #: returns the loss of this peer's last batch with the parameters that the model has now; set by the trainer, to
-    #: score the updates of other peers
-    measure_loss: Callable[[], float] | None = None
 
     def __init__(
         self,

@@ -77,15 +77,6 @@ class Evaluator:
         self.texts: list[str] = []
         #: versions of the parameters in the last evaluation
         self.versions: list[int] = []
-        state.optimizer.measure_loss = self.measure_last_batch  # it scores the updates of other peers
-
-    def measure_last_batch(self) -> float:
-        """Return the loss of the last training batch with the parameters that the model has now; NaN before the first
-        one."""
-        if self.state.batch is None:
-            return math.nan
-        with self.autocast:
-            return evaluate(self.state.model, [self.state.batch], self.state.model.device)["loss"]
 
     def compute(self) -> dict[str, float]:
         """Return the result of `evaluate` on the validation split, with the swarm's parameters."""

@@ -143,8 +143,7 @@ class MetricsReporter:
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         if self.optimizer.log_steps:
-            scores = self.optimizer.log_steps.rounds.list_scores()
-            more["scores"] = {peer_label(key): score for key, score in scores.items()}
+            more["counted"] = {peer_label(key): it for key, it in self.optimizer.log_steps.list_counted().items()}
         try:
             metrics = LocalMetrics.parse_obj(self.metrics | more)
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record

@@ -33,7 +33,6 @@ class PrefetchLoader:
         self.epoch: int | None = None
         #: seconds, and tokens without padding, since the last `take_counts`
         self.waited, self.tokens = 0.0, 0
-        self.last: dict[str, torch.Tensor] = {}  # batch
 
     def __iter__(self) -> "PrefetchLoader":
         return self
@@ -47,13 +46,11 @@ class PrefetchLoader:
         finally:
             self.waited += time.monotonic() - start
         self.tokens += int(batch["attention_mask"].sum())
-        self.last = batch
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
 
-    def take_counts(self) -> dict[str, object]:
-        """Return the seconds of waiting and the number of tokens without padding since the last call, and the last
-        batch."""
-        counts = {"waited": self.waited, "tokens": self.tokens, "batch": self.last}
+    def take_counts(self) -> dict[str, float]:
+        """Return the seconds of waiting, and the number of tokens without padding, since the last call."""
+        counts = {"waited": self.waited, "tokens": self.tokens}
         self.waited, self.tokens = 0.0, 0
         return counts
 

@@ -90,7 +90,6 @@ class TrainerState:
     groups: tuple  # the whole command line, as in TRAINER_ARGS
     num_devices: int = 1  # that share each step
     saved_epoch: int = 0  # of the newest checkpoint
-    batch: dict | None = None  # the last one of this trainer
     stats: TrainerStats = field(default_factory=TrainerStats)
 
     def __post_init__(self):

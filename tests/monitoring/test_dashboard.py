@@ -107,13 +107,13 @@ def test_contributions_survive_restarts():
     ]
 
 
-def test_scores_are_those_of_most_trainers():
+def test_counted_shares_are_those_of_most_trainers():
     contributors = Contributions({})
     names = [letter * 8 for letter in "abcd"]
     claims = [dict(zip(names, it, strict=False)) for it in ((0.25, 1.0), (0.25, 1.0), (1.0, 0.0), ())]
-    records = {name: (make_metrics(scores=it), 1e9) for name, it in zip(names, claims, strict=True)}
+    records = {name: (make_metrics(counted=it), 1e9) for name, it in zip(names, claims, strict=True)}
     contributors.update(records, {}, 0.0)
-    assert [row["score"] for row in contributors.describe()["contributors"]] == [0.25, 1.0, None, None]
+    assert [row["counted"] for row in contributors.describe()["contributors"]] == [0.25, 1.0, None, None]
 
 
 def test_last_seen_is_time_of_report():

@@ -76,7 +76,7 @@ with clean_end():
     callback.stats.recent_seconds.append(30.0)
     facts["progress"] = callback.metrics.measure_progress()
     for loss in (1.0, 2.0, math.nan):
-        callback.on_step_end(loss, waited=0.0, tokens=0, batch=None)
+        callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())
     facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)

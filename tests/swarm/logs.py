@@ -87,7 +87,7 @@ class Trainer:
         self.store.add(blob)
         self.offer_time = None
         accepts = self.peer not in network.clients
-        self.run(self.log.add_offer(network.now, self.state, DIGEST, len(samples), blob, 1000, accepts, 20.0, 0))
+        self.run(self.log.add_offer(network.now, self.state, DIGEST, len(samples), blob, 1000, accepts, 20.0))
 
     def run(self, actions: list[Action]) -> None:
         """Do what the log says."""

@@ -40,7 +40,7 @@ def make_numbers(seed: int | None = None, sizes: tuple[int, ...] = SIZES, scale:
 
 def make_offer(seed: int, sizes: tuple[int, ...] = SIZES, scale: float = 1e-3, **fields) -> Contribution:
     blocks = encode(make_numbers(seed, sizes, scale), make_numbers(None, sizes), CODEC)
-    return Contribution(**dict(peer=bytes([seed]), samples=10, halvings=0, blocks=blocks) | fields)
+    return Contribution(**dict(peer=bytes([seed]), samples=10, epochs_late=0, blocks=blocks) | fields)
 
 
 def read_all(numbers: Numbers) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_aggregate_matches_numpy_in_any_order():
     sizes = (2 * CHUNK,)
     offers = [make_offer(seed, sizes, samples=samples) for seed, samples in ((1, 3), (2, 4), (3, 40))]
     anchor, momentum = make_numbers(8, sizes), make_numbers(9, sizes)
-    offers[2] = dataclasses.replace(offers[2], halvings=1)
+    offers[2] = dataclasses.replace(offers[2], epochs_late=1)
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
     weights = step(anchor, momentum, offers[::-1], 0.5, 0.5)[::-1]

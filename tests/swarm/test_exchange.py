@@ -346,7 +346,7 @@ class LogPeer:
                 self.offered.add(self.heads[-1])
                 size, accepts = NUM_BLOCKS * BLOCK_BYTES, self.log.me != self.client
                 blob = self.exchange.store.add(make_blocks())
-                values = bytes(32), 8, blob, size, accepts, 20.0, 0
+                values = bytes(32), 8, blob, size, accepts, 20.0
                 self.perform(self.log.add_offer(get_dht_time(), self.heads[-1], *values))
             self.perform(self.log.tick(get_dht_time()))
             peers = {*self.log.head.voters} - {self.log.me, self.client}
