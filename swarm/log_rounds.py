@@ -192,8 +192,8 @@ class LogRounds:
         with self._lock:
             return self.log.head.head == head and self.log.most_time is not None
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> bytes:
-        """Store and publish an update of this peer, and return its blob's id."""
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
+        """Store and publish an update of this peer."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
@@ -202,7 +202,6 @@ class LogRounds:
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
             self._perform(actions)
-        return blob
 
     def knows(self, head: bytes) -> bool:
         """Return whether a commit is in the chain."""

@@ -55,7 +55,6 @@ class StoredBlob(Sequence):
 class Pending(NamedTuple):
     """An offer of this peer that is neither committed nor returned."""
 
-    base: bytes
     digest: bytes
     samples: int
 
@@ -73,7 +72,7 @@ class LogSteps:
         dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
         options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
         self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, **options)
-        #: by blob
+        #: by base; not by blob, because another peer may offer the same bytes
         self.offers: dict[bytes, Pending] = {}
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
@@ -246,7 +245,7 @@ class LogSteps:
 
     def _take_back(self, offer: Offer) -> None:
         """Add an update that no commit contains to the residual."""
-        self.offers.pop(offer.blob, None)
+        self.offers.pop(offer.base, None)
         grad_averager = self.optimizer.grad_averager
         with contextlib.suppress(KeyError):  # the disk has lost it
             restore(self.rounds.store.read(offer.blob), Numbers(grad_averager.unsent))
@@ -256,8 +255,7 @@ class LogSteps:
         """Offer the pending update if the epoch is over; then wait for the commit, unless rounds overlap."""
         optimizer, head = self.optimizer, self.head
         grad_averager, seconds = optimizer.grad_averager, time.monotonic()
-        is_offered = any(offer.base == head for offer in self.offers.values())
-        if is_offered or not grad_averager.samples:
+        if head in self.offers or not grad_averager.samples:
             return
         if not (self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head)):
             return
@@ -273,13 +271,13 @@ class LogSteps:
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
         try:
-            blob = self.rounds.add_offer(head, digest, samples, blocks)
+            self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
             grad_averager.samples += samples
             return
-        self.offers[blob] = Pending(head, digest, samples)
+        self.offers[head] = Pending(digest, samples)
         if not self.overlap:
             with self.tracker.performance_ema.pause():
                 self._wait_for_commit(head)
@@ -306,10 +304,9 @@ class LogSteps:
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
-        counted = [it for it in commit.offers if it.blob in self.offers]
-        samples = sum(self.offers.pop(it.blob).samples for it in counted)
-        owners = {it.peer for it in commit.offers}
-        others = owners - {self.tracker.dht.peer_id.to_bytes()}
+        me, owners = self.tracker.dht.peer_id.to_bytes(), {it.peer for it in commit.offers}
+        counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
+        samples = sum(self.offers.pop(base).samples for base in counted)
         with self._outer_step(commit), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
@@ -317,18 +314,18 @@ class LogSteps:
             self.tracker.update_epoch(optimizer.local_epoch)
         self.rounds.epoch = optimizer.local_epoch
         optimizer.stats.record_step(samples, group_size=len(owners))
-        optimizer.stats.last_group = frozenset(others)
+        optimizer.stats.last_group = frozenset(owners - {me})
         optimizer.begin_epoch()
-        self.tracker.record_round(others, None)
+        self.tracker.record_round(owners - {me}, None)
 
     def _differs_from_most(self, commit: Commit) -> bool:
         """Return whether more than half of a commit's offers name another state than the offer of this peer."""
-        own = [it.digest for it in self.offers.values() if it.base == commit.parent]
+        own = self.offers.get(commit.parent)
         digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
         if not own or not digests:
             return False
         digest, count = digests.most_common(1)[0]
-        return digest != own[0] and 2 * count > digests.total()
+        return digest != own.digest and 2 * count > digests.total()
 
     @contextlib.contextmanager
     def _outer_step(self, commit: Commit) -> Iterator[None]:
