@@ -132,7 +132,7 @@ def relay_nothing() -> None:
     serve = Exchange._serve_blocks
 
     async def serve_own(self, peer, blob, numbers, writer) -> None:
-        if is_time() and blob not in PEERS[0].offers:
+        if is_time() and not any(it.blob == blob for it in PEERS[0].rounds.log.own.values()):
             note("relays nothing")
             await asyncio.sleep(3600)
         await serve(self, peer, blob, numbers, writer)

@@ -32,10 +32,10 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
-from swarm.aggregation import BLOCK, Contribution, Numbers, check_block
+from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
 from swarm.log import Action, Log, State, Timeouts
-from swarm.log_records import Commit, Number, Offer, Status, decode, pack, unpack
+from swarm.log_records import Number, Offer, Status, decode, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -101,19 +101,6 @@ class Identity:
                 self.public_keys[peer] = key
                 if len(self.public_keys) > MAX_KEYS:
                     del self.public_keys[next(it for it in self.public_keys if it != self.peer)]
-
-
-class StoredBlob(Sequence):
-    """The blocks of an update, read when they are needed."""
-
-    def __init__(self, store: BlobStore, blob: bytes):
-        self.store, self.names = store, store.list_hashes(blob)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self.store.get(self.names[index])
 
 
 class LogRounds:
@@ -212,23 +199,13 @@ class LogRounds:
         with self._lock:
             return self.log.head.head == head and self.log.most_time is not None
 
-    def list_contributions(self, commit: Commit) -> list[Contribution]:
-        """Return the offers of a commit after which this peer knows the state."""
+    def find_voters(self, head: bytes) -> tuple[bytes, ...]:
+        """Return the voters after a commit."""
         with self._lock:
-            parent = self.log.chain[commit.parent].state
-        return [
-            Contribution(
-                it.peer,
-                it.samples,
-                int(it.base != commit.parent),
-                StoredBlob(self.store, it.blob),
-                it.peer in parent.voters,
-            )
-            for it in commit.offers
-        ]
+            return self.log.chain[head].state.voters
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> bytes:
-        """Store and publish an update of this peer, and return its blob's id."""
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
+        """Store and publish an update of this peer."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
@@ -237,7 +214,6 @@ class LogRounds:
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
             self._perform(actions)
-        return blob
 
     def knows(self, head: bytes) -> bool:
         """Return whether a commit is in the chain."""

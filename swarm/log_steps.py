@@ -12,14 +12,15 @@ import hashlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from swarm.aggregation import Numbers, compute_digest, encode, restore, weigh
+from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore, weigh
 from swarm.epoch import EpochState
+from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.log import Genesis
 from swarm.log_records import Commit, Offer
@@ -41,10 +42,22 @@ STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the
 SILENCE_TIMEOUT, SILENT_EPOCHS = 600.0, 5  # without a commit, until the peers that are there begin a new log
 
 
+class StoredBlob(Sequence):
+    """The blocks of an update, read when they are needed."""
+
+    def __init__(self, store: BlobStore, blob: bytes):
+        self.store, self.names = store, store.list_hashes(blob)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.store.get(self.names[index])
+
+
 class Pending(NamedTuple):
     """An offer of this peer that is neither committed nor returned."""
 
-    base: bytes
     digest: bytes
     samples: int
 
@@ -62,7 +75,7 @@ class LogSteps:
         dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
         options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
         self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, **options)
-        #: by blob
+        #: by base; not by blob, because another peer may offer the same bytes
         self.offers: dict[bytes, Pending] = {}
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
@@ -246,7 +259,7 @@ class LogSteps:
 
     def _take_back(self, offer: Offer) -> None:
         """Add an update that no commit contains to the residual."""
-        self.offers.pop(offer.blob, None)
+        self.offers.pop(offer.base, None)
         grad_averager = self.optimizer.grad_averager
         with contextlib.suppress(KeyError):  # the disk has lost it
             restore(self.rounds.store.read(offer.blob), Numbers(grad_averager.unsent))
@@ -256,8 +269,7 @@ class LogSteps:
         """Offer the pending update if the epoch is over; then wait for the commit, unless rounds overlap."""
         optimizer, head = self.optimizer, self.head
         grad_averager, seconds = optimizer.grad_averager, time.monotonic()
-        is_offered = any(offer.base == head for offer in self.offers.values())
-        if is_offered or not grad_averager.samples:
+        if head in self.offers or not grad_averager.samples:
             return
         if not (self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head)):
             return
@@ -273,13 +285,13 @@ class LogSteps:
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
         try:
-            blob = self.rounds.add_offer(head, digest, samples, blocks)
+            self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
             grad_averager.samples += samples
             return
-        self.offers[blob] = Pending(head, digest, samples)
+        self.offers[head] = Pending(digest, samples)
         if not self.overlap:
             with self.tracker.performance_ema.pause():
                 self._wait_for_commit(head)
@@ -306,26 +318,19 @@ class LogSteps:
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
-        contributions = self.rounds.list_contributions(commit)
-        weights = weigh(contributions, Numbers(optimizer.opt.list_momenta()))
-        for it, weight in zip(contributions, weights, strict=True):
-            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
-        counted = [it for it in commit.offers if it.blob in self.offers]
-        samples = sum(self.offers.pop(it.blob).samples for it in counted)
-        owners = {it.peer for it in commit.offers}
-        others = owners - {self.tracker.dht.peer_id.to_bytes()}
-        optimizer.opt.commit, averager.next_lineage = (contributions, weights), commit.hash.hex()
-        with self.tracker.pause_updates():
+        me, owners = self.tracker.dht.peer_id.to_bytes(), {it.peer for it in commit.offers}
+        counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
+        samples = sum(self.offers.pop(base).samples for base in counted)
+        with self._outer_step(commit), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(optimizer.local_epoch)
-        optimizer.opt.commit = averager.next_lineage = None
         self.rounds.epoch = optimizer.local_epoch
         optimizer.stats.record_step(samples, group_size=len(owners))
-        optimizer.stats.last_group = frozenset(others)
+        optimizer.stats.last_group = frozenset(owners - {me})
         optimizer.begin_epoch()
-        self.tracker.record_round(others, None)
+        self.tracker.record_round(owners - {me}, None)
 
     def _is_stored(self, commit: Commit) -> bool:
         """Return whether all updates of a commit are on disk, undamaged: an outer step must not end in the middle."""
@@ -337,9 +342,26 @@ class LogSteps:
 
     def _differs_from_most(self, commit: Commit) -> bool:
         """Return whether more than half of a commit's offers name another state than the offer of this peer."""
-        own = [it.digest for it in self.offers.values() if it.base == commit.parent]
+        own = self.offers.get(commit.parent)
         digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
         if not own or not digests:
             return False
         digest, count = digests.most_common(1)[0]
-        return digest != own[0] and 2 * count > digests.total()
+        return digest != own.digest and 2 * count > digests.total()
+
+    @contextlib.contextmanager
+    def _outer_step(self, commit: Commit) -> Iterator[None]:
+        """Let the outer optimizer's next step apply a commit."""
+        outer, store, voters = self.optimizer.opt, self.rounds.store, self.rounds.find_voters(commit.parent)
+        contributions = [
+            Contribution(it.peer, it.samples, it.base != commit.parent, StoredBlob(store, it.blob), it.peer in voters)
+            for it in commit.offers
+        ]
+        weights = weigh(contributions, Numbers(outer.list_momenta()))
+        for it, weight in zip(contributions, weights, strict=True):
+            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
+        outer.commit, self.averager.next_lineage = (contributions, weights), commit.hash.hex()
+        try:
+            yield
+        finally:
+            outer.commit = self.averager.next_lineage = None
