@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -285,23 +284,6 @@ def test_finetune_starts_from_saved_model(toy_model):
     for task in ("terra", "parus", "russe", "rucos"):
         _, model = prepare(task, checkpoint=toy_model)
         assert_begins_with(model, weights)
-
-
-def test_finetune_names_mismatched_weights(toy_model, tmp_path, caplog):
-    """Each once, whatever the number of seeds; a head is always another one, which is no warning."""
-    shutil.copytree(toy_model, tmp_path / "model")
-    weights = load_file(toy_model / "model.safetensors")
-    for name in [name for name in weights if "pooler" in name]:
-        weights[name.replace("pooler", "my_pooler")] = weights.pop(name)
-    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    caplog.set_level("INFO")
-    pretrained, _ = prepare("terra", checkpoint=tmp_path / "model")
-    make_task_model(pretrained, TASKS["terra"], 0.0)
-    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-    lacks, more = lines
-    assert lacks[0] == more[0] == logging.WARNING and "opened by LeanAlbertForSequenceClassification" in lacks[1]
-    assert lacks[1].endswith("start from random values: albert.pooler.bias, albert.pooler.weight")
-    assert more[1].endswith("not used: albert.my_pooler.bias, albert.my_pooler.weight")
 
 
 def find_minilm() -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import finetune_data as toys
 import pytest
+from conventions import load_groups
 from hub_server import TOKEN, HubServer
 from mains import run_main
 from processes import LOOPBACK, ROOT, run_python, wait_until
@@ -59,6 +60,18 @@ def test_forerunners_page_lists_tested_commands():
     blocks = re.findall(r"(?ms)^```$(.*?)^```$", PAGE)
     in_blocks = sum(len(re.findall(r"\bpython ", block)) for block in blocks)
     assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and in_blocks == 12
+
+
+@pytest.mark.parametrize("command", [*TUTORIAL, *COLAB, *RULEAN, *NETMIND])
+def test_forerunner_commands_parse(command, monkeypatch):
+    peer = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
+    values = dict.fromkeys(("INITIAL_PEERS", "IP", "ONE_OR_MORE_PEERS"), peer)
+    values |= dict.fromkeys(("EXP_NAME", "HF_ORGANIZATION_NAME", "HF_MODEL_NAME", "WANDB_PROJECT"), "E")
+    values |= {"BATCH_SIZE_FOR_YOUR_GPU": 8, "BANDWIDTH": 100, "LISTEN_ON": "/ip4/0.0.0.0/tcp/12345"}
+    words = split(command, **values)
+    script = words.pop(0) if words[0] != "-m" else (words.pop(0), words.pop(0))[1]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    arguments.parse_arguments(*load_groups()[script])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from common.console import UserError
 from common.hub import hub
 from experiment import data
 from text import tokenization
-from text.documents import read_documents, read_text, split_sentences
+from text.documents import read_documents, read_text
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset, make_tables
 from text.tokenizers import load_tokenizer, train_tokenizer
@@ -113,15 +113,6 @@ def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
     assert read_files(tmp_path / "dataset") == read_files(written / "dataset")
 
 
-def test_tokenize_depends_on_seed(written, tmp_path):
-    flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    # the tokenizer's own folder as --tokenizer_path: a second dataset for it
-    tokenize(tmp_path, *flags, "--seed", 7, "--tokenizer_path", written / "tokenizer")
-    first, second = (f / "dataset" / "train" / "data-00000-of-00001.arrow" for f in (written, tmp_path))
-    assert first.read_bytes() != second.read_bytes()
-    load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(written / "tokenizer"))
-
-
 def test_foreign_dataset_is_refused(written, tmp_path):
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
     AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
@@ -147,15 +138,6 @@ def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     assert (loaded("йод")["input_ids"] == loaded("иод")["input_ids"]) != keep_accents
     assert (loaded("Emma")["input_ids"] == loaded("emma")["input_ids"]) != cased
     assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
-
-
-def test_sentence_ids_match_joined_text(written):
-    """Pairs are put together from ids of sentences: they must be the ids of the text."""
-    tokenizer = load_tokenizer(written / "tokenizer")
-    for paragraphs in read_documents(written / "documents.jsonl"):
-        sentences = split_sentences(paragraphs)
-        apart = tokenizer(sentences, add_special_tokens=False)["input_ids"]
-        assert sum(apart, []) == tokenizer(" ".join(sentences), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def test_special_tokens_in_text_stay_text(written, tmp_path):
@@ -355,12 +337,6 @@ def test_tokenize_errors_leave_nothing(tmp_path, monkeypatch, fault):
     more = [] if "--tokenizer" in flags else ["--train_tokenizer"]
     assert expected in refuse(tokenize_wikitext103, *paths, *more, *flags)
     assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
-
-
-def test_tokenize_error_is_exit_code_2(tmp_path):
-    result = tokenize(tmp_path, "--text_files", "none.txt", "--train_tokenizer", expect=2)
-    [line] = result.stderr.splitlines()
-    assert line.startswith("tokenize_wikitext103.py: error: no file none.txt")
 
 
 def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch):

@@ -1,22 +1,17 @@
 """What people look at: curves that go on, contributors who are never lost, pictures, a trainer's curves."""
 
-import contextlib
 import json
 import re
-from pathlib import Path
 
 import numpy
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from mains import refuse
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix
 from records import make_metrics, read_wandb_history
 
-import run_training_monitor
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
-from common.files import lock_folder
 from monitoring.history import Contributions, History, load_history
 from monitoring.report import RunReport
 from training.figures import aggregate_metrics
@@ -128,34 +123,6 @@ def test_contributions_are_bounded(monkeypatch):
     assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
     assert [row["total_samples"] for row in shown["contributors"]] == list(range(79, 69, -1))
     assert shown["num_contributors"] == 50 and shown["total_samples"] == sum(range(30, 80))
-
-
-def write_history(folder: Path, prefix: str, epochs: int) -> None:
-    folder.mkdir(exist_ok=True)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for epoch in range(1, epochs + 1):
-            file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
-
-
-def test_output_dir_is_locked(start, tmp_path, tiny_data):
-    """Also while its archive is in the same folder, and until it is killed."""
-    write_history(tmp_path / "out", "curves", 30)
-    command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
-    archive = ["--store_checkpoints", "--config_path", "configs/demo.json"]
-    archive += ["--tokenizer_path", tiny_data["--tokenizer_path"]]
-    first = start("first", *command, *LOOPBACK, "--report_to", "none", *archive)
-    first.wait_for("Waiting for trainers")
-    refused = refuse(run_training_monitor, *command[1:], *LOOPBACK, "--report_to", "none")
-    assert f"--output_dir {tmp_path / 'out'} is in use" in refused
-    first.kill()
-
-    def is_free() -> bool:
-        with contextlib.suppress(UserError):
-            lock_folder("--output_dir", tmp_path / "out")
-            return True
-        return False
-
-    wait_until(is_free, 30, "no process holds the folder")
 
 
 def test_unreadable_summary_is_kept(tmp_path):

@@ -22,26 +22,6 @@ from text.documents import read_text
 from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
 
-
-def test_collator_masks_at_expected_rates(dataset, tokenizer):
-    args = DataArguments()
-    batches = IndexedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
-    flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
-    masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
-    before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
-    chosen = labels != -100
-    ordinary = before >= 5
-    assert not (chosen & ~ordinary).any(), "a special token is to be predicted"
-    assert (labels[chosen] == before[chosen]).all() and (after[~chosen] == before[~chosen]).all()
-    # 370,000 ordinary tokens, 55,000 chosen: five standard deviations are 0.003 and 0.009
-    assert chosen.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.003)
-    assert (after[chosen] == 4).mean() == pytest.approx(0.8, abs=0.009)
-    # a random token is the same one in 1 of 195 cases
-    assert (after[chosen] == before[chosen]).mean() == pytest.approx(0.1 + 0.1 / 195, abs=0.007)
-    replaced = after[chosen & (after != before) & (after != 4)]
-    assert set(replaced) == set(range(5, 200)), "random tokens are ordinary ones, and all of them"
-
-
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # pieces, and whether each begins a word; the marks of the other kind are ordinary characters
 PIECES = {

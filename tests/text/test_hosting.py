@@ -1,10 +1,8 @@
 """Data over HTTP: archives as the script packs them, a real server with real faults, hostile archives."""
 
-import contextlib
 import io
 import os
 import socket
-import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ from arguments import ModelArguments
 from common.console import UserError
 from common.files import hash_file
 from experiment import data
-from text import fetch, http
+from text import fetch
 from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
@@ -221,33 +219,6 @@ def test_archive_path_traversal_is_refused(tmp_path, cache, kind):
     expect_stop("files outside its folder, and is not used", str(tmp_path / "hostile.tar"), None, cache)
     assert left_in(cache) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str):
-    """Mount a small disk in `folder`, if the system permits that."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
-def test_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
-    monkeypatch.setattr(http, "KEEP_FREE", 0)
-    with small_disk(cache, size):
-        expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
-        names = left_in(cache)
-        subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
-        assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
-    # the download was kept, and went on
-    assert all(".part" in name for name in names) and names
-    again = [count for path, count in server.sent if path == "/big.tar"][1:]
-    assert sum(again) < (hosted / "big.tar").stat().st_size
 
 
 # ---------------------------------------------------------------- processes

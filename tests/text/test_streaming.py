@@ -156,15 +156,6 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
     assert sum("a.jsonl" in message for message in messages) == 1
 
 
-def test_stream_broken_records_log_powers_of_ten(tmp_path, caplog):
-    (tmp_path / "a.jsonl").write_text("".join('{"text": "A."}\n' if n % 2 else "{\n" for n in range(400)))
-    source = Source(path=str(tmp_path / "a.jsonl"))
-    with caplog.at_level(logging.WARNING, "streams"):
-        list(itertools.islice(source.read(1, Position(), GO_ON), 200))
-    assert source.broken == 200
-    assert [record.getMessage().split("number ")[1].split(":")[0] for record in caplog.records] == ["1", "10", "100"]
-
-
 # ---------------------------------------------------------------- http
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from swarms import ALONE, flags, history, start_alone, start_monitor
+from swarms import history, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
-from common.files import lock_folder, write_file, write_whole
+from common.files import lock_folder, write_whole
 from experiment.model import make_model
 from models.build import describe_architecture
 from text.tokenizers import load_tokenizer
@@ -154,15 +154,6 @@ def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
     assert "checkpoint-4" in warning
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
-
-
-def test_folder_is_not_replaced_by_file(tmp_path):
-    """It was, with all that was in it."""
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    (folder / "weights").touch()
-    assert not write_file(folder, "a state")
-    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
 
 
 def test_later_checkpoints_are_set_aside(saved, tmp_path):
@@ -422,39 +413,6 @@ def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
     joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
     norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_monitor_checkpoint_revives_run(start, tmp_path, tiny_data):
-    """The monitor saves whole training states: if all trainers are lost, a new one continues from there."""
-    prefix = make_prefix()
-    trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
-    shared = {**ALONE, **tiny_data, "--target_batch_size": 256}
-    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
-    _, peers = start_monitor(
-        start,
-        prefix,
-        tmp_path / "monitor",
-        *flags(shared, {"--report_to": "none"}),
-        *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
-    )
-    own = {**tiny_data, "--target_batch_size": 256}
-    lost = start_alone(start, "lost", tmp_path / "lost", prefix, own, {"--initial_peers": peers})
-
-    def find_new() -> list[Path]:
-        return [path for path in find_checkpoints(tmp_path / "monitor") if checkpoint.read_epoch(path) >= 8]
-
-    folder = wait_until(find_new, 120, "a checkpoint of the monitor")[0]
-    lost.kill()
-    before, epoch = history(tmp_path, "lost"), checkpoint.read_epoch(folder)
-    assert load_state(folder)["local_epoch"] == epoch
-
-    limits = {"--resume_from_checkpoint": folder, "--max_steps": epoch + 2}
-    start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)
-    after = history(tmp_path, "revived")
-    assert sorted(after) == [epoch + 1, epoch + 2]
-    assert after[epoch + 1]["learning_rate"] == pytest.approx(before[epoch]["learning_rate"] - 2e-3 / 95)
-    assert_loss_goes_on(before | after, epoch)
 
 
 def test_checkpoint_of_earlier_version_loads():
