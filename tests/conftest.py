@@ -99,13 +99,16 @@ def tiny_data(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("data")
     with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
         text = sample.read(300_000)
-    chapters = text.split("CHAPTER")
     files = []
-    for number, chapter in enumerate(chapters):
+    for number, chapter in enumerate(text.split("CHAPTER")):
         files.append(folder / f"{number:03d}.txt")
         files[-1].write_text(chapter, encoding="utf-8")
+    return tokenize(folder, files)
+
+
+def tokenize(folder: Path, files: list[Path], *more: str) -> dict[str, Path]:
     flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
+    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32, *more]
     run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0)
     return flags
 
@@ -125,9 +128,5 @@ def toy_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
     """As tiny_data, the same text in full blocks for causal models."""
-    folder = tmp_path_factory.mktemp("causal")
-    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
     files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
-    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
-    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
-    return paths
+    return tokenize(tmp_path_factory.mktemp("causal"), files, "--objective", "clm")

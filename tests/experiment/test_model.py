@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from rows import make_model_batch
 from torch.nn.functional import cross_entropy
 
 from arguments import ModelArguments
@@ -14,29 +15,13 @@ from training.model import move_batch
 VOCABULARY = 300
 
 
-def make_batch(seed: int = 0, size: int = 4, length: int = 16) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, VOCABULARY, (size, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 10:] = 0
-    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.15, ids, -100)
-    labels[mask == 0] = -100
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "token_type_ids": (torch.arange(length) >= length // 2).long().expand(size, -1).clone(),
-        "labels": labels,
-        "sentence_order_label": torch.randint(0, 2, (size,), generator=generator),
-    }
-
-
 @pytest.fixture
 def model():
     return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
 
 
 def test_masked_head_matches_full_logits(model):
-    batch = make_batch()
+    batch = make_model_batch()
     reference = transformers.AlbertForPreTraining(model.config)
     reference.load_state_dict(model.state_dict())
     model.eval(), reference.eval()  # the head of sentence order has dropout
@@ -59,7 +44,7 @@ def test_masked_head_matches_full_logits(model):
 
 
 def test_batch_without_labels_has_zero_loss(model):
-    batch = make_batch() | {"labels": torch.full((4, 16), -100)}
+    batch = make_model_batch() | {"labels": torch.full((4, 16), -100)}
     losses = model(**batch)
     assert losses["mlm_loss"].item() == 0
     assert losses["loss"].isfinite()

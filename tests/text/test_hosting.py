@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer
-from mains import run_main
+from mains import expect_user_error, run_main
 from processes import wait_until
 
 import tokenize_wikitext103
@@ -58,11 +58,8 @@ def left_in(cache: Path) -> list[str]:
 
 
 def expect_stop(words: str, *arguments) -> None:
-    """fetch_data ends as for a user's error: one line with these words, exit code 2."""
-    with pytest.raises(UserError) as error:
+    with expect_user_error(words):
         fetch.fetch_data(*arguments)
-    [line] = str(error.value).splitlines()
-    assert words in line
 
 
 def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, monkeypatch):

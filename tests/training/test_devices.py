@@ -380,8 +380,6 @@ def test_device_choice_needs_no_cuda_context():
         (dict(device="cpu", sharded=True), "--sharded needs several devices"),
         (dict(device="gpu"), "--device gpu"),
         (dict(device="xla"), "--device xla: not supported"),
-        (dict(num_devices=0), "--num_devices"),
-        (dict(max_steps=-1), "--max_steps"),
         (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
         (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
         (dict(per_device_train_batch_size="auto", sharded=True), "--sharded"),
