@@ -19,7 +19,7 @@ ANSWER_TIMEOUT = 60.0  # seconds; a loaded machine may take some
 
 
 class Browser:
-    """A tab, with the actions of the tests."""
+    """A browser tab and the actions of the tests."""
 
     def __init__(self, commands: int, answers: int):
         self.commands, self.answers, self.numbers, self.unread = commands, answers, itertools.count(1), b""
@@ -32,7 +32,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params) -> dict:
-        """One command of the DevTools protocol, and its result."""
+        """Send a command of the DevTools protocol, and return its result."""
         number = next(self.numbers)
         message = {"id": number, "method": method, "params": params}
         message |= {"sessionId": self.session} if self.session else {}
@@ -56,7 +56,7 @@ class Browser:
         return json.loads(message)
 
     def run(self, script: str):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         result = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -72,7 +72,7 @@ class Browser:
             raise AssertionError(f"{e}\n{self.complaints}\n{self.run('document.body.innerText')}") from None
 
     def click(self, selector: str) -> None:
-        """A mouse's click, as only that lets a page copy."""
+        """Click with the mouse: a page may copy only after a real click."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
         where = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
@@ -84,7 +84,7 @@ class Browser:
         return self.run("navigator.clipboard.readText()")
 
     def take_picture(self, path: Path, width: int, scheme: str) -> None:
-        """The whole page at this width of the window.
+        """Save a picture of the whole page at this width.
 
         :param scheme: light or dark
         """

@@ -37,7 +37,7 @@ def import_libraries() -> None:
 
 
 def wait_for_program(requests: socket.socket) -> dict:
-    """Fork for each request that comes; returns it, in the new process alone."""
+    """Fork for each request, and return it in the new process only."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
@@ -48,7 +48,7 @@ def wait_for_program(requests: socket.socket) -> dict:
             if pid := os.fork():
                 requests.send(str(pid).encode())
                 os._exit(0)
-            # pytest becomes the parent, as the nearest subreaper, when the process between us has ended
+            # when the process in between ends, pytest becomes the parent, as the nearest subreaper
             while os.getppid() == middle:
                 time.sleep(0.001)
             requests.close()
@@ -63,7 +63,7 @@ def wait_for_program(requests: socket.socket) -> dict:
 
 
 def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str | None) -> None:
-    """Make this process what `python` followed by these words would be once it has imported LIBRARIES.
+    """Make this process equal to `python` with these words after it has imported LIBRARIES.
 
     :param netns: the network namespace that it enters, as by `ip netns exec`
     """
@@ -83,10 +83,10 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
     os.environ.update(env)
     for module in (random, numpy.random, torch):
         module.seed()
-    # which it has read
+    # constants that were read at import
     huggingface_hub.constants.ENDPOINT = env.get("HF_ENDPOINT", "https://huggingface.co")
     huggingface_hub.hf_api.api.endpoint = huggingface_hub.constants.ENDPOINT
-    # or all programs would share these locks, and wait for one that is killed while it has them
+    # otherwise all programs would share these locks, and wait for a killed one
     MPFuture.reset_backend()
     _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
     sys.orig_argv = [sys.executable, *words]
@@ -110,7 +110,7 @@ def run_program(words: list[str]) -> None:
 
 
 def serve(requests: socket.socket) -> None:
-    """Become the server: this returns in the programs alone, when they have ended."""
+    """Become the server. This returns only in the programs, once they have ended."""
     program = wait_for_program(requests)
     become_program(**program)
     run_program(program["words"])

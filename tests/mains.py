@@ -15,7 +15,7 @@ from common.console import UserError
 
 
 def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:
-    """A script's main() in this process, which is left as it was.
+    """Run a script's main() in this process, and restore the process.
 
     :param groups: the dataclasses of its arguments, if the script has no GROUPS
     """
@@ -43,7 +43,7 @@ def expect_user_error(*words: str) -> Iterator[None]:
 
 
 def refuse(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> str:
-    """The one line by which a script's main(), in this process, tells the user what is wrong."""
+    """Run a script's main() in this process, and return the text of its UserError."""
     with pytest.raises(UserError) as error:
         run_main(module, *flags, groups=groups)
     return str(error.value)

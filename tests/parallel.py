@@ -32,9 +32,9 @@ def start_part(flags: list[str], output: IO) -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: when this process's parent ends, as after Ctrl-C
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    # a child of the part's, which becomes the parent of what the server starts
+    # this part becomes the parent of all that its server starts
     processes.FORK_SERVER = processes.ForkServer(fork_the_server)
-    # nothing here uses the plugins of installed packages, and pytest warns that anyio is imported before it can look
+    # no plugins are needed, and pytest would warn that anyio is already imported
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest  # not before: programs have no such thing
 

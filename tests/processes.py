@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
-    """The condition's first true value; fails the test when there is none in time."""
+    """Return the condition's first true value, or fail the test after this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -37,12 +37,12 @@ def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
 
 
 def make_prefix() -> str:
-    """A run of its own for each swarm, so that tests cannot meet."""
+    """Return a unique run name, so that swarms of different tests never meet."""
     return f"test_{uuid.uuid4().hex[:12]}"
 
 
 class ForkedProcess:
-    """A child of this process that the fork server has made, with what tests need of subprocess.Popen."""
+    """A child process that the fork server has made, with an interface like subprocess.Popen."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None
@@ -71,7 +71,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """fork_server.py and the way to ask it."""
+    """The connection to fork_server.py."""
 
     # variables that no import reads; a program whose environment differs in others starts by itself
     LATE_VARIABLES = re.compile(

@@ -14,14 +14,13 @@ from common.console import UserError
 
 GROUPS = load_groups()
 FIELDS = [item for groups in GROUPS.values() for group in groups for item in dataclasses.fields(group)]
-# RuLeanALBERT's --authorize: a run is closed by --invite or --authority_key, one of which it needs
+# RuLeanALBERT's --authorize only requires --invite or --authority_key
 ONLY_CHECKED = {"authorize"}
-# a script's own flags stand in it
 READERS = "".join(path.read_text() for module, path in MODULES.items() if module != "arguments")
 
 
 def test_flags_have_help_and_are_read():
-    # outside the checks of its own dataclass, as an attribute or by its name
+    # as an attribute or by name, outside of its own dataclass
     read = set(re.findall(r"""[."](\w+)""", READERS))
     for item in FIELDS:
         assert len(item.metadata.get("help", "")) > 20, item.name
@@ -60,7 +59,7 @@ def test_flags_in_steps_mention_epochs():
         (["--authorize"], ["--authorize needs --invite FILE or --authority_key FILE"]),
         (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
         (["--eval_steps", "9"], ["--eval_steps needs --do_eval: add it"]),
-        # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
+        # RuLeanALBERT's flag, which docs/models.md explains
         (["--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--initial_sequence_length", "128"], ["--max_sequence_length", "--sequence_length_warmup_steps"]),
         (["--objective", "nsp"], ["--objective", "mlm_sop"]),
@@ -108,7 +107,7 @@ def test_infinite_limit_is_accepted():
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")
-# runs each module in a process that has what most of them import before they read their flags
+# runs each module in a fork with the imports that precede its flags
 RUN_WITH_TYPO = """
 import os, runpy, sys, arguments, transformers
 for module in sys.argv[1:]:
@@ -137,7 +136,7 @@ def test_typo_is_answered_before_imports():
     [
         ({}, ("configs/albert-large.json", "data/tokenizer")),
         ({"model_name_or_path": "a"}, (None, "a")),
-        # the default, named
+        # the default value, given explicitly
         ({"model_name_or_path": "a", "tokenizer_path": "data/tokenizer"}, (None, "data/tokenizer")),
     ],
 )

@@ -36,7 +36,7 @@ def start_clients(start, prefix: str, aux_peers: list, names=("first", "second")
 
 
 def joint_rounds(*peers) -> list[int]:
-    """Epochs in which all these peers report an average of all of them."""
+    """Return the epochs in which all these peers have averaged."""
     common = set.intersection(*(set(epochs(peer)) for peer in peers))
     return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
 
@@ -50,7 +50,7 @@ def assert_equal_parameters(*peers) -> list[int]:
 
 
 def test_late_client_loads_state_through_aux_peer(start):
-    """From another client: neither accepts a connection."""
+    """The state is that of another client."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     (first,) = start_clients(start, prefix, [aux], ["first"])
@@ -64,8 +64,7 @@ def test_late_client_loads_state_through_aux_peer(start):
 
 @pytest.mark.slow
 def test_clients_average_through_aux_peers(start):
-    """No other peer accepts a connection. An auxiliary peer sends nothing of its own; hivemind's sends a gradient with
-    a weight of zero. Another one joins, and a public trainer, which loads the clients' state; then the first dies."""
+    """Another auxiliary peer and a public trainer join later, and the first auxiliary peer dies."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])
@@ -104,13 +103,13 @@ def test_clients_average_through_aux_peers(start):
 
 
 def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
-    """It stops before its start if trainers are there, or else once the first ones have joined."""
+    """It stops before its start if there are trainers, otherwise once the first trainers have joined."""
     prefix = make_prefix()
     command = ["run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5]
     command += flags({name: value for name, value in TRAINER.items() if name in SHARED})
     command += ["--report_to", "none", "--assist_in_averaging"]
     command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
-    # trainers join through the monitor, which has no settings that would bind them
+    # trainers join through a monitor without settings of its own
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)
     early.wait_for(r"others may join through --initial_peers /ip4/")

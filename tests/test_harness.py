@@ -15,7 +15,7 @@ from text.tokenizers import load_tokenizer
 
 @pytest.mark.slow
 def test_harness_command_evaluates_saved_model(tmp_path, text_data):
-    """A random model chooses among four orders of words at random."""
+    """An untrained model chooses one of four orders of words at random."""
     pytest.importorskip("lm_eval")
     tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
     for part in (model := make_model(ModelArguments("configs/gpt-demo.json"), tokenizer)), tokenizer:

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_rehearsal_survives_events_and_hostile_peers(tmp_path):
-    """Its figures, not its times: this machine may be busy."""
     if why := netlab.unavailable():
         pytest.skip(why)
     data = ["--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer"]

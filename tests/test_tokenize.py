@@ -53,7 +53,7 @@ def novel() -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, novel):
-    """A folder with 40 documents in documents.jsonl, and the script's output: a vocabulary of 500, 64 tokens."""
+    """A folder with 40 documents in documents.jsonl, and their dataset: a vocabulary of 500, 64 tokens."""
     folder = tmp_path_factory.mktemp("written")
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
@@ -204,10 +204,10 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-# mlm has the tokenizer of the pairs, and the blocks of clm
+# mlm shares its tokenizer with pairs, and its blocks with clm
 @pytest.mark.parametrize("blocks", ["clm"], indirect=True)
 def test_tokenize_is_deterministic_across_processes(blocks, written, tmp_path):
-    """Pairs and blocks; the trainer of a tokenizer walks through hash tables whose order changes from run to run."""
+    """The training of a tokenizer iterates over hash tables, whose order differs between runs."""
     _, folder, flags = blocks
     commands = []
     for name, own in (("blocks", flags), ("pairs", [*flags[2:]])):
@@ -349,7 +349,7 @@ def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variable", [None, "0"])
 def test_hub_access_keeps_environment(monkeypatch, variable):
-    """Set to 0, the one would overrule TRANSFORMERS_OFFLINE."""
+    """HF_HUB_OFFLINE=0 would override TRANSFORMERS_OFFLINE."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -196,9 +196,9 @@ RATE = 5e-3  # above the guide's, for visible steps
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_r", [None, 4], ids=["weights", "adapters"])
 def test_chat_swarm_matches_single_process(start, files, lora_r):
-    """Two trainers, a restart of the first one, a late one, and an auxiliary peer that keeps their states.
+    """Two trainers, one of which restarts, a late trainer, and an auxiliary peer that archives.
 
-    An epoch takes one trainer twelve seconds, so that both make each step together, without gradients of old weights.
+    An epoch takes one trainer twelve seconds, so that both compute gradients of the same weights.
     """
     rows, prefix, archive = len(load(max_sequence_length=512)[1]["train"]), make_prefix(), files / "archive"
     words = [str(files / word) if (files / word).exists() else word for word in COMMAND]

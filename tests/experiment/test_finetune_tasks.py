@@ -48,7 +48,7 @@ def spell(example: Example) -> tuple:
 
 
 def drop_labels(value):
-    """A line as it stands in the test data."""
+    """Remove the labels, as in the test data."""
     if isinstance(value, dict):
         return {name: drop_labels(part) for name, part in value.items() if name != "label"}
     return [drop_labels(part) for part in value] if isinstance(value, list) else value
@@ -105,7 +105,7 @@ def test_rucola_parses(tmp_path):
 
 
 def test_russe_repairs_known_defects():
-    # a hard space, as in some of the sentences
+    # a no-break space, as in some sentences
     text = BOW.replace(" лук", "\xa0лук")
     # with spaces, ending inside the word, at another word, ending behind the text, or behind it
     for start, end in ((12, 17), (13, 15), (8, 12), (13, 99), (80, 90)):
@@ -362,7 +362,6 @@ def test_truncated_span_gets_no_gradient():
     logits, right = compute_logits(model, batch)
     assert logits.argmax(dim=1)[0] == 2
     losses = compute_losses(logits, right)
-    # of 0 and 1, the possible ones
     assert losses.tolist() == pytest.approx([math.log(1 + math.e), 0])
     losses.sum().backward()
     assert scores.grad.isfinite().all() and scores.grad[0, 1] == 0 and scores.grad[1].eq(0).all()
@@ -381,7 +380,7 @@ def test_finetune_batches_group_similar_lengths():
     padding = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches) / sum(lengths) - 1
     assert padding < 0.05  # at random: 0.8
     assert batches == order(0) != order(1)
-    # the one of 8 rows has any length
+    # the batch of 8 rows has any length
     shorter = [lengths[batch].mean() for seed in range(30) for batch in order(seed) if len(batch) < 16]
     assert len(shorter) == 30 and min(shorter) < 100 and 200 < sum(shorter) / 30 < 300
 
@@ -407,7 +406,7 @@ def test_encode_matches_tokenizer(toy_model):
     batch = collate([row], TASKS["rucos"], tokenizer, CPU)
     assert batch["possible"].tolist() == [[True, True, False]]
 
-    # of a choice both texts, each cut and counted by itself
+    # both texts of a choice are truncated and counted separately
     task = TASKS["parus"]
     examples = make_examples(task, [("here", record) for record in RECORDS["parus"][1]])
     [row], _ = encode(examples, pretrained, 512)
@@ -426,7 +425,7 @@ HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe"), ["False", "True"])
 
 
 def make_parquet(name: str, records: list[dict]) -> bytes:
-    """As the Hub's conversion writes it: labels are numbers, and the names stand in the file's metadata."""
+    """Return a file like those of the Hub's conversion: labels are numbers, with their names in the metadata."""
     features = datasets.Dataset.from_list(records).features
     if name in HUB_LABELS:
         features["label"] = datasets.ClassLabel(names=HUB_LABELS[name])

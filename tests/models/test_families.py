@@ -94,7 +94,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
         if param.grad is not None:
             torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
 
-    # right predictions: make the labels what the model predicts, in all places but one
+    # use the predictions as labels, except for one
     predicted = outputs.logits.argmax(-1)
     if is_causal:
         predicted = predicted.roll(1, dims=1)
@@ -105,7 +105,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     assert compute_losses(model, move_batch(batch | {"labels": labels}, CPU))["correct"].item() == count - 1
     result = evaluate(model, [batch | {"labels": labels}] * 2, CPU)
     assert result["accuracy"] == pytest.approx((count - 1) / count) and result["samples"] == 8
-    # the forward pass of other users is unchanged
+    # other callers still get all logits
     assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
 
 
@@ -227,7 +227,7 @@ def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
 def test_configs_without_padding_token_build(write, name):
-    """No token of padding, or tokens that must be numbers, which the tokenizer does not have."""
+    """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
     sizes = (
         SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
     )
@@ -243,7 +243,6 @@ def test_tokenizer_changed_by_saving_is_one_line(write):
 
 
 def test_mixture_of_experts_adds_router_loss(write):
-    """transformers adds the loss of its routers to the other one."""
     sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5)
     model = make_model(ModelArguments(write("mixtral", **sizes, output_router_logits=True)), VOCABULARY)
     batch = make_model_batch(1.0)
@@ -254,7 +253,7 @@ def test_mixture_of_experts_adds_router_loss(write):
 
 
 def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
-    """Of 57 words, the special ones in an order of their own."""
+    """Return a tokenizer of 57 words, with special tokens in an unusual order."""
     pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
     backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
     names = dict(pad_token="<pad>", sep_token="</s>", eos_token="</s>", mask_token="<mask>", unk_token="<unk>")
@@ -262,7 +261,7 @@ def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
 
 
 def test_roberta_length_excludes_padding_positions(write):
-    """It counts positions from behind the token of padding, which is the tokenizer's, not its default."""
+    """RoBERTa counts positions from the id of the tokenizer's padding token."""
     tokenizer = make_word_tokenizer(cls_token="<s>")
     model = make_model(ModelArguments(write("roberta")), tokenizer).eval()
     longest = find_longest_sequence(model)
@@ -293,12 +292,12 @@ def test_roles_build_same_architecture(write, tmp_path):
     run, mine = (make_contract(m, "a", *groups) for m in (pretrained, scratch))
     [difference] = find_differences(mine, [run])
     assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
-    # changes that no shape of a weight shows
+    # these changes keep the shapes of all weights
     for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
         assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
     causal = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
     assert describe_architecture(causal) not in described
-    # another model's weights are seen too
+    # so does the contract of another model's weights
     make_model(ModelArguments(write("bert"), seed=8), VOCABULARY).save_pretrained(tmp_path / "other")
     other = make_model(ModelArguments(model_name_or_path=str(tmp_path / "other")), VOCABULARY)
     assert other.initial_weights != pretrained.initial_weights
@@ -348,9 +347,9 @@ slow = pytest.mark.slow
     ],
 )
 def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
-    """Two trainers and an auxiliary peer that keeps their states."""
+    """Two trainers, and an auxiliary peer that archives."""
     data = text_data if name in CAUSAL else tiny_data
-    # larger epochs than gpt2's do for those that learn more slowly
+    # the other models learn more slowly, in larger epochs
     target = 128 if name == "gpt2" else 1024
     own = {"--config_path": write(name), "--max_steps": 8, "--total_steps": 40, "--target_batch_size": target}
     own |= {"--target_group_size": 2}

@@ -45,7 +45,7 @@ SMALL = dict(
     num_attention_heads=4,
     intermediate_size=24,
     max_position_embeddings=LONG,
-    # larger than SmallInit: every part is to matter
+    # larger than SmallInit, so that every part matters
     initializer_range=0.15,
 )
 SHARING = {
@@ -106,7 +106,7 @@ def make_model_of(options: dict, kind: type = LeanAlbertForPreTraining, seed: in
 
 
 def compute_plainly(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The architecture in the most obvious words, from the model's weights: no shared code, no fused kernels."""
+    """Compute the architecture from the model's weights in the simplest way, without shared code or fused kernels."""
     config, weights = model.config, dict(model.named_parameters(remove_duplicate=False))
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     activations = {"relu": torch.relu, "gelu": gelu, "gelu_fused": lambda x: gelu(x, approximate="tanh")}
@@ -180,7 +180,7 @@ def compute_plainly(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
 
 
 def assert_same(model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Logits, loss and all gradients, relative to the largest value of each tensor."""
+    """Compare logits, loss and gradients, relative to the largest value of each tensor."""
 
     def compare(name, found, expected):
         difference = (found - expected).abs().max().item()
@@ -245,7 +245,7 @@ def test_lean_albert_bf16_is_close():
 
 
 def test_backward_repeats_no_product():
-    """The backward pass repeats the cheap part. torch stops before the matrix product."""
+    """The backward pass recomputes only the cheap part before the product."""
     weight, hidden = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     for rank, repeated in ((0, 0), (2, 2 * 3 * 2 * (4 + 5))):
         layer = SharedLinear(4, 5, True, rank)
@@ -360,7 +360,6 @@ def test_saved_folder_opens_with_auto_classes(tmp_path):
 
 
 def test_saved_folder_includes_code(tmp_path):
-    """As on a machine that has never seen this repository."""
     model, inputs = make_model_of({}).eval(), make_inputs()
     model.save_pretrained(tmp_path / "model")
     torch.save(inputs["input_ids"], tmp_path / "ids.pt")
@@ -392,9 +391,8 @@ def test_lean_albert_memory_is_below_yardstick():
     for options, limit in (({}, 225), (dict(checkpointing=True), 100)):
         model = make_lean(shape, **options).train()
         kept = measure_kept(lambda model=model: model(**batch)["loss"], model)
-        # a quarter of its 4 x 512 tokens
+        # this batch has a quarter of 4 x 512 tokens
         assert LENGTH == 512 and kept < limit * 2**20 / 4
-        # nothing is kept where nothing is to be learned
         with torch.no_grad():
             assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
 

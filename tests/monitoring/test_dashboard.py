@@ -78,10 +78,10 @@ def test_contributions_survive_restarts():
     assert tell("a", 640, at=0) == 768  # a read that missed the newest record
     seen = contributors.peers["a"].last_seen
     assert tell("b", 64) == 64
-    # from a checkpoint: it has given 64 since, whatever it gave before that was counted
+    # after a restart from a checkpoint, only its new 64 samples count
     assert tell("a", 704, epoch=6) == 832
     assert tell("a", 768, epoch=7) == 896
-    # without one, from zero
+    # after a restart without one
     assert tell("a", 64, epoch=8) == 960
     assert tell("a", 128, epoch=9) == 1024
     assert contributors.peers["a"].last_seen > seen
@@ -128,7 +128,7 @@ def test_unreadable_summary_is_kept(tmp_path):
 
 
 def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
-    """With a log file, and its first epoch in it; the run on wandb has the name of the peer."""
+    """The log file has the first epoch, and the run is named after the peer."""
     output_dir, logs = tmp_path / "out", tmp_path / "logs"
     flags = ["--config_path", "configs/demo.json", "--optim", "adamw", "--warmup_steps", "2", "--total_steps", "50"]
     flags += ["--target_batch_size", "64", "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
@@ -153,7 +153,7 @@ def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
         assert values["loss"] == line["loss"] and values["total_samples"] == line["total_samples"]
         parts = [values[f"epoch/{name}_seconds"] for name in ("compute", "waiting", "averaging")]
         assert sum(parts) == pytest.approx(values["epoch/epoch_seconds"])
-    # nothing but the numbers, and the arguments without paths and addresses
+    # no path or address is reported
     assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
     log = (logs / "trainer.log").read_text()
     assert re.findall(r"epoch (\d+)/", log) == ["1"]

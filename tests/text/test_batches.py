@@ -121,7 +121,7 @@ time.sleep(600)
 
 
 def test_workers_end_with_killed_trainer(start):
-    """Not even to have their last batches taken, which a pipe does not hold."""
+    """They do not wait for the pipe with their last batches."""
     script = start("script", "-c", ENDLESS)
     script.wait_for("ready")
     assert len(script.left_processes()) == 3
@@ -139,7 +139,7 @@ assert list(batches) == list(range(100))
 
 
 def test_workers_survive_end_of_process_group():
-    """torchrun, or a scheduler, ends a process group: it is for the trainer to end its workers."""
+    """A scheduler may end the process group, but the trainer ends its workers."""
     run_python("-c", HASTY, expect=0)
 
 
@@ -147,7 +147,7 @@ def test_workers_survive_end_of_process_group():
 
 
 def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], Dataset]:
-    """Blocks of 24 ids, with [CLS] and [SEP] if they are to be masked; and the last one shorter."""
+    """Make blocks of 24 ids, with [CLS] and [SEP] for masking; the last one is shorter."""
     rows = []
     for row in make_rows(count, 200, length=24):
         ids = (row["input_ids"] * 2)[: 24 if len(rows) < count - 1 else 13]  # 3 in the middle ends a document
@@ -206,7 +206,7 @@ def test_sequence_length_grows_with_epoch():
         *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
         *(60, 60),
     ]
-    # one that is no multiple itself is where it begins
+    # the initial length need not be a multiple of 8
     args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
     assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
     assert sequence_length_at(5, DataArguments()) is None
@@ -229,13 +229,13 @@ def test_cut_sequences_keep_special_tokens(limit):
         assert types == [0] * end + [1] * (len(ids) - end)
         first, second = row["input_ids"][:whole_end], row["input_ids"][whole_end:]
         assert ids[:end] == [*first[: end - 1], 3] and ids[end:] == [*second[: len(ids) - end - 1], 3]
-        # the longer segment gives first
+        # the longer segment is truncated first
         kept, given = (end, len(ids) - end), (len(first) - end, len(second) - len(ids) + end)
         assert abs(kept[0] - kept[1]) <= 1 or given[kept.index(min(kept))] == 0
 
 
 def take_while_growing(batches, lengths: dict[int, int | None], count: int) -> list[dict]:
-    """The first batches, and the lengths that are set before some of them."""
+    """Return the first batches, with these lengths set before some of them."""
     taken, iterator = [], None
     for number in range(count):
         if number in lengths:
@@ -272,7 +272,7 @@ def test_excessive_sequence_length_is_one_line(tokenizer, caplog):
     for args in (DataArguments(), DataArguments(max_sequence_length=100)):
         with pytest.raises(UserError, match="^[^\n]*--max_sequence_length 64[^\n]*$"):
             check_data_arguments(args, tokenizer, corpus, 64)
-    # however short what the dataset holds
+    # even if the dataset's sequences are shorter
     with pytest.raises(UserError, match="^--max_sequence_length 10000 is more than the model takes: give at most 128$"):
         check_data_arguments(DataArguments(max_sequence_length=10_000), tokenizer, corpus, 128)
     check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)

@@ -26,7 +26,7 @@ from text.tokenizers import load_tokenizer
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory, tiny_data) -> Path:
-    """A folder to serve: tiny.tar.gz, plain.tar, and big.tar, which has 3 MB."""
+    """A folder to serve: tiny.tar.gz, plain.tar, and big.tar of 3 MB."""
     folder = tmp_path_factory.mktemp("hosted")
     for name in ("tiny.tar.gz", "plain.tar"):
         make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], folder / name)
@@ -129,7 +129,7 @@ def test_cut_download_resumes(server, hosted, cache, support):
 
 @pytest.mark.parametrize("change", ["larger", "smaller"])
 def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, change):
-    """From a server that continues with the new file, or has no such range of it any more."""
+    """The server continues with the new file, or no longer has the range."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
     server.folder = tmp_path
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
@@ -229,7 +229,7 @@ print(fetch_data(*sys.argv[1:4]).dataset)
 
 
 def test_killed_download_resumes_every_byte_once(start, server, hosted, cache):
-    """Of two processes that come after the killed one, one downloads the rest, and the other one waits."""
+    """Of the next two processes, one downloads the rest, and the other waits."""
     url, sha256, size = f"{server.url}/big.tar", hash_file(hosted / "big.tar"), (hosted / "big.tar").stat().st_size
     server.is_stalling, server.cuts["/big.tar"] = True, [2_000_000]
     first = start("first", "-c", FETCH, url, sha256, cache)

@@ -38,7 +38,7 @@ from training.figures import SwarmMetrics
 
 
 def test_saved_checkpoint_outlives_newer_ones(tmp_path):
-    """A trainer that has resumed from an earlier state saves at a lower epoch than its old checkpoints."""
+    """A resumed trainer may save at a lower epoch than its older checkpoints."""
     saved, _, newest = folders = [tmp_path / f"checkpoint-{epoch}" for epoch in (10, 20, 30)]
     for folder in folders:
         folder.mkdir()
@@ -48,7 +48,7 @@ def test_saved_checkpoint_outlives_newer_ones(tmp_path):
 
 @pytest.mark.parametrize("optims", [["lamb_8bit", "muon"], pytest.param(["adamw", "lamb"], marks=pytest.mark.slow)])
 def test_checkpoint_restores_state_exactly(tmp_path, tiny_data, optims):
-    """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers."""
+    """Including loss scale and random numbers."""
     words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], *optims]
     result = run_python(*words, timeout=180, expect=0)
     for optim, facts in zip(optims, map(json.loads, result.stdout.splitlines()[-len(optims) :]), strict=True):
@@ -70,7 +70,7 @@ def test_checkpoint_restores_state_exactly(tmp_path, tiny_data, optims):
 
 
 def test_partial_training_resumes_from_each_source(tmp_path, tiny_data):
-    """Of which save_pretrained writes no more than that part, and the optimizer has no group without decay."""
+    """save_pretrained writes the trained part only."""
     record = {name: 2 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}  # of the state's epoch
     words = [make_prefix(), tmp_path, tiny_data["--tokenizer_path"], json.dumps(record)]
     result = run_python("-m", "tests.programs.trained_part", *words, timeout=180, expect=0)
@@ -81,7 +81,7 @@ def test_partial_training_resumes_from_each_source(tmp_path, tiny_data):
 
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
 def test_checkpoint_restores_renamed_weights(tmp_path, tiny_data, name):
-    """The files have the names of the model's first implementation, the state those that the model has here."""
+    """transformers renames these weights in its files."""
     sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     sizes |= dict(num_key_value_heads=2, num_local_experts=2) if name == "mixtral" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **sizes}))
@@ -96,7 +96,7 @@ def test_checkpoint_restores_renamed_weights(tmp_path, tiny_data, name):
 
 
 def test_checkpoint_frozen_weights_must_match(saved):
-    """No peer sends them, so a state with other frozen weights would train another model."""
+    """Peers do not send frozen weights."""
     model, save = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
     state = save(2)
@@ -133,7 +133,7 @@ def saved(tmp_path, tiny_data):
     ],
 )
 def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
-    """With one warning that names it; the next older one is taken, and the damaged one is out of the way."""
+    """The next older one is loaded, and the damaged one is moved away."""
     model, save = saved
     for epoch in (2, 4):
         save(epoch)
@@ -158,7 +158,7 @@ def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
 
 
 def test_later_checkpoints_are_set_aside(saved, tmp_path):
-    """Or a later restart would take it for the newest, and new checkpoints would be the first to be removed."""
+    """Otherwise a later restart would load them."""
     model, save = saved
     for epoch in (2, 4, 6):
         save(epoch)
@@ -218,7 +218,7 @@ def test_killed_removal_leaves_new_folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_writer_leaves_complete_checkpoint(start, tmp_path, tiny_data):
-    """Kill a process that only writes at random moments; each file on disk is complete, and of one write."""
+    """A process that only writes is killed at random moments."""
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
     folder.mkdir()
     for number in range(4):
@@ -259,7 +259,6 @@ def small_disk(tmp_path):
 
 
 def test_checkpoint_full_disk_is_one_warning(saved, small_disk, caplog):
-    """Nothing half-written is left."""
     _, save = saved
     disk = small_disk(6000)
     room = disk / "filler"
@@ -280,7 +279,7 @@ def test_checkpoint_full_disk_is_one_warning(saved, small_disk, caplog):
 
 
 def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> dict[int, dict]:
-    """kill -9 of the whole peer once it has passed an epoch; its history."""
+    """Kill the whole peer once it has passed an epoch, and return its history."""
     wait_until(lambda: max(history(tmp_path, name), default=0) >= epoch, 90, f"epoch {epoch} of {name}")
     trainer.kill()
     trainer.wait()
@@ -288,7 +287,7 @@ def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> 
 
 
 def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
-    """The loss before and after a restart at an epoch is the same, but for noise, and far from that of a new model."""
+    """Check that the loss did not jump at a restart, and is far below a new model's."""
     untrained = math.log(500) + math.log(2)
     before = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number <= epoch][-3:])
     after = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number > epoch][:2])
@@ -306,7 +305,7 @@ def test_insufficient_disk_is_error_before_joining(start, small_disk, tiny_data)
 
 
 def test_full_disk_does_not_end_training(start, small_disk, tiny_data):
-    """Neither a checkpoint, nor the history, nor the model at the end has room."""
+    """There is no room for a checkpoint, the history, or the model."""
     disk = small_disk(20_000)
     # the disk must be full before the first of these files is due
     limits = {**tiny_data, "--max_steps": 16, "--save_steps": 12}
@@ -324,7 +323,7 @@ def test_full_disk_does_not_end_training(start, small_disk, tiny_data):
 
 
 def test_killed_trainer_resumes(start, tmp_path, tiny_data):
-    """The same command: the saved epoch, its learning rate and loss; then from a given checkpoint."""
+    """By the same command, and then from a given checkpoint."""
     prefix = make_prefix()
     own = {**tiny_data, "--overwrite_output_dir": []}
     first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 13)
@@ -371,7 +370,7 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
-    """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
+    """Both peers are killed; one continues alone, and the other follows."""
     prefix, names = make_prefix(), ["first", "second"]
     _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {

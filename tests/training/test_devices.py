@@ -59,7 +59,7 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     ],
 )
 def test_two_ranks_match_one_rank(tmp_path, tiny_data, config, kinds):
-    """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
+    """While rank 0 is busy, the other rank uses no processor time."""
     paths = tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path, f"configs/{config}.json"
     run_python("-m", "tests.programs.steps_of_ranks", *paths, *kinds, expect=0)
     alone = torch.load(tmp_path / "alone.pt")
@@ -79,7 +79,7 @@ def test_two_ranks_match_one_rank(tmp_path, tiny_data, config, kinds):
 
 @pytest.mark.slow
 def test_two_ranks_train_with_half_precision_peer(tmp_path, start, data):
-    """An overflow costs only one peer's step; all processes of the swarm have the same weights."""
+    """An overflow costs one step of one peer."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]
     common += ["--average_state_every", 1]
     folders = {name: tmp_path / name for name in ("two", "half")}
@@ -116,12 +116,12 @@ def test_two_ranks_train_with_half_precision_peer(tmp_path, start, data):
     assert summaries["two"]["epochs_averaged"] >= 2 and summaries["half"]["epochs_averaged"] >= 2
     assert summaries["two"]["skipped_steps"] == 0 and summaries["half"]["skipped_steps"] >= 2
     assert summaries["half"]["samples"] > 0
-    # the others say nothing while all is well
+    # other ranks log nothing
     assert "trainer rank" not in two.text
 
 
 def start_two_ranks(tmp_path, start, data, options=()):
-    """A peer of two ranks that trains, its processes, and rank 1."""
+    """Start a peer with two ranks; return its script, its processes, and rank 1."""
     script = start(
         "ranks",
         *("run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
@@ -130,7 +130,7 @@ def start_two_ranks(tmp_path, start, data, options=()):
     script.wait_for("epoch 2/", 120)
     processes = psutil.Process(script.session).children(recursive=True)
     ranks = [p for p in processes if NUMBER_VARIABLE in p.environ()]
-    # of its own: its data's workers, forked, have the same variables
+    # its forked data workers have the same variables
     return script, processes, min(ranks, key=lambda process: process.create_time())
 
 
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
 
 @pytest.mark.slow
 def test_sharded_peer_resumes_and_saves(tmp_path, start, data):
-    """Rank 0 alone evaluates, saves and loads, with its copy of the model in host memory."""
+    """Rank 0 evaluates, saves and loads its copy in host memory."""
     folder, common = tmp_path / "out", [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir"]
     sharded = [*common, folder, "--device", "cpu", "--num_devices", 2, "--sharded", "--do_eval"]
     for steps in (3, 6):
@@ -183,7 +183,7 @@ def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
-    """And data that comes too slowly is measured, and its cure named."""
+    """The slow data loader is also measured and reported."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     common += ["--device", "cpu", "--num_devices", num_devices]
     script = start("greedy", "-m", "tests.programs.greedy_trainer", *common, "--dataloader_num_workers", 0)
@@ -211,7 +211,7 @@ def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
 
 @pytest.fixture
 def trial(tiny_data):
-    """(a model, data as find_batch_size and compile_model want it)"""
+    """A model, and a trial batch."""
     model_args = ModelArguments("configs/demo.json", tokenizer_path=str(tiny_data["--tokenizer_path"]))
     data_args = DataArguments(dataset_path=str(tiny_data["--dataset_path"]))
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
@@ -224,7 +224,7 @@ def trial(tiny_data):
 
 
 def test_flop_of_gpt2_match_formula(tmp_path):
-    """A token's: 6 for each weight in a product, 4 if it is frozen; 12 x length x width for a layer's attention."""
+    """Per token: 6 per weight in a product, 4 if frozen, and 12 x length x width per layer of attention."""
     layers, width, length = 3, 128, 256
     sizes = dict(model_type="gpt2", n_layer=layers, n_embd=width, n_head=4, n_positions=length)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -267,7 +267,7 @@ def test_batch_size_search_leaves_nothing(trial, caplog):
     assert all(map(torch.equal, model.parameters(), weights))
     assert torch.get_rng_state().equal(random)
 
-    # a machine on which one sample fits
+    # only one sample fits into memory
     def allocate(module, inputs):
         if len(inputs[0]) > 1:
             torch.empty(2**60, dtype=torch.uint8)
@@ -279,7 +279,7 @@ def test_batch_size_search_leaves_nothing(trial, caplog):
 
 
 class OneLayer(torch.nn.Module):
-    """A model that is compiled in a second."""
+    """A model that compiles in a second."""
 
     def __init__(self):
         super().__init__()

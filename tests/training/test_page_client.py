@@ -101,14 +101,14 @@ def test_unreachable_page_is_one_line():
 @pytest.mark.parametrize(
     "maddrs, ip, chosen",
     [
-        # the address that the newcomer has just used is the one that works
+        # the address that has just answered works
         (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "192.168.1.2", ["/ip4/192.168.1.2/tcp/1"]),
         (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "::ffff:11.0.0.1", ["/ip4/11.0.0.1/tcp/1"]),
-        # behind a router or in a container the peer does not know it
+        # behind a router or in a container, the peer does not know its address
         (["/ip4/172.17.0.2/tcp/31337"], "203.0.113.5", ["/ip4/203.0.113.5/tcp/31337"]),
         (["/ip4/127.0.0.1/tcp/31337"], "2001:db8::1", ["/ip6/2001:db8::1/tcp/31337"]),
         (["/ip4/10.0.0.2/tcp/1", RELAY], "11.2.3.4", ["/ip4/11.2.3.4/tcp/1", RELAY]),
-        # on this machine itself there is nothing to replace
+        # on this machine, no address is replaced
         (["/ip4/10.0.0.2/tcp/1"], "127.0.0.1", ["/ip4/10.0.0.2/tcp/1"]),
         (["/ip4/127.0.0.1/tcp/1"], "127.0.0.1", ["/ip4/127.0.0.1/tcp/1"]),
     ],
@@ -172,7 +172,7 @@ def test_monitor_page_survives_hostile_visitors(start, tmp_path):
             visitor.sendall(junk)
         visitor.close()
 
-    # the port is taken, a client cannot welcome anybody
+    # the port is in use; a monitor cannot be a client
     for flags, words in (
         (["--status_port", port], f"--status_port {port}: address already in use"),
         (["--client_mode"], "--client_mode"),
