@@ -58,6 +58,13 @@ def refuse(module, capsys, *flags: object) -> str:
     return line
 
 
+def expect_refusal(words: list[str], capsys, folder: Path, *flags: object) -> None:
+    """Check that finetune_mlm.py refuses these flags with these words, and writes nothing."""
+    line = refuse(finetune_mlm, capsys, *flags, "-d", folder, "--output_dir", folder / "run")
+    assert all(word in line for word in words), line
+    assert not (folder / "run").exists()
+
+
 def read_results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
@@ -236,16 +243,10 @@ def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
     try:
         for steps in (1, 2, 4):
             gradients[steps] = []
-            args = FinetuneArguments(
-                task="parus",
-                checkpoint=str(toy_model),
-                data_dir=str(tmp_path),
-                num_train_epochs=1,
-                dropout=0.0,
-                batch_size=16 // steps,
-                grad_acc_steps=steps,
-                max_grad_norm=1e9,
+            sizes = dict(
+                batch_size=16 // steps, grad_acc_steps=steps, num_train_epochs=1, dropout=0.0, max_grad_norm=1e9
             )
+            args = FinetuneArguments(task="parus", checkpoint=str(toy_model), data_dir=str(tmp_path), **sizes)
             examples, pretrained = load_examples(task, tmp_path), load_pretrained(args)
             rows = {split: encode(part, pretrained, 512)[0] for split, part in examples.items()}
             tune(args, task, pretrained, examples, rows, 0, CPU)
@@ -484,11 +485,7 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
 def test_finetune_wrong_flags_are_one_line(flags, words, toy_model, tmp_path, capsys):
     if "--fp16" in flags and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    line = refuse(
-        finetune_mlm, capsys, *flags, "--checkpoint", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"
-    )
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
+    expect_refusal(words, capsys, tmp_path, *flags, "--checkpoint", toy_model)
 
 
 @pytest.mark.parametrize(
@@ -510,32 +507,12 @@ def test_finetune_wrong_data_is_one_line(name, content, words, toy_model, tmp_pa
         (tmp_path / "TERRa" / name).unlink()
     else:
         (tmp_path / "TERRa" / name).write_text(content)
-    flags = ["-t", "terra", "-c", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    line = refuse(finetune_mlm, capsys, *flags)
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
-
-
-def remove(*names: str):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def spoil_text(name: str):
-    return lambda folder: (folder / name).write_text("{")
-
-
-def give_other_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    write_model(folder / "other", ["раз два три четыре пять " * 3], pieces=120)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / "other" / name, folder / name)
+    expect_refusal(words, capsys, tmp_path, "-t", "terra", "-c", toy_model)
 
 
 def rename_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {f"my_{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    weights = {f"my_{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def change_shape(folder: Path) -> None:
@@ -544,40 +521,40 @@ def change_shape(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (remove("config.json"), ["no config.json", "outputs/trainer/model", "state.pth"]),
-        (remove("model.safetensors"), ["weights", "cannot be loaded"]),
-        (remove("tokenizer.json", "tokenizer_config.json"), ["cannot be loaded", "its tokenizer"]),
-        (spoil_text("model.safetensors"), ["weights", "cannot be loaded"]),
-        (spoil_text("config.json"), ["cannot be loaded"]),
-        (spoil_text("tokenizer.json"), ["cannot be loaded"]),
-        (give_other_tokenizer, ["pieces", "its tokenizer", "do not belong together"]),
+    "damage, words",
+    [  # "-": the file is missing, "{": it is invalid
+        ("-config.json", ["no config.json", "outputs/trainer/model", "state.pth"]),
+        ("-model.safetensors", ["weights", "cannot be loaded"]),
+        ("-tokenizer.json", ["its tokenizer 5", "do not belong together"]),
+        ("{model.safetensors", ["weights", "cannot be loaded"]),
+        ("{config.json", ["cannot be loaded"]),
+        ("{tokenizer.json", ["cannot be loaded"]),
         (rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
         (change_shape, ["weights", "cannot be loaded"]),
-        (spoil_text("state.pth"), ["tokenizer/tokenizer.json", "get it"]),
+        ("{state.pth", ["tokenizer/tokenizer.json", "get it"]),
     ],
 )
-def test_finetune_wrong_checkpoint_is_one_line(spoil, words, toy_model, tmp_path, capsys):
+def test_finetune_wrong_checkpoint_is_one_line(damage, words, toy_model, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    shutil.copytree(toy_model, tmp_path / "model")
-    spoil(tmp_path / "model")
-    flags = ["-t", "terra", "-c", tmp_path / "model", "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    line = refuse(finetune_mlm, capsys, *flags)
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
+    folder = shutil.copytree(toy_model, tmp_path / "model")
+    if callable(damage):
+        damage(folder)
+    elif damage[0] == "-":
+        (folder / damage[1:]).unlink()
+    else:
+        (folder / damage[1:]).write_text("{")
+    expect_refusal(words, capsys, tmp_path, "-t", "terra", "-c", folder)
 
 
 def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    flags = ["-t", "terra", "-c", old_checkpoint / "state.pth", "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
-    assert "state.pth cannot be loaded" in refuse(finetune_mlm, capsys, *flags)
-    (old_checkpoint / "state.pth").write_bytes(b"no state")
-    assert "is not a state of RuLeanALBERT" in refuse(finetune_mlm, capsys, *flags)
-    (old_checkpoint / "config.json").unlink()
-    assert "config.json: get it" in refuse(finetune_mlm, capsys, *flags)
-    assert not (tmp_path / "run").exists()
+    for name, words in (
+        ("tokenizer/tokenizer.json", "state.pth cannot be loaded"),
+        ("state.pth", "is not a state of RuLeanALBERT"),
+        ("config.json", "config.json: get it"),
+    ):
+        (old_checkpoint / name).unlink() if name == "config.json" else (old_checkpoint / name).write_text("{")
+        expect_refusal([words], capsys, tmp_path, "-t", "terra", "-c", old_checkpoint / "state.pth")
 
 
 # --- predictions for LiDiRus ------------------------------------------------------------------------------------------
@@ -607,33 +584,27 @@ def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
 
 
 def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path, capsys):
-    def look(*flags: object) -> str:
-        line = refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
+    def look(words: str, *flags: object) -> None:
+        assert words in refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
         assert not (tmp_path / "run" / "LiDiRus.jsonl").exists()
-        return line
 
-    run = tmp_path / "run"
-    shutil.copytree(terra_run, run)
+    run = shutil.copytree(terra_run, tmp_path / "run")
     write_lidirus(tmp_path)
-    assert "-t terra" in look("-m", tmp_path)
+    look("-t terra", "-m", tmp_path)
     write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
-    line = look("-m", run, "-a", tmp_path / "other")
-    assert "--arch" in line and "pieces" in line and "lean_albert" in line
-    assert "not the tokenizer of this run" in look("-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
-    assert "--batch_size" in look("-m", run, "--batch_size", "0")
+    look("pieces differ from the run's", "-m", run, "-a", tmp_path / "other")
+    look("not the tokenizer of this run", "-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
     write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
-    assert "LiDiRus is empty" in look("-m", run)
+    look("LiDiRus is empty", "-m", run)
     write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", make_toy_pairs())
-    assert "no sentence1, sentence2 among premise" in look("-m", run)
+    look("no sentence1, sentence2 among premise", "-m", run)
     results = read_results(run)
     (run / "results.json").write_text(json.dumps(results | {"task": "RCB"}))
-    assert "tuned for RCB" in look("-m", run)
+    look("tuned for RCB", "-m", run)
     (run / "results.json").write_text(json.dumps(results))
     weights = load_file(run / "model" / "model.safetensors")
     rest = {name: tensor for name, tensor in weights.items() if not name.startswith("classifier")}
     save_file(rest, run / "model" / "model.safetensors", {"format": "pt"})
-    assert "no weights for 2 of its tensors (classifier.weight" in look("-m", run)
-    shutil.rmtree(run / "model")
-    assert "run/model cannot be loaded" in look("-m", run)
+    look("no weights for 2 of its tensors (classifier.weight", "-m", run)
     (run / "results.json").write_text("[]")
-    assert "not a run of finetune_mlm.py" in look("-m", run)
+    look("not a run of finetune_mlm.py", "-m", run)

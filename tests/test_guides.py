@@ -155,13 +155,8 @@ def test_links_and_notes_resolve():
 def test_guide_flags_exist():
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {"include_path", "model_args", "tasks"}  # lm_eval's
-    known |= {
-        "index-url",
-        "now",
-        "nproc_per_node",
-        "standalone",
-        "project",
-    }  # pip's, systemctl's, torchrun's, trackio's
+    # of pip, systemctl, torchrun and trackio
+    known |= {"index-url", "now", "nproc_per_node", "standalone", "project"}
     for field in (field for groups in GROUPS.values() for group in groups for field in dataclasses.fields(group)):
         known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}
     for path in SIMPLE.values():

