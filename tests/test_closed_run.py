@@ -68,7 +68,7 @@ def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data)
     assert load_state(find_checkpoints(tmp_path / "aux")[-1])["local_epoch"] > 0
     peers_shown = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
     assert {peer["username"] for peer in peers_shown.values()} == {"ada", "bob"}
-    assert re.search(r"Peer ada [0-9a-f]{8} contributed [\d,]+ samples", monitor.text)
+    assert re.search(r"peer ada [0-9a-f]{8} contributed [\d,]+ samples", monitor.text)
     assert len(re.findall(r"refused \d+ calls?, the last of peer", monitor.text)) == 1
 
     # only the invitations contain keys and credentials

@@ -182,8 +182,8 @@ def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
         "Waiting for trainers, checking every",
         r"epoch \d+/\d+  loss \d+\.\d{4}  peers \d/\d  \d+\.\d s  samples \d",
         r"epoch \d+/\d+  loss \d+\.\d{4}  peers 4/4  \d+\.\d s  local samples \d",
-        r"Saved \S+/checkpoint-\d+ ",
-        r"Uploaded checkpoint-\d+ to ",
+        r"saved \S+/checkpoint-\d+ ",
+        r"uploaded checkpoint-\d+ to ",
     ):
         assert re.search(line, seen), line
 

@@ -173,7 +173,7 @@ def test_card_holds_texts_and_evaluation(tiny_data, text_data, caplog, config, k
     bits = ", 1.8000 bits per byte" if kind is TEXT else ""
     assert f"| validation | loss 4.0000 nats per token, perplexity 54.6{bits}, at epoch 40 |\n" in card
     assert "Sample texts" not in write_card(stamp, history, model, None, REPOSITORY, False)
-    assert "The card has no sample texts" in caplog.text
+    assert "the card has no sample texts" in caplog.text
 
 
 def test_archive_ignores_state_of_earlier_run(tmp_path):
@@ -250,7 +250,7 @@ def test_upload_failure_warns_and_retries(hub, save, caplog, monkeypatch, capfd,
     lines = [record.getMessage() for record in caplog.records if record.name == "hub"]
     warning, _, success = lines
     assert all(word in warning for word in ["checkpoint-5 is not on the Hub", *words]), warning
-    assert "Uploaded checkpoint-5" in success
+    assert "uploaded checkpoint-5" in success
     [commit] = hub.commits(REPOSITORY)
     assert commit.files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
     # neither progress bars nor the token on the terminal
