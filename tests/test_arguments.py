@@ -27,12 +27,6 @@ def test_flags_have_help_and_are_read():
         assert item.name in read or item.name in ONLY_CHECKED, f"nothing reads --{item.name}"
 
 
-def test_flags_of_script_do_not_collide():
-    for groups in GROUPS.values():
-        names = [field.name for group in groups for field in dataclasses.fields(group)]
-        assert len(names) == len(set(names))
-
-
 def test_flags_in_steps_mention_epochs():
     for item in FIELDS:
         if item.name.endswith("_steps"):

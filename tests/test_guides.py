@@ -39,19 +39,6 @@ def test_older_spellings_set_flags(command, name, value, monkeypatch):
     assert values[name] == value and values["experiment_prefix"] == "E"
 
 
-@pytest.mark.parametrize("script", GROUPS)
-def test_aliases_appear_in_help(script, monkeypatch, capsys):
-    groups = GROUPS[script]
-    monkeypatch.setattr(sys, "argv", [script, "--help_all"])
-    monkeypatch.setenv("COLUMNS", "10000")
-    with pytest.raises(SystemExit) as error:
-        arguments.parse_arguments(*groups)
-    assert not error.value.code
-    text = capsys.readouterr().out
-    for aliases in (field.metadata.get("aliases", []) for group in groups for field in dataclasses.fields(group)):
-        assert all(re.search(rf"Also known as [^.]*{alias}\b", text) for alias in aliases), aliases
-
-
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in GUIDES}
 # scripts with a parser in main(): only the names of their flags are checked

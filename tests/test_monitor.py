@@ -123,10 +123,7 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
 
 @pytest.mark.parametrize(
     "flag, value",
-    [
-        *(("--report_to", "wandb"), ("--refresh_period", 0), ("--output_dir", ROOT / "LICENSE"), ("--no_such_flag", 1)),
-        ("--logging_dir", ROOT / "LICENSE"),
-    ],
+    [("--report_to", "wandb"), ("--output_dir", ROOT / "LICENSE"), ("--logging_dir", ROOT / "LICENSE")],
 )
 def test_monitor_wrong_flags_are_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)

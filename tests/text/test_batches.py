@@ -1,7 +1,5 @@
 """Batches: their order and form, from the seed, in all lengths, whatever the workers."""
 
-import hashlib
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from rows import are_equal, make_batches, make_rows
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import IndexedBatches, check_data_arguments, data_seed, sequence_length_at
+from text.batches import IndexedBatches, check_data_arguments, sequence_length_at
 from text.collators import cut_rows
 from text.instances import BLOCKS, PAIRS, TEXT
 
@@ -90,12 +88,6 @@ def test_eval_batches_are_fixed(dataset, tokenizer):
         assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, args, batch_size=7))
     few = data.make_eval_batches(dataset, tokenizer, args, batch_size=64, max_samples=100)
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
-
-
-def test_data_seed_follows_from_digest():
-    seeds = [data_seed(*arguments) for arguments in (("12D3KooW", 42), ("12D3KooX", 42), ("12D3KooW", 42, 3))]
-    texts = (b"42:12D3KooW", b"42:12D3KooX", b"42:12D3KooW:3")
-    assert seeds == [int.from_bytes(hashlib.sha256(text).digest()[:8], "big") // 2 for text in texts]
 
 
 @pytest.mark.parametrize("way", ["finish", "at once"])

