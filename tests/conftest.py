@@ -71,7 +71,7 @@ def pytest_runtestloop(session):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(name, script, *flags) -> Script; kills what the test has left running."""
+    """start(name, script, *flags) -> Script; kills all scripts that still run after the test."""
     scripts = []
 
     def start_script(name: str, *command: object, **options) -> Script:
@@ -86,7 +86,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def net():
-    """An emulated network, whose hosts the test declares and starts."""
+    """An emulated network; the test declares its hosts and starts it."""
     if why := netlab.unavailable():
         pytest.skip(why)
     with netlab.Net() as network:
@@ -95,7 +95,7 @@ def net():
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> dict[str, Path]:
-    """Flags of a dataset of 300 kB of text with a vocabulary of 500, made by the script that users run."""
+    """Flags of a dataset of 300 kB of text with a vocabulary of 500, made by users' script."""
     folder = tmp_path_factory.mktemp("data")
     with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
         text = sample.read(300_000)

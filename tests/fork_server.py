@@ -1,9 +1,9 @@
-"""Starts Python programs without the seconds that their imports take: it has imported the libraries once, and each
-program is a fork of it.
+"""Start Python programs without the seconds of their imports. This server imports the libraries once, and each program
+is a fork of it.
 
 processes.py starts it and sends it, over a socket, the words, folder and environment of a program with its standard
-input, output and error. A program still imports our own modules itself: only LIBRARIES are there before it. No thread
-of Python's runs here, so nothing is lost in a fork.
+input, output and error. A program still imports our own modules itself. No Python thread runs here, so a fork loses
+nothing.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def import_libraries() -> None:
     for library in LIBRARIES.split():
         importlib.import_module(library)
     gc.collect()
-    gc.freeze()  # or the first collection in each program would copy the pages of all these modules
+    gc.freeze()  # otherwise the first collection in each program would copy the pages of all modules
 
 
 def wait_for_program(requests: socket.socket) -> dict:
@@ -41,7 +41,7 @@ def wait_for_program(requests: socket.socket) -> dict:
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
-            raise SystemExit  # pytest is gone
+            raise SystemExit  # pytest has ended
         middle = os.fork()
         if not middle:
             middle = os.getpid()
@@ -65,7 +65,7 @@ def wait_for_program(requests: socket.socket) -> dict:
 def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str | None) -> None:
     """Make this process equal to `python` with these words after it has imported LIBRARIES.
 
-    :param netns: the network namespace that it enters, as by `ip netns exec`
+    :param netns: the network namespace that it enters, like `ip netns exec`
     """
     import huggingface_hub
     import numpy
@@ -86,7 +86,7 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
     # constants that were read at import
     huggingface_hub.constants.ENDPOINT = env.get("HF_ENDPOINT", "https://huggingface.co")
     huggingface_hub.hf_api.api.endpoint = huggingface_hub.constants.ENDPOINT
-    # otherwise all programs would share these locks, and wait for a killed one
+    # otherwise all programs would share these locks, and wait for a lock of a killed program
     MPFuture.reset_backend()
     _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
     sys.orig_argv = [sys.executable, *words]
