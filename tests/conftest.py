@@ -1,4 +1,4 @@
-"""Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
+"""Fixtures: scripts that always end, an emulated network, and a small tokenized dataset."""
 
 import itertools
 import lzma

@@ -45,7 +45,7 @@ TRAINER = [
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_evaluate_matches_plain_transformers(tmp_path, kind):
-    """All labels count alike, whatever the size of their batch."""
+    """All labels have the same weight, in batches of any size."""
     path = tmp_path / "config.json"
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
     sizes |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=40) if kind == "gpt2" else dict(intermediate_size=64)

@@ -126,7 +126,7 @@ def test_rucos_lists_candidate_answers():
     [example] = make_examples(TASKS["rucos"], [("here", record | {"answers": ["Егора", "Омске"]})])
     assert example.right == [1, 2]
     assert example.record["entities"] == ["Анна Лебедева", "Омске", "Егора"]
-    # labelled, but the answer is not among the entities: nothing to learn from, and wrong whatever is chosen
+    # the answer is not among the entities: there is nothing to learn, and each choice is wrong
     [example] = make_examples(TASKS["rucos"], [("here", record | {"answers": ["Москве"]})])
     assert example.right == []
     # at the passage's end the Hub's entity has nothing behind it; a quotation mark may be part of it

@@ -179,7 +179,7 @@ def test_batch_without_labels_has_zero_loss(model):
 
 
 def test_make_model_depends_on_seed(model):
-    torch.rand(3)  # whatever else has drawn random numbers
+    torch.rand(3)  # earlier draws change nothing
     again = make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
     other = make_model(ModelArguments(config_path="configs/demo.json", seed=7), VOCABULARY)
     name = "albert.embeddings.word_embeddings.weight"

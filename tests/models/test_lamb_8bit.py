@@ -49,7 +49,7 @@ def test_lamb_8bit_rounds_to_nearest(shape, signed, device):
     nearest = (shares[..., None] - make_dynamic_values(signed)).abs().amin(-1)
     # the table uses 11 bits of a number
     assert ((shown / scale_of_each - shares).abs() <= nearest + 2**-11 * shares.abs() + 1e-7).all()
-    # a block's largest is exact, whatever its sign
+    # a block's largest value is exact, with either sign
     largest = tensor.abs() == scale_of_each
     assert torch.equal(shown[largest], tensor[largest]) and largest.sum() >= len(scales)
 

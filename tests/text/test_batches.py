@@ -1,4 +1,4 @@
-"""Batches: their order and form, from the seed, in all lengths, whatever the workers."""
+"""Batches: their order and form depend on the seed alone, not on the workers, for all lengths."""
 
 import numpy as np
 import pytest
