@@ -231,7 +231,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         epochs = 96 if is_causal else 128
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
-        what, command, trainer = "Start the monitor, whom others find first", MONITOR, f"{TRAINER} {shape}"
+        what, command, trainer = "Start the monitor, the first peer of the run", MONITOR, f"{TRAINER} {shape}"
         if args.clients:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
@@ -245,8 +245,8 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
             command = f"{trainer} {data_flags} --output_dir {folder} {initial_peers}"
             scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
-        parts = "the next word" if is_causal else "masked words plus of the order of sentences (0.69 when guessed)"
-        print(f"\nThe loss while they train: of {parts}")
+        parts = "the next word" if is_causal else "masked words plus that of sentence order (0.69 by guessing)"
+        print(f"\nProgress of the training; the loss is that of {parts}:")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)

@@ -1,7 +1,7 @@
 """Metrics that peers publish: their schema, and the signatures and validators of all records.
 
-Each trainer publishes the metrics of its last epoch (`{prefix}_metrics`). The subkey is its public key, and the record
-is signed with the matching private key, so that no other peer can overwrite it.
+Each trainer publishes the metrics of its last epoch under `{prefix}_metrics`. The subkey is its public key. It signs
+the record with the private key, so that no other peer can overwrite it.
 """
 
 import concurrent.futures
@@ -21,11 +21,8 @@ from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import get_dht_time
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
-from hivemind.utils.serializer import MSGPackSerializer
-
-# hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 from arguments import TRAINER_ARGS
@@ -33,26 +30,24 @@ from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 
 logger = logging.getLogger("utils")
 
-# Our records and hivemind's are far smaller: signed metrics take about 0.7 KB, a contract 2 KB, hivemind's progress
-# 0.6 KB. A whole dictionary of records must fit into one p2pd message (4 MB), or no peer can read it.
+# A contract takes 2 KB, other records less. A whole dictionary must fit into one p2pd message (4 MB).
 MAX_RECORD_BYTES = 16 * 1024
-# Seconds, also for --statistics_expiration. A record without an end would count as a peer forever.
-MAX_RECORD_LIFETIME = 3600.0
-# Records live for --statistics_expiration, 600 s. A swarm with epochs of 1 s advances 600 epochs in that time, so
-# records further apart than this do not belong to one run.
-MAX_EPOCH_GAP = 1000
+MAX_RECORD_LIFETIME = 3600.0  # seconds; a record without an end would count as a peer forever
+# Records live for 600 s, in which a swarm with epochs of 1 s advances 600 epochs.
+MAX_EPOCH_GAP = 1000  # between the records of one run
 FETCH_TIMEOUT = 30.0  # seconds
 MAX_WORKERS = 64  # contributors that one record may name
 WORKER_NAME = 12  # characters at the end of a peer id that name a contributor
 MAX_MEAN_LOSS = 1000.0  # nats; a random guess has ln(vocabulary), about 10
 
-# hivemind's own keys: 2048 bits and the usual exponent. Other keys take long to verify. hivemind's BytesWithPublicKey
-# allows text of any length around the key, with which one owner could fill many subkeys.
+# hivemind's own keys: 2048 bits and the usual exponent. Other keys take long to verify, and text around the key, which
+# hivemind allows, would give one owner many subkeys.
 PUBLIC_KEY = re.compile(rb"\[owner:ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAABAQ[A-Za-z0-9+/]{342}\]\Z")
 PUBLIC_KEY_LENGTH = 388
 PublicKeyBytes = conbytes(regex=PUBLIC_KEY.pattern)
 
-# Numbers are strict: a float field rejects an int. All have two bounds, which also reject NaN and infinity.
+# hivemind's SchemaValidator needs pydantic's first version. Numbers are strict: a float field rejects an int.
+# All have two bounds, which also reject NaN and infinity.
 Count = conint(strict=True, ge=0, le=10**9)
 Peers = conint(strict=True, ge=0, le=10**6)
 Total = conint(strict=True, ge=0, le=10**15)
@@ -73,10 +68,7 @@ class Evaluation(BaseModel):
 
 
 class LocalMetrics(BaseModel):
-    """One peer's report after an epoch.
-
-    A record omits optional fields without a value, because older peers reject fields that they do not know.
-    """
+    """One peer's report after an epoch."""
 
     epoch: Count  # the last finished epoch
     samples_per_second: Amount
@@ -103,7 +95,7 @@ class LocalMetrics(BaseModel):
     counted: dict[constr(strict=True, min_length=8, max_length=8), confloat(strict=True, ge=0.0, le=1.0)] | None = None
 
     def dict(self, **options) -> dict:
-        """Return the fields that have a value."""
+        """Return the fields that have a value, because older peers reject fields that they do not know."""
         return super().dict(**{**options, "exclude_none": True})
 
     @root_validator(skip_on_failure=True)
@@ -120,16 +112,11 @@ class Flags(constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.
     """Flags that all peers of a run share, as typed on the command line. Other flags are never published."""
 
     @classmethod
-    def __get_validators__(cls):
-        yield from super().__get_validators__()
-        yield cls.check_names
-
-    @classmethod
-    def check_names(cls, flags: str) -> str:
+    def validate(cls, flags: str) -> str:
         """Reject flags that peers do not share."""
         if not set(re.findall(r"--(?:no_)?(\w+)", flags)) <= list_shared(TRAINER_ARGS):
             raise ValueError("only flags that all peers must share may be published")
-        return flags
+        return super().validate(flags)
 
 
 class MetricSchema(BaseModel):
@@ -140,10 +127,7 @@ class MetricSchema(BaseModel):
 
 @functools.lru_cache(maxsize=4096)
 def find_peer_id(public_key: bytes) -> bytes:
-    """Return the id of the peer with this public key, or raise a ValueError if it is not a public key.
-
-    A connection under that id proves that the peer owns the key.
-    """
+    """Return the id of the peer with this public key, which a connection proves, or raise a ValueError."""
     if not PUBLIC_KEY.match(public_key):
         raise ValueError("not a public key")
     key = RSAPublicKey.from_bytes(public_key[len(b"[owner:") : -1])._public_key
@@ -181,8 +165,7 @@ class RecordValidator(RSASignatureValidator):
     def validate(self, record: DHTRecord) -> bool:
         """Return whether a record is small, short-lived and signed by its owner."""
         try:
-            # This form also rejects NaN, for which all comparisons are false.
-            is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME
+            is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME  # False for NaN
             if not is_short_lived or len(record.value) + len(record.subkey) > MAX_RECORD_BYTES:
                 return False
             subkey, value = map(MSGPackSerializer.loads, (record.subkey, self.strip_value(record)))
@@ -226,12 +209,8 @@ def peer_label(public_key: bytes) -> str:
 def fetch_dictionary(
     dht: DHT, key: str, schema: type[BaseModel], timeout: float = FETCH_TIMEOUT, latest: bool = True
 ) -> dict[bytes, tuple[BaseModel, float]]:
-    """Return the records under this key by their subkeys, each with its expiration time, which grows with each update.
-
-    If the DHT does not answer within the timeout, the result is empty.
-
-    :param latest: whether to ask other peers even if this one stores some records
-    """
+    """Return the records under this key by their subkeys, each with its expiration time, which grows with each update;
+    none if the DHT does not answer in time. With `latest`, other peers are asked even if this one stores some."""
     try:
         entry = dht.get(key, latest=latest, return_future=True).result(timeout=timeout)
     except (concurrent.futures.TimeoutError, OSError) as e:

@@ -39,7 +39,7 @@ def flag(
     excludes: str | Sequence[str] = (),
     **bounds: float | str,
 ) -> Any:
-    """Return a dataclass's field for HfArgumentParser, with rules that `check_flags` applies.
+    """Return a dataclass's field for HfArgumentParser, with rules that FlagGroup applies.
 
     :param default: the default value, or MISSING for a required flag
     :param shared: whether all peers of a run must use the same value, which they compare
@@ -60,26 +60,21 @@ def flag(
 
 
 class FlagGroup:
-    """The base of dataclasses of flags, whose rules hold for each instance."""
+    """The base of dataclasses of flags. A new instance that breaks a rule of its flags raises a UserError."""
 
     def __post_init__(self):
-        check_flags(self)
-
-
-def check_flags(args: Any) -> None:
-    """Raise a UserError if a flag in a dataclass breaks one of its rules."""
-    for item in fields(args):
-        name, value, rules = item.name, getattr(args, item.name), item.metadata["help"]
-        if isinstance(value, int | float):
-            check_bounds(args, name, value, rules.bounds)
-        if not value or value == item.default:
-            continue
-        if rules.requires and not any(getattr(args, needed.split()[0]) for needed in rules.requires):
-            needed = " or ".join(f"--{needed}" for needed in rules.requires)
-            raise UserError(f"--{name} needs {needed}: add {'it' if len(rules.requires) == 1 else 'one of them'}")
-        for other in rules.excludes:
-            if getattr(args, other):
-                raise UserError(f"--{name} and --{other} are mutually exclusive: give one of them")
+        for item in fields(self):
+            name, value, rules = item.name, getattr(self, item.name), item.metadata["help"]
+            if isinstance(value, int | float):
+                check_bounds(self, name, value, rules.bounds)
+            if not value or value == item.default:
+                continue
+            if rules.requires and not any(getattr(self, needed.split()[0]) for needed in rules.requires):
+                needed = " or ".join(f"--{needed}" for needed in rules.requires)
+                raise UserError(f"--{name} needs {needed}: add {'it' if len(rules.requires) == 1 else 'one of them'}")
+            for other in rules.excludes:
+                if getattr(self, other):
+                    raise UserError(f"--{name} and --{other} are mutually exclusive: give one of them")
 
 
 def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | str]) -> None:

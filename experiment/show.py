@@ -3,8 +3,8 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python -m experiment.show
 
-prints some batches as text, and how many tokens are masked or padding. It takes a trainer's flags for data, such as
---dataset_path, --tokenizer_path, --no_whole_word_mask and --max_sequence_length.
+prints some batches as text, with the tokens that are padding or to be predicted. It takes a trainer's flags for data,
+such as --dataset_path, --tokenizer_path, --no_whole_word_mask and --max_sequence_length.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections import Counter
 
 from arguments import DataArguments, ModelArguments, parse_arguments
 from common.console import edge, make_printable
@@ -30,35 +29,7 @@ from text.batches import check_data_arguments, sequence_length_at
 from text.collators import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
-BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
-
-
-def count_tokens(batch: dict, tokenizer) -> dict[str, int]:
-    """Count the tokens of a batch: all, padding, those of text, those to predict, and how these are masked."""
-    is_filled = batch["attention_mask"].numpy() == 1
-    ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
-    is_chosen = labels != IGNORED_LABEL
-    return {
-        "all": is_filled.size,
-        "padding": int((~is_filled).sum()),
-        "text": int((~np.isin(np.where(is_chosen, labels, ids), tokenizer.all_special_ids)).sum()),
-        "chosen": int(is_chosen.sum()),
-        "masked": int((is_chosen & (ids == tokenizer.mask_token_id)).sum()),
-        "kept": int((ids == labels).sum()),
-    }
-
-
-def describe(counts: Counter, rows: int, is_causal: bool) -> str:
-    """Return the statistics of the counted tokens as text."""
-    padding = f"{counts['padding'] / counts['all']:.1%} of the batches is padding"
-    if is_causal:
-        return f"{rows:,} sequences of {counts['all'] / rows:.0f} tokens; {padding}"
-    other = counts["chosen"] - counts["masked"] - counts["kept"]
-    fates = [count / max(1, counts["chosen"]) for count in (counts["masked"], other, counts["kept"])]
-    return (
-        f"{rows:,} sequences: mask rate {counts['chosen'] / max(1, counts['text']):.1%} of the tokens; of these "
-        f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} unchanged\n{padding}"
-    )
+BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES = 4, 2, 3
 
 
 def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
@@ -76,7 +47,7 @@ def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
 
 
 def main(model_args: ModelArguments, args: DataArguments) -> None:
-    """Print batches and their statistics."""
+    """Print batches."""
     objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
@@ -87,10 +58,8 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     print(f"{source}: {stored}{len(tokenizer):,} tokens, objective {objective.name}")
     what = f"it predicts {objective.description}" if objective.is_causal else "labels follow in brackets"
     print(f"Batches as the model sees them; {what}:")
-    counts = Counter()
-    for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
-        counts.update(count_tokens(batch, tokenizer))
-        for row in range(SHOWN_ROWS if number <= SHOWN_BATCHES else 0):
+    for number, batch in enumerate(itertools.islice(batches, SHOWN_BATCHES), start=1):
+        for row in range(SHOWN_ROWS):
             length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
             ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
             facts = [f"{length} tokens, {width - length} of padding"]
@@ -105,7 +74,6 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
             if sys.stdout.isatty():
                 text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")
             print(text, flush=True)
-    print(f"\n{describe(counts, number * BATCH_SIZE, objective.is_causal)}")
 
 
 if __name__ == "__main__":

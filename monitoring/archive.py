@@ -122,9 +122,9 @@ class CheckpointHandler:
         elif self.download.done() and history:  # empty after a run has just started over
             loaded, self.download = self.download.result(), None
             if loaded is None:
-                logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
+                logger.warning("no peer sent its state: retrying at the next epoch")
             elif self.last_epoch - REPORT_LAG <= loaded[0]["epoch"] <= self.last_epoch:
-                logger.warning(f"Epoch {self.last_epoch} is saved, and the swarm sent an older one, will try again")
+                logger.warning(f"the swarm sent a state before the saved epoch {self.last_epoch}: retrying")
             else:
                 self.save(*loaded, history, validation)
 
@@ -173,9 +173,9 @@ class CheckpointHandler:
         try:
             set_aside(self.folder, stamp["epoch"])
         except OSError as e:
-            logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
+            logger.warning(f"checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
-            logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
+            logger.info(f"saved {folder}  loss {stamp['loss']:.4f}")
             remove_outdated(folder, self.args.save_total_limit)
 
     def describe(self) -> dict:
@@ -198,7 +198,7 @@ def make_texts(model: torch.nn.Module, tokenizer) -> list[str]:
     try:
         return [" ".join(text.split()) for text in sample_texts(model, tokenizer)]
     except Exception as e:  # many types, of any model; an upload matters more
-        logger.warning(f"The card has no sample texts ({first_line(e)})")
+        logger.warning(f"the card has no sample texts ({first_line(e)})")
         return []
 
 

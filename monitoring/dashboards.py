@@ -51,7 +51,7 @@ class Dashboard:
         try:
             self.run.log(shown, step=values["epoch"])
         except Exception as e:  # wandb's service raises many types, and none may stop training
-            logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
+            logger.warning(f"the dashboard failed ({e!r}) and gets no more reports")
             self.run = None
 
     def finish(self) -> None:
@@ -64,7 +64,7 @@ class Dashboard:
             if hasattr(self.module, "teardown"):  # wandb's service process
                 self.module.teardown()
         except Exception as e:  # as above
-            logger.warning(f"The dashboard may lack the last epochs ({e!r})")
+            logger.warning(f"the dashboard may lack the last epochs ({e!r})")
 
 
 def make_run_name(prefix: str) -> str:
@@ -82,9 +82,9 @@ def start_dashboard(kind: str, project: str, run_name: str, config: dict) -> Das
     try:
         dashboard, place = start(project, name=run_name, config=config, resume="allow")
     except Exception as e:  # many types: a full disk, no network, a missing package
-        logger.warning(f"No dashboard: {kind} failed ({first_line(e)}). metrics.jsonl and the curve are still written")
+        logger.warning(f"no dashboard: {kind} failed ({first_line(e)}); metrics.jsonl and the curve are still written")
         return Dashboard()
-    logger.info(f"Dashboard: {place}")
+    logger.info(f"dashboard: {place}")
     return dashboard
 
 

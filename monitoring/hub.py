@@ -72,13 +72,13 @@ class Publisher:
         except Exception as e:  # client, network and server raise many types, and none may stop the run
             wait = min(self.interval, RETRY_PERIOD)
             self.next_upload = time.monotonic() + wait
-            logger.warning(f"{folder.name} is not on the Hub: {explain_failure(e)}. Will try again in {wait:g} s")
+            logger.warning(f"{folder.name} is not on the Hub: {explain_failure(e)}; retrying in {wait:g} s")
 
     def publish(self, folder: Path) -> None:
         """Upload one checkpoint and record it; errors are not caught."""
         stamp, start = read_stamp(folder), time.monotonic()
         url = upload_checkpoint(folder, self.repo_id)
-        logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
+        logger.info(f"uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
         shown = {"epoch": stamp["epoch"], "time": time.time()}
         self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], **shown}
         write_file(self.record, json.dumps(self.uploaded))

@@ -150,7 +150,7 @@ class RunReport:
 
     def go_back(self, epoch: int) -> None:
         """Continue the curve at an earlier epoch, from which the swarm has resumed or started over."""
-        logger.info(f"Run {self.prefix} has gone back to epoch {epoch}")
+        logger.info(f"run {self.prefix} has gone back to epoch {epoch}")
         self.history.forget_from(epoch)
         self.dashboard.finish()
         self.run_name = make_run_name(self.prefix)
@@ -181,9 +181,9 @@ class RunReport:
         self.write_files()
         for peer in self.contributions.describe()["contributors"]:
             name = f"{peer['username']} {peer['peer']}".strip()
-            logger.info(f"Peer {name} contributed {peer['total_samples']:,} samples ({peer['share']:.1%})")
+            logger.info(f"peer {name} contributed {peer['total_samples']:,} samples ({peer['share']:.1%})")
         names = [n for n in ("learning_curve.png", "metrics.jsonl", "summary.json") if (self.output_dir / n).exists()]
-        logger.info(f"In {self.output_dir}: {', '.join(names)}")
+        logger.info(f"wrote {', '.join(names)} in {self.output_dir}")
         self.dashboard.finish()
 
     def write_files(self) -> None:
@@ -214,5 +214,5 @@ class RunReport:
             return summary
         aside = path.with_name(f"summary-until-{time.strftime('%Y%m%d-%H%M%S')}.json")
         path.rename(aside)
-        logger.info(f"Moved the summary of another run to {aside}")
+        logger.info(f"moved the summary of another run to {aside}")
         return {}

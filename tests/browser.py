@@ -1,4 +1,4 @@
-"""A real browser, Debian's chromium, driven through its own pipe (--remote-debugging-pipe): no driver to install."""
+"""A real browser, Debian's chromium. It is controlled through a pipe (--remote-debugging-pipe), without a driver."""
 
 import base64
 import contextlib
@@ -15,15 +15,15 @@ from processes import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-ANSWER_TIMEOUT = 60.0  # seconds; a loaded machine may take some
+ANSWER_TIMEOUT = 60.0  # seconds; a loaded machine is slow
 
 
 class Browser:
-    """A tab, with the actions of the tests."""
+    """A browser tab and the actions of the tests."""
 
     def __init__(self, commands: int, answers: int):
         self.commands, self.answers, self.numbers, self.unread = commands, answers, itertools.count(1), b""
-        #: the page's errors, among them breaches of its policy
+        #: the page's errors, including violations of its policy
         self.complaints: list[str] = []
         self.session = None
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
@@ -32,7 +32,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params) -> dict:
-        """One command of the DevTools protocol, and its result."""
+        """Send a command of the DevTools protocol, and return its result."""
         number = next(self.numbers)
         message = {"id": number, "method": method, "params": params}
         message |= {"sessionId": self.session} if self.session else {}
@@ -56,7 +56,7 @@ class Browser:
         return json.loads(message)
 
     def run(self, script: str):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         result = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -72,7 +72,7 @@ class Browser:
             raise AssertionError(f"{e}\n{self.complaints}\n{self.run('document.body.innerText')}") from None
 
     def click(self, selector: str) -> None:
-        """A mouse's click, as only that lets a page copy."""
+        """Click with the mouse, because a page may copy only after a real click."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
         where = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
@@ -84,7 +84,7 @@ class Browser:
         return self.run("navigator.clipboard.readText()")
 
     def take_picture(self, path: Path, width: int, scheme: str) -> None:
-        """The whole page at this width of the window.
+        """Save a picture of the whole page with this width.
 
         :param scheme: light or dark
         """
@@ -102,7 +102,7 @@ class Browser:
 
 @contextlib.contextmanager
 def open_browser(folder: Path):
-    """:param folder: for its profile"""
+    """:param folder: the folder for its profile"""
     (theirs_in, commands), (answers, theirs_out) = os.pipe(), os.pipe()
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
     # it reads commands from file 3 and answers in file 4
@@ -114,7 +114,7 @@ def open_browser(folder: Path):
     try:
         yield Browser(commands, answers)
     finally:
-        os.close(commands), os.close(answers)  # on which it ends
+        os.close(commands), os.close(answers)  # ends it
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         process.kill()

@@ -1,4 +1,4 @@
-"""Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
+"""Fixtures: scripts that always end, an emulated network, and a small tokenized dataset."""
 
 import itertools
 import lzma
@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import ROOT, Script, run_python
 
-# next to other processes, two threads of a small product wait for each other longer than they work
+# on busy cores, two threads of a small matrix product mostly wait for each other
 torch.set_num_threads(1)
 
 # Seconds that the quick tests of test_*.py take on two cores, next to four other parts; of files that are not named, 3.
@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # a shell that starts tests in the background has them, and all that they start, ignore Ctrl-C
+    # a shell makes background processes ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
@@ -55,7 +55,7 @@ def claim(path: Path, folder: Path) -> bool:
 
 
 def pytest_runtestloop(session):
-    """Run the files that no other run has claimed by the time when this one gets to them."""
+    """Run each file unless another run has claimed it."""
     folder, items = session.config.getoption("--claims"), {}
     if folder is None or session.testsfailed or session.config.option.collectonly:
         return None  # pytest does as it always does
@@ -63,7 +63,7 @@ def pytest_runtestloop(session):
         items.setdefault(item.path, []).append(item)
     for path in sorted(items, key=estimate_seconds, reverse=True):
         if claim(path, folder):
-            # after a file, fixtures of the session remain: which file is next is not known yet
+            # keep fixtures of the session after a file, because the next file is not known yet
             for item, following in itertools.pairwise([*items[path], session]):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     return True
@@ -71,7 +71,7 @@ def pytest_runtestloop(session):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(name, script, *flags) -> Script; kills what the test has left running."""
+    """start(name, script, *flags) -> Script; kills all scripts that still run after the test."""
     scripts = []
 
     def start_script(name: str, *command: object, **options) -> Script:
@@ -86,7 +86,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def net():
-    """An emulated network; its hosts are declared and started by the test."""
+    """An emulated network; the test declares its hosts and starts it."""
     if why := netlab.unavailable():
         pytest.skip(why)
     with netlab.Net() as network:
@@ -95,24 +95,27 @@ def net():
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> dict[str, Path]:
-    """Flags that name a dataset of 300 kB of text in pieces of 500, made by the script that users run."""
+    """Flags of a dataset of 300 kB of text with a vocabulary of 500, made by users' script."""
     folder = tmp_path_factory.mktemp("data")
     with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
         text = sample.read(300_000)
-    chapters = text.split("CHAPTER")
     files = []
-    for number, chapter in enumerate(chapters):
+    for number, chapter in enumerate(text.split("CHAPTER")):
         files.append(folder / f"{number:03d}.txt")
         files[-1].write_text(chapter, encoding="utf-8")
+    return tokenize(folder, files)
+
+
+def tokenize(folder: Path, files: list[Path], *more: str) -> dict[str, Path]:
     flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
+    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32, *more]
     run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0)
     return flags
 
 
 @pytest.fixture(scope="session")
 def toy_model(tmp_path_factory) -> Path:
-    """Folder of a tiny LeanALBERT, untrained, and its tokenizer, for the toy tasks of finetune_data.py."""
+    """The folder of a tiny untrained LeanALBERT and its tokenizer, for the toy tasks of finetune_data.py."""
     import finetune_data as toys
 
     records = [*toys.make_toy_pairs(), *toys.make_toy_choices(), *toys.make_toy_spans()]
@@ -124,10 +127,6 @@ def toy_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
-    """As tiny_data, the same text in full blocks for causal models."""
-    folder = tmp_path_factory.mktemp("causal")
-    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    """The text of tiny_data in full blocks, for causal models."""
     files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
-    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
-    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
-    return paths
+    return tokenize(tmp_path_factory.mktemp("causal"), files, "--objective", "clm")

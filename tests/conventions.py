@@ -10,7 +10,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 def load_groups() -> dict[str, tuple[type, ...]]:
-    """The dataclasses of flags of each script, or module that is run like one."""
+    """Return the dataclasses of flags of each script or module with a command line."""
     import arguments
     import finetune_mlm
     import invite

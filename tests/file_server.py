@@ -40,7 +40,7 @@ class FileServer:
         self.server.server_close()
 
     def count(self, name: str) -> int:
-        """Bytes of a file that were sent, over all answers."""
+        """Return the bytes of a file in all answers."""
         return sum(count for path, count in self.sent if path == f"/{name}")
 
 

@@ -73,7 +73,7 @@ RECORDS = {
     "rucos": (
         {"idx": 4, "passage": {"text": NEWS, "entities": [place(NEWS, "Анна Лебедева"), *OMSK, place(NEWS, "Егора")]}}
         | {"qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}]},
-        # the Hub's entities hold the character after them too
+        # the Hub's entities include the next character
         [
             {"passage": NEWS, "query": QUERY, "entities": ["Анна Лебедева ", "Омске.", "Омске ", "Егора."]}
             | {"answers": ["Анна Лебедева"], "idx": {"passage": 4, "query": 9}}
@@ -104,7 +104,7 @@ def write_toy_task(folder: Path, name: str, records: list[dict], label: str = "l
 
 
 def make_toy_pairs() -> list[dict]:
-    """32 records in TERRa's schema: the hypothesis follows unless it denies."""
+    """Make 32 records in TERRa's schema, in which the hypothesis follows unless it has a negation."""
     return [
         {"premise": f"{name} сегодня в {where}.", "hypothesis": f"{name} {'не ' * denied}в {where}."}
         | {"label": "not_entailment" if denied else "entailment", "idx": 2 * number + denied}
@@ -114,7 +114,7 @@ def make_toy_pairs() -> list[dict]:
 
 
 def make_toy_choices() -> list[dict]:
-    """Make 32 records in PARus's schema: a person in the rain is wet, in the first or the second choice."""
+    """Make 32 records in PARus's schema: the right choice is that a person in the rain is wet."""
     return [
         {"premise": f"{name} под дождём в {where}.", "question": "effect", "label": number % 2, "idx": number}
         | dict(zip(("choice1", "choice2") if number % 2 == 0 else ("choice2", "choice1"), outcomes, strict=True))
@@ -124,7 +124,7 @@ def make_toy_choices() -> list[dict]:
 
 
 def make_toy_spans() -> list[dict]:
-    """32 records in RUSSE's schema: cat and dog stand in each text, and only the spans say which one is meant."""
+    """Make 32 records in RUSSE's schema: each text has cat and dog, and only the span selects one."""
     records = []
     for name, where in itertools.product(NAMES[:4], PLACES):
         texts = {"sentence1": f"кот и пёс живут в {where}.", "sentence2": f"пёс и кот знают, где {name}."}
@@ -136,7 +136,7 @@ def make_toy_spans() -> list[dict]:
 
 
 def make_toy_gaps() -> list[dict]:
-    """32 records in RuCoS's schema: it is always the place that is asked for, wherever among the entities it stands."""
+    """Make 32 records in RuCoS's schema, in which the place is always the right entity."""
     records = []
     for number, (name, where) in enumerate(itertools.product(NAMES, PLACES)):
         text = f"{name} сегодня в {where}." if number % 2 else f"Сегодня в {where} {name}."
@@ -149,7 +149,7 @@ def make_toy_gaps() -> list[dict]:
 
 
 def write_lidirus(folder: Path) -> list[dict]:
-    """Pairs in LiDiRus's schema, one in four with a wrong label."""
+    """Write pairs in LiDiRus's schema, a quarter with a wrong label."""
     labels, draw = ("entailment", "not_entailment"), random.Random(0)
     records = []
     for number, pair in enumerate(make_toy_pairs()):
@@ -161,7 +161,7 @@ def write_lidirus(folder: Path) -> list[dict]:
 
 
 def write_model(folder: Path, texts: list[str], pieces: int = 300, hidden: int = 64, **options) -> None:
-    """A LeanALBERT of two layers that has learned nothing, with a tokenizer that has seen these texts."""
+    """Save an untrained LeanALBERT of two layers, and a tokenizer trained on these texts."""
     wanted = TokenizeArguments(train_tokenizer=True, vocab_size=pieces, keep_accents=True)
     tokenizer = train_tokenizer([texts], wanted)
     torch.manual_seed(0)

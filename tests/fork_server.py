@@ -1,9 +1,9 @@
-"""Starts Python programs without the seconds that their imports take: it has imported the libraries once, and each
-program is a fork of it.
+"""Start Python programs without the seconds of their imports. This server imports the libraries once, and each program
+is a fork of it.
 
 processes.py starts it and sends it, over a socket, the words, folder and environment of a program with its standard
-input, output and error. A program still imports our own modules itself: only LIBRARIES are there before it. No thread
-of Python's runs here, so nothing is lost in a fork.
+input, output and error. A program still imports our own modules itself. No Python thread runs here, so a fork loses
+nothing.
 """
 
 import ctypes
@@ -33,22 +33,22 @@ def import_libraries() -> None:
     for library in LIBRARIES.split():
         importlib.import_module(library)
     gc.collect()
-    gc.freeze()  # or the first collection in each program would copy the pages of all these modules
+    gc.freeze()  # otherwise the first collection in each program would copy the pages of all modules
 
 
 def wait_for_program(requests: socket.socket) -> dict:
-    """Fork for each request that comes; returns it, in the new process alone."""
+    """Fork for each request, and return it in the new process only."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not message:
-            raise SystemExit  # pytest is gone
+            raise SystemExit  # pytest has ended
         middle = os.fork()
         if not middle:
             middle = os.getpid()
             if pid := os.fork():
                 requests.send(str(pid).encode())
                 os._exit(0)
-            # pytest becomes the parent, as the nearest subreaper, when the process between us has ended
+            # when the process in between ends, pytest becomes the parent, as the nearest subreaper
             while os.getppid() == middle:
                 time.sleep(0.001)
             requests.close()
@@ -63,9 +63,9 @@ def wait_for_program(requests: socket.socket) -> dict:
 
 
 def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str | None) -> None:
-    """Make this process what `python` followed by these words would be once it has imported LIBRARIES.
+    """Make this process equal to `python` with these words after it has imported LIBRARIES.
 
-    :param netns: the network namespace that it enters, as by `ip netns exec`
+    :param netns: the network namespace that it enters, like `ip netns exec`
     """
     import huggingface_hub
     import numpy
@@ -83,10 +83,10 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
     os.environ.update(env)
     for module in (random, numpy.random, torch):
         module.seed()
-    # which it has read
+    # constants that were read at import
     huggingface_hub.constants.ENDPOINT = env.get("HF_ENDPOINT", "https://huggingface.co")
     huggingface_hub.hf_api.api.endpoint = huggingface_hub.constants.ENDPOINT
-    # or all programs would share these locks, and wait for one that is killed while it has them
+    # otherwise all programs would share these locks, and wait for a lock of a killed program
     MPFuture.reset_backend()
     _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
     sys.orig_argv = [sys.executable, *words]
@@ -110,7 +110,7 @@ def run_program(words: list[str]) -> None:
 
 
 def serve(requests: socket.socket) -> None:
-    """Become the server: this returns in the programs alone, when they have ended."""
+    """Become the server. This returns only in the programs, once they have ended."""
     program = wait_for_program(requests)
     become_program(**program)
     run_program(program["words"])

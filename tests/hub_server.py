@@ -1,11 +1,7 @@
 """The part of the Hugging Face Hub's HTTP protocol that uploads of a model and downloads use, on loopback.
 
-It speaks to huggingface_hub as the Hub does without Xet: log in, create a repository, validate a card, choose how each
-file travels (preupload), large files through Git LFS, one commit in lines of JSON; then from_pretrained("ORG/NAME"). A
-test can have requests fail. To try it by hand:
-
-    python tests/hub_server.py 8080
-    HF_ENDPOINT=http://127.0.0.1:8080 HF_TOKEN=hf_right hf upload org/name FOLDER .
+It speaks to huggingface_hub as the Hub does without Xet: log in, create a repository, validate a card, choose how to
+send each file (preupload), large files through Git LFS, one commit in lines of JSON; then from_pretrained("ORG/NAME").
 """
 
 import base64
@@ -14,7 +10,6 @@ import json
 import re
 import socket
 import struct
-import sys
 import threading
 import urllib.parse
 from dataclasses import dataclass, field
@@ -27,8 +22,6 @@ MESSAGES = {
     401: "Invalid credentials in Authorization header",
     403: "You have exceeded your storage quota",
     404: "Repository not found",
-    413: "Payload too large",
-    429: "Too many requests",
     500: "Internal Error - We're working hard to fix this as soon as possible!",
 }
 
@@ -54,7 +47,6 @@ class Commit:
 class HubServer:
     """Holds repositories by name, each a list of commits (the newest last), and all requests as (method, path)."""
 
-    port: int = 0
     repositories: dict[str, list[Commit]] = field(default_factory=dict)
     large_files: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str, dict]] = field(default_factory=list)
@@ -62,7 +54,7 @@ class HubServer:
     release: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -245,8 +237,3 @@ ROUTES = [
     ("GET", f"/api/(?:models|datasets)/{REPO}/tree/[^/]+", Handler.list_files),
     ("GET", f"/(?:datasets/)?{REPO}/resolve/[^/]+/(.+)", Handler.get_file),
 ]
-
-if __name__ == "__main__":
-    with HubServer(port=int(sys.argv[1])) as running:
-        print(running.endpoint, flush=True)
-        threading.Event().wait()

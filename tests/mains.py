@@ -1,8 +1,10 @@
 """The scripts' main() in the process of the tests, if a process of its own would show no more."""
 
+import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,7 +15,7 @@ from common.console import UserError
 
 
 def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:
-    """A script's main() in this process, which is left as it was.
+    """Run a script's main() in this process, and restore the process.
 
     :param groups: the dataclasses of its arguments, if the script has no GROUPS
     """
@@ -32,9 +34,16 @@ def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) 
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def expect_user_error(*words: str) -> Iterator[None]:
+    """Expect a UserError, whose text is always one line, with each of these words in it."""
+    with pytest.raises(UserError) as error:
+        yield
+    assert all(word in str(error.value) for word in words), error.value
+
+
 def refuse(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> str:
-    """The one line by which a script's main(), in this process, tells the user what is wrong."""
+    """Run a script's main() in this process, and return the text of its UserError."""
     with pytest.raises(UserError) as error:
         run_main(module, *flags, groups=groups)
-    [line] = str(error.value).splitlines()
-    return line
+    return str(error.value)

@@ -4,9 +4,9 @@ rate limits to every IPv4 packet. Needs root, iproute2, nft and /dev/net/tun, bu
     why = netlab.unavailable()                                     # None, or the reason why it cannot run here
     with netlab.Net() as net:
         net.host("public", rtt_ms=50, up=20, down=20, loss=0.01)   # Mbit/s; two hosts' rtt_ms add up to a path's
-        net.host("office", firewall=True)                          # what comes in uninvited is dropped
+        net.host("office", firewall=True)                          # drops connections from outside
         net.host("home", nat="router")                             # behind a router that masquerades
-        net.start()                                                # all hosts are declared before
+        net.start()                                                # after all hosts are declared
         process = net.popen("public", [sys.executable, "peer.py"])
         net.ip("public")                                           # its address
         net.set("office", up=2)                                    # changes a running link
@@ -36,7 +36,7 @@ BITS_PER_MEGABIT, BYTE_BITS = 1e6, 8
 
 
 def run(*words: str) -> str:
-    """The output of a command, whose words may hold several words each; OSError with its complaint when it fails."""
+    """Return the output of a command, or raise an OSError with its message if it fails."""
     result = subprocess.run(" ".join(words).split(), capture_output=True, text=True)
     if result.returncode:
         raise OSError(f"{' '.join(words)}: {result.stderr.strip()}")
@@ -44,7 +44,7 @@ def run(*words: str) -> str:
 
 
 def unavailable() -> str | None:
-    """Why no network can be emulated here, or None."""
+    """Return the reason why no network can be emulated here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root"
     missing = [tool for tool in ("ip", "nft", "sysctl") if not shutil.which(tool)]
@@ -62,7 +62,7 @@ class Net:
     """Hosts by name, each with a network namespace, and the fabric between them."""
 
     def __init__(self, congestion: str | None = "reno"):
-        """:param congestion: of TCP in all hosts; tcp_allowed_congestion_control decides what may be used"""
+        """:param congestion: the algorithm of TCP on all hosts, one of tcp_allowed_congestion_control"""
         self.tag, self.congestion = f"n{os.getpid() % 100000}", congestion
         self.fabric: subprocess.Popen | None = None
         self.hosts: dict[str, dict] = {}  # name -> namespace, ip, and the link that leads to the fabric
@@ -80,16 +80,16 @@ class Net:
         return namespace
 
     def make_link(self, namespace: str, name: str, properties: dict) -> str:
-        """A tun device in the namespace whose other end the fabric reads and writes; returns its address."""
+        """Make a tun device in the namespace, whose other end the fabric reads and writes; return its address."""
         number = len(self.links) + 1
-        # 11.99/16 is a public range to libp2p, whose AutoNAT and relays ignore private ones
+        # libp2p takes 11.99/16 for a public range; its AutoNAT and relays ignore private ones
         ip, device = f"11.99.{number // 250}.{number % 250}", f"{self.tag}w{number}"
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         defaults = dict(rtt_ms=0, up=1000, down=1000, loss=0, queue_ms=200, group=0)
         self.links[name] = {**defaults, **properties, "descriptor": descriptor, "ip": ip}
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
         run("ip link set", device, "netns", namespace, "name wan")
-        # the fabric drops packets, by queue_ms: with tun's own queue of 500, it never saw the bursts of a fast TCP
+        # only the fabric drops packets, by queue_ms; tun's own queue of 500 would drop bursts of a fast TCP
         link = "link set wan up mtu 1500 txqueuelen 20000"
         for command in (f"addr add {ip}/8 dev wan", link, "route add default dev wan"):
             run("ip -n", namespace, command)
@@ -102,9 +102,9 @@ class Net:
     def host(
         self, name: str, nat: str | None = None, firewall: bool = False, blocked: str = "", **properties: float
     ) -> str:
-        """Declare a host; returns its address.
+        """Declare a host; return its address.
 
-        :param nat: name of the router that it stands behind; hosts of the same router share its link
+        :param nat: name of the router in front of the host; hosts of the same router share its link
         :param firewall: drop connections from outside
         :param blocked: tcp or udp, to drop all packets of that protocol from outside
         :param properties: of the link: rtt_ms, up and down (Mbit/s), loss (share of packets), queue_ms
@@ -157,13 +157,13 @@ class Net:
             stdin=subprocess.PIPE,
             bufsize=0,
             pass_fds=[link["descriptor"] for link in self.links.values()],
-            # Ctrl-C is for the parent process: the fabric lives until the end of the block
+            # Ctrl-C must not end the fabric before the block ends
             start_new_session=True,
         )
         self.heal()
 
     def update_links(self, names, **change: float) -> None:
-        """Change these hosts' links; BrokenPipeError when the fabric has died."""
+        """Change these hosts' links; raise a BrokenPipeError if the fabric has died."""
         for name in names:
             self.links[self.hosts[name]["link"]].update(change)
         self.fabric.stdin.write(json.dumps(list(self.links.values())).encode() + b"\n")
@@ -199,7 +199,7 @@ class Net:
         return self
 
     def __exit__(self, *_) -> None:
-        if self.fabric:  # first: its descriptors go bad with the namespaces
+        if self.fabric:  # ends first, because its descriptors become invalid with the namespaces
             self.fabric.kill()
             self.fabric.wait()
         for namespace in self.namespaces:
@@ -207,7 +207,7 @@ class Net:
             pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                    # torch's manager of shared memory frees what dead processes had there, and ends
+                    # torch's manager frees the shared memory of dead processes, and then ends by itself
                     if "torch_shm_manag" not in Path(f"/proc/{pid}/comm").read_text():
                         os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "del", namespace])
@@ -218,14 +218,14 @@ class Net:
 
 
 def run_fabric() -> None:
-    """Carry packets between the links, until stdin, from which changes come as lines of JSON, is closed.
+    """Carry packets between the links until stdin is closed. Lines of JSON on stdin change the links.
 
     A packet waits in its sender's queue for the sender's rate, then for half of both round-trip times, then in the
-    receiver's queue for the receiver's rate; a queue longer than queue_ms drops it.
+    receiver's queue for the receiver's rate. A queue longer than queue_ms drops it.
     """
-    links: dict[bytes, dict] = {}  # by address, as it stands in a packet
+    links: dict[bytes, dict] = {}  # by address, in the form of a packet's header
     by_descriptor: dict[int, dict] = {}
-    # (time, number, packet, receiving link, whether it has yet to enter the receiver's queue)
+    # (time, number, packet, receiving link, whether it still has to enter the receiver's queue)
     waiting: list[tuple[float, int, bytes, dict, bool]] = []
     number, unread = 0, b""
     while True:
@@ -242,7 +242,7 @@ def run_fabric() -> None:
                     by_descriptor[properties["descriptor"]] = link
                 continue
             source = by_descriptor[descriptor]
-            for _ in range(64):  # then let others have their turn
+            for _ in range(64):  # then the next link has its turn
                 try:
                     packet = os.read(descriptor, PACKET_BYTES)
                 except BlockingIOError:

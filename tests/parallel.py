@@ -1,5 +1,5 @@
-"""Run pytest in several parts at a time, because a swarm mostly waits; the output of a part is shown at its end. A part
-takes the next file that no other part has taken. `make test` runs this:
+"""Run pytest in several parts at a time, because a swarm mostly waits. A part takes the next file that is free, and its
+output appears when it ends. `make test` runs this:
 
     python tests/parallel.py 5 -m "not slow"
 
@@ -29,14 +29,14 @@ def start_part(flags: list[str], output: IO) -> int:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT).pid
     if pid := os.fork():
         return pid
-    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: when this process's parent ends, as after Ctrl-C
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: the parent has ended, e.g. by Ctrl-C
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    # a child of the part's, which becomes the parent of what the server starts
+    # this part becomes the parent of all programs of its server
     processes.FORK_SERVER = processes.ForkServer(fork_the_server)
-    # nothing here uses the plugins of installed packages, and pytest warns that anyio is imported before it can look
+    # no plugins are needed, and pytest would warn that anyio is already imported
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    import pytest  # not before: programs have no such thing
+    import pytest  # not earlier, because programs must not inherit it
 
     sys.exit(pytest.main(flags))
 
@@ -44,7 +44,7 @@ def start_part(flags: list[str], output: IO) -> int:
 def fork_the_server(server: processes.ForkServer, theirs: socket.socket) -> None:
     if os.fork():
         return
-    server.requests.close()  # when the part has ended too, so does the server
+    server.requests.close()  # now the server ends when the part ends
     os.setsid()
     with open(os.devnull, "r+") as null:
         for number, file in enumerate((null, null, server.errors)):
@@ -54,9 +54,9 @@ def fork_the_server(server: processes.ForkServer, theirs: socket.socket) -> None
 
 
 def main(count: int, flags: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has it ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background processes ignore it
     if IS_FORKING:
-        os.environ |= processes.make_environment()  # before the libraries look at it
+        os.environ |= processes.make_environment()  # before the libraries read it
         fork_server.import_libraries()
     claims, outputs = tempfile.mkdtemp(), {}
     # without bytecode on disk, each program compiles our modules again, which takes 0.3 s
@@ -65,7 +65,7 @@ def main(count: int, flags: list[str]) -> int:
     for _ in range(count):
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         outputs[start_part([f"--claims={claims}", *flags], output)] = output
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends only the parts
     has_failed = False
     while outputs:
         pid, status = os.wait()

@@ -1,4 +1,4 @@
-"""Start the project's scripts as users do, wait for what they print or write, and see that nothing is left behind."""
+"""Start the project's scripts as users do, wait for their output, and check that they leave no process behind."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
-    """The condition's first true value; fails the test when there is none in time."""
+    """Return the condition's first true value, or fail the test after this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -37,12 +37,12 @@ def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
 
 
 def make_prefix() -> str:
-    """A run of its own for each swarm, so that tests cannot meet."""
+    """Return a unique run name, so that swarms of different tests never meet."""
     return f"test_{uuid.uuid4().hex[:12]}"
 
 
 class ForkedProcess:
-    """A child of this process that the fork server has made, with what tests need of subprocess.Popen."""
+    """A child process that the fork server has made, with an interface like subprocess.Popen."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None
@@ -71,16 +71,16 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """fork_server.py and the way to ask it."""
+    """The connection to fork_server.py."""
 
-    # variables that no import reads; a program whose environment differs in others starts by itself
+    # variables that no import reads; if others differ, a program starts without the fork server
     LATE_VARIABLES = re.compile(
         "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
-        "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
+        "|_TORCHINDUCTOR_.*"  # set by torch when it compiles
     )
 
     def __init__(self, start: Callable[["ForkServer", socket.socket], None]):
-        """:param start: starts the server, given its end of the socket"""
+        """:param start: a function that starts the server with its end of the socket"""
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = make_environment()
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -100,7 +100,7 @@ class ForkServer:
         """:param files: its standard input, output and error"""
         request = json.dumps({"words": words, "cwd": str(cwd), "env": env, "netns": netns}).encode()
         become_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
-        # for a moment alone: orphans of other programs are init's
+        # only for this moment, because orphans of other programs belong to init
         become_subreaper(1)
         try:
             socket.send_fds(self.requests, [request], files)
@@ -113,9 +113,9 @@ class ForkServer:
         return ForkedProcess(int(pid))
 
 
-#: if this is true, programs start as forks of one process; conftest.py decides
+#: whether programs start as forks of one process, which conftest.py decides
 IS_FORKING = False
-#: None until the first of them starts, unless parallel.py has made it
+#: None until the first program starts, unless parallel.py has set it
 FORK_SERVER: ForkServer | None = None
 
 
@@ -149,9 +149,9 @@ def start_python(
     """Start `python` followed by these words, in a session of its own.
 
     :param env: more variables for its environment
-    :param prefix: words before the command, as netlab's that run it on a host; the command must keep their process id
-    :param is_real: never as a fork of another process
-    :param stdin: the descriptor of a terminal; None: there is nothing to read
+    :param prefix: words before the command, such as netlab's for a host; the command must keep their process id
+    :param is_real: whether to start it without the fork server
+    :param stdin: the descriptor of a terminal; None: an empty input
     """
     words, env = [str(word) for word in words], make_environment(env)
     with open(os.devnull if stdin is None else os.dup(stdin)) as stdin:
@@ -163,9 +163,9 @@ def start_python(
 
 
 def run_python(*words: object, timeout: float = 120, expect: int | None = None, **options) -> CompletedProcess:
-    """Wait for `python` followed by these words, as subprocess.run does; returns what it has printed.
+    """Run `python` followed by these words, like subprocess.run; return its output.
 
-    :param expect: its exit code, if another one is an error
+    :param expect: the only exit code that is no error; None: any
     :param options: see `start_python`
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -182,7 +182,7 @@ def run_python(*words: object, timeout: float = 120, expect: int | None = None, 
 
 
 class Script:
-    """A script in a session of its own, its output in a file.
+    """A script in its own session, with its output in a file.
 
     :param options: see `start_python`
     """
@@ -201,7 +201,7 @@ class Script:
         return [json.loads(line) for line in self.text.splitlines() if line.startswith("{") and line.endswith("}")]
 
     def wait_for(self, pattern: str, seconds: float = 60) -> re.Match:
-        """The first match in the output; fails when the script ends without."""
+        """Return the first match in the output; fail if the script ends without one."""
 
         def search():
             match = re.search(pattern, self.text)
@@ -216,28 +216,28 @@ class Script:
             raise AssertionError(f"{e}\n{self.text[-3000:]}") from None
 
     def wait(self, seconds: float = 60) -> int:
-        """The exit code."""
+        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.command} did not end within {seconds} s:\n{self.text[-3000:]}") from None
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it: to the script's process group."""
+        """Send Ctrl-C to the script's process group, as a terminal does."""
         os.killpg(self.session, signal.SIGINT)
 
     def send_to_all(self, number: int) -> None:
-        """Send a signal to the script and all it has started."""
+        """Send a signal to the script and all its descendants."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9 of the script and all it has started."""
+        """Kill the script and all its descendants (SIGKILL)."""
         self.send_to_all(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """As a machine that sleeps, until `thaw`."""
+        """Stop all processes until `thaw`, like a machine that sleeps."""
         self.send_to_all(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -253,7 +253,7 @@ class Script:
         return running
 
     def left_processes(self) -> list[str]:
-        """Command lines of what still runs of the script's session."""
+        """Return the command lines of the session's running processes."""
         left = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -261,7 +261,7 @@ class Script:
         return left
 
     def assert_clean_end(self, seconds: float = 60) -> None:
-        """The script ends, as after a normal stop: exit code 0, no traceback, no process left."""
+        """Wait for a normal end: exit code 0, no traceback, no process left."""
         assert self.wait(seconds) == 0, self.text[-3000:]
         assert "Traceback" not in self.text, self.text[-3000:]
         wait_until(lambda: not self.left_processes(), 5, f"no process left of {self.command}: {self.left_processes()}")

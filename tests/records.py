@@ -38,25 +38,10 @@ def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tupl
 
 
 def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
-    values = {
-        "samples_per_second": 10.0,
-        "samples_accumulated": 64,
-        "loss": 16.0,
-        "mini_steps": 2,
-        "averaged_with": 2,
-        "num_peers": 2,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-3,
-        "total_samples": 192,
-        "skipped_steps": 0,
-        "epoch_seconds": 6.0,
-        "waiting_seconds": 1.0,
-        "averaging_seconds": 0.5,
-        "bytes_sent": 1_000_000,
-        "bytes_received": 1_200_000,
-        "client_mode": False,
-    }
-    return LocalMetrics(epoch=epoch, **{**values, **fields})
+    values = dict(samples_per_second=10.0, samples_accumulated=64, total_samples=192, loss=16.0, mini_steps=2)
+    values |= dict(averaged_with=2, num_peers=2, grad_norm=1.0, learning_rate=1e-3, skipped_steps=0, client_mode=False)
+    values |= dict(epoch_seconds=6.0, waiting_seconds=1.0, averaging_seconds=0.5, bytes_sent=10**6)
+    return LocalMetrics(epoch=epoch, **{**values, "bytes_received": 1_200_000, **fields})
 
 
 @contextlib.contextmanager

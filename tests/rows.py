@@ -26,6 +26,19 @@ def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:
     return rows
 
 
+def make_model_batch(share: float = 0.15, vocab_size: int = 300) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens with padding in one row, in which this share of the tokens has a label."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, vocab_size, (4, 16), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < share, ids, -100).masked_fill(mask == 0, -100)
+    labels[:, 0] = -100
+    types = (torch.arange(16) >= 8).long().expand(4, -1).clone()
+    batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
+    return batch | {"sentence_order_label": torch.tensor([0, 1, 1, 0])}
+
+
 def make_batches(dataset, tokenizer, count, args=None, **changes):
     options = {"batch_size": 8, "seed": 1, **changes}
     return list(

@@ -92,7 +92,7 @@ def list_joint_epochs(tmp_path: Path, names: list[str], after: int = 0) -> list[
 
 
 def largest_difference(tmp_path: Path, *names: str) -> float:
-    """Between any weight of the first trainer's model and the same one of another's."""
+    """Return the largest difference between a weight of the first trainer's model and of another's."""
     first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
     return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
 
@@ -121,7 +121,7 @@ def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=(), p
 
 
 def stop(*peers: Script) -> None:
-    """Ctrl-C for all of these at once: those that come later would work on meanwhile."""
+    """Stop all these scripts by Ctrl-C at the same time."""
     for peer in peers:
         peer.interrupt()
     for peer in peers:
@@ -159,7 +159,7 @@ class Swarm:
         self.pace = PACE  # seconds of a batch
 
     def where(self, name: str) -> dict:
-        """Flags and options that put a role on its host."""
+        """Return the flags that put a role on its host."""
         host = self.net.ip(name) if self.net else "127.0.0.1"
         return {"--host_maddrs": f"/ip4/{host}/tcp/0"}
 

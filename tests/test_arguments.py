@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conventions import MODULES, load_groups
+from mains import expect_user_error
 from processes import run_python
 
 import arguments
@@ -13,24 +14,17 @@ from common.console import UserError
 
 GROUPS = load_groups()
 FIELDS = [item for groups in GROUPS.values() for group in groups for item in dataclasses.fields(group)]
-# RuLeanALBERT's --authorize: a run is closed by --invite or --authority_key, one of which it needs
+# RuLeanALBERT's --authorize only requires --invite or --authority_key
 ONLY_CHECKED = {"authorize"}
-# a script's own flags stand in it
 READERS = "".join(path.read_text() for module, path in MODULES.items() if module != "arguments")
 
 
 def test_flags_have_help_and_are_read():
-    # outside the checks of its own dataclass, as an attribute or by its name
+    # as an attribute or by name, outside of its own dataclass
     read = set(re.findall(r"""[."](\w+)""", READERS))
     for item in FIELDS:
         assert len(item.metadata.get("help", "")) > 20, item.name
         assert item.name in read or item.name in ONLY_CHECKED, f"nothing reads --{item.name}"
-
-
-def test_flags_of_script_do_not_collide():
-    for groups in GROUPS.values():
-        names = [field.name for group in groups for field in dataclasses.fields(group)]
-        assert len(names) == len(set(names))
 
 
 def test_flags_in_steps_mention_epochs():
@@ -45,61 +39,33 @@ def test_flags_in_steps_mention_epochs():
         (["--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--new_run"], ["--experiment_prefix"]),
         (["--initial_peers", "--run_id", "a"], ["--initial_peers", "expected at least one argument"]),
         (["--run_id", "a.b"], ["dot", "a_b"]),
-        (["--run_id", "a", "--no_such_flag", "1"], ["--no_such_flag"]),
         (["--experiment-prefx", "a"], ["--experiment-prefx", "did you mean --experiment_prefix?"]),
-        (["--run_id", "a", "--lerning-rate=1"], ["--lerning-rate,", "did you mean --learning_rate?"]),
-        (["--run_id", "a", "--total_steps", "60"], ["--warmup_steps 5000", "--total_steps 60"]),
-        (["--run_id", "a", "--adam_beta2", "1.5"], ["--adam_beta2", "below 1"]),
-        (["--run_id", "a", "--matchmaking_time", "-1"], ["--matchmaking_time", "above 0"]),
-        (["--run_id", "a", "--weight_decay", "nan"], ["--weight_decay", "at least 0"]),
-        (["--run_id", "a", "--seed", "-1"], ["--seed", "at least 0"]),
-        (["--run_id", "a", "--max_sequence_length", "0"], ["--max_sequence_length", "at least 8"]),
-        (["--run_id", "a", "--learning", "1"], ["--learning"]),
-        (["--run_id", "a", "--learning_rate", "fast"], ["--learning_rate", "fast"]),
-        (
-            ["--run_id", "a", "--batch_size_lead", "4096"],
-            ["4096 must be below --target_batch_size"],
-        ),
-        (["--run_id", "a", "--statistics_expiration", "7200"], ["--statistics_expiration", "3600"]),
-        (["--run_id", "a", "--host_maddrs", "localhost"], ["--host_maddrs", "'localhost'"]),
-        (["--run_id", "a", "--dht_listen_on", "[::]:70000"], ["--host_maddrs", "70000"]),
-        (["--run_id", "a", "--status_port", "70000"], ["--status_port", "below 65536"]),
-        (["--run_id", "a", "--use_google_dns", "--announce_maddrs", "/ip4/1.2.3.4/tcp/1"], ["--announce_maddrs"]),
+        (["--lerning-rate=1"], ["--lerning-rate,", "did you mean --learning_rate?"]),
+        (["--learning", "1"], ["--learning"]),
+        (["--learning_rate", "fast"], ["--learning_rate", "fast"]),
+        (["--total_steps", "60"], ["--warmup_steps 5000", "--total_steps 60"]),
+        (["--adam_beta2", "1.5"], ["--adam_beta2", "below 1"]),
+        (["--matchmaking_time", "-1"], ["--matchmaking_time", "above 0"]),
+        (["--weight_decay", "nan"], ["--weight_decay", "at least 0"]),
+        (["--statistics_expiration", "7200"], ["--statistics_expiration", "at most 3600"]),
+        (["--host_maddrs", "localhost"], ["--host_maddrs", "'localhost'"]),
         (["--use_ipfs"], ["--use_ipfs needs --initial_peers"]),
-        (["--run_id", "a", "--authorize"], ["--authorize needs --invite FILE or --authority_key FILE"]),
-        (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
-        (["--run_id", "a", "--min_learning_rate", "1"], ["--min_learning_rate 1", "--learning_rate 0.00176"]),
-        (["--run_id", "a", "--min_8bit_size", "0"], ["--min_8bit_size"]),
-        (["--run_id", "a", "--target_group_size", "1"], ["--target_group_size", "at least 2"]),
-        (["--run_id", "a", "--do_eval", "--eval_steps", "0"], ["--eval_steps", "at least 1"]),
-        (["--run_id", "a", "--eval_steps", "9"], ["--eval_steps needs --do_eval: add it"]),
-        # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
-        (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
-        (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
-        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "below 1"]),
-        (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),
-        (
-            ["--run_id", "a", "--initial_sequence_length", "128"],
-            ["--max_sequence_length", "--sequence_length_warmup_steps"],
-        ),
-        (["--run_id", "a", "--sequence_length_warmup_steps", "9"], ["--initial_sequence_length"]),
-        (["--run_id", "a", "--objective", "nsp"], ["--objective", "mlm_sop"]),
-        (
-            ["--run_id", "a", "--model_name_or_path", "b", "--config_name", "c"],
-            ["--model_name_or_path", "--config_path"],
-        ),
-        (["--run_id", "a", "--train_file", "b", "--dataset_name", "c"], ["--train_file", "--dataset_name"]),
-        (["--run_id", "a", "--train_file", "b", "--streaming"], ["--train_file", "--streaming"]),
-        (["--run_id", "a", "--validation_file", "b"], ["--validation_file", "--train_file"]),
+        (["--authorize"], ["--authorize needs --invite FILE or --authority_key FILE"]),
+        (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
+        (["--eval_steps", "9"], ["--eval_steps needs --do_eval: add it"]),
+        # RuLeanALBERT's flag, which docs/models.md explains
+        (["--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
+        (["--initial_sequence_length", "128"], ["--max_sequence_length", "--sequence_length_warmup_steps"]),
+        (["--objective", "nsp"], ["--objective", "mlm_sop"]),
+        (["--compression", "sparse"], ["--compression sparse", "--local_steps 25"]),
+        (["--validation_file", "b"], ["--validation_file", "--train_file"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_invalid_flag_is_one_line(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["./run_trainer.py", *flags])
-    with pytest.raises(UserError) as error:
+    with expect_user_error(*words):
         arguments.parse_arguments(*arguments.TRAINER_ARGS)
-    [line] = str(error.value).splitlines()
-    assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize("script, number", [("run_trainer", 38), ("run_training_monitor", 30), ("finetune_mlm", 18)])
@@ -135,7 +101,7 @@ def test_infinite_limit_is_accepted():
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")
-# runs each module in a process that has what most of them import before they read their flags
+# runs each module in a fork with the imports that precede its flags
 RUN_WITH_TYPO = """
 import os, runpy, sys, arguments, transformers
 for module in sys.argv[1:]:
@@ -164,7 +130,7 @@ def test_typo_is_answered_before_imports():
     [
         ({}, ("configs/albert-large.json", "data/tokenizer")),
         ({"model_name_or_path": "a"}, (None, "a")),
-        # the default, named
+        # the default value, given explicitly
         ({"model_name_or_path": "a", "tokenizer_path": "data/tokenizer"}, (None, "data/tokenizer")),
     ],
 )

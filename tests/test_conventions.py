@@ -125,10 +125,10 @@ def count_lines(paths) -> int:
 
 
 def test_sizes_stay_within_their_budgets():
-    """The limits only come down."""
     assert count_lines(list_swarm()) <= 9150
     assert count_lines([ROOT / "run_trainer.py"]) <= 156
     assert count_lines([ROOT / "callback.py"]) <= 226
+    assert count_lines([ROOT / "utils.py"]) <= 242
     optimizer = next(cls for cls in list_classes("swarm/optimizer.py") if cls.name == "CollaborativeOptimizer")
     methods = [node for node in optimizer.body if isinstance(node, ast.FunctionDef)]
     stores = (

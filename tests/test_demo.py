@@ -42,7 +42,7 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
     assert time.monotonic() - started < 600
     assert_all_ended(processes)
 
-    # the figures once more, from the files alone
+    # compute the figures again from the files
     out = tmp_path / "out"
     summaries = [json.loads((out / name / "summary.json").read_text()) for name in ("trainer1", "trainer2")]
     entropy = json.loads((out / "data" / "dataset" / "corpus.json").read_text())["unigram_entropy"]

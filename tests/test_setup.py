@@ -16,7 +16,7 @@ def set_up(tmp_path):
     """set_up(*words) -> the finished `make setup`, in a folder of its own."""
     for name in ("Makefile", "requirements.txt", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    # without the variables of the `make test` that may have started the tests
+    # `make test` may have set variables
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     return lambda *words: subprocess.run(
         ["make", "setup", *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120

@@ -48,7 +48,7 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
         epoch, width, count = json.loads(line)
         widths.setdefault(epoch, []).append(width)
         tokens += count
-    # 16 + 4 an epoch, in multiples of 8, from the first batch of an epoch on; four batches make an epoch
+    # 16 + 4 per epoch, in multiples of 8; an epoch has four batches
     expected = [sequence_length_at(epoch, DataArguments(**growing)) for epoch in range(8)]
     assert expected == [16, 16, 24, 24, 32, 32, 32, 32]
     assert list(widths) == list(range(8)) and all(len(widths[epoch]) == 4 for epoch in widths)
@@ -73,7 +73,7 @@ def facts(request, tmp_path_factory) -> dict:
 
 
 def test_roles_order_parameters_equally(facts):
-    """State is exchanged by position (note 9): compare the names and the values at each position."""
+    """Peers exchange states by position (note 9)."""
     assert facts["trainer"] == facts["monitor"]
     matrices = [name for name in facts["trainer"]["names"] if name in facts["trainer"]["matrices"]]
     assert facts["trainer"]["matrices"] == matrices
@@ -81,7 +81,7 @@ def test_roles_order_parameters_equally(facts):
 
 
 def test_nonfinite_parameters_end_lone_trainer(facts):
-    """Training continues from a saved state."""
+    """The user restarts it from a checkpoint."""
     assert facts["exit_code"] == 1 and facts["is_finite"]
 
 
@@ -98,7 +98,7 @@ def test_nonfinite_parameters_reload_from_swarm(start, tmp_path, tiny_data):
 
 
 def test_progress_line_omits_unknown_values(facts):
-    """The mean loss of the steps so far, without the skipped one; the end of 100 epochs of 30 s."""
+    """The loss is the mean of the steps that were not skipped."""
     before, after = facts["lines"]
     assert facts["progress"]["target_batch_size"] == 64  # not less --batch_size_lead
     assert re.fullmatch(r"epoch 0/100  peers 1/1  \d\.\d s  local samples 0  next epoch 0%", before), before

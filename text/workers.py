@@ -6,12 +6,6 @@ from collections.abc import Iterator
 import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
 
 
-def keep_to_one_core(_: int) -> None:
-    """Initialize a worker process so that it uses one core."""
-    # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
     """Yield prepared[key] for each of the keys, in their order, from num_workers processes; 0: from this process.
 
@@ -28,6 +22,7 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         collate_fn=lambda batch: batch,  # arrays: tensors need scarce shared memory, and threads, noisy at exit
         num_workers=num_workers,
         multiprocessing_context="fork",
-        worker_init_fn=keep_to_one_core,
+        # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
+        worker_init_fn=lambda _: os.environ.update(TOKENIZERS_PARALLELISM="false"),
     )
     return iter(loader)

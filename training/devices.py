@@ -6,16 +6,13 @@ Devices are chosen without a CUDA context, because hivemind forks its helpers la
 import contextlib
 import dataclasses
 import logging
-import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
-import hivemind
 import psutil
 import torch
-import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
@@ -70,12 +67,6 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
             "nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return [torch.device(device.type, number) for number in numbers]
-
-
-def log_versions(devices: list[torch.device]) -> None:
-    """Log the versions of the libraries, and the devices of this peer."""
-    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
-    logger.info(f"{versions}, python {platform.python_version()}, {' '.join(map(str, devices))}")
 
 
 def place_model(

@@ -42,7 +42,7 @@ from training.model import make_trained_model, move_batch
 from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
-MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # whichever is over first
+MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # the first limit ends the measurement
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,15 +23,17 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 
+import hivemind
 import torch
 import torch.distributed as dist
+import transformers
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, exit_with_parent
 from swarm.processes import STOP_REQUESTED
-from training.devices import choose_devices, log_versions
+from training.devices import choose_devices
 
 logger = logging.getLogger("trainer")
 
@@ -55,7 +58,8 @@ def join_ranks(args: TrainerArguments) -> "RankGroup":
         exit_with_parent()
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    log_versions(devices)
+    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
+    logger.info(f"{versions}, python {platform.python_version()}, {' '.join(map(str, devices))}")
     return ShardedRankGroup(number, devices) if args.sharded else RankGroup(number, devices)
 
 

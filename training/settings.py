@@ -30,8 +30,7 @@ from training.page_client import resolve_initial_peers
 
 logger = logging.getLogger("joining")
 
-OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may mean another thing on each machine
-CONFIGS = "configs"
+OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")
 PUBLIC_IP_URL = "https://api.ipify.org"
 
 
@@ -72,13 +71,10 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
 def list_settings(attestation: RunAttestation) -> list[str]:
     """Return the flags in an attestation that bind a new peer, as --NAME=VALUE."""
     flags = attestation.contract.flags if attestation.contract else attestation.flags
-    return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
-
-
-def is_for_all(setting: str) -> bool:
-    """Return whether a flag means the same on each machine."""
-    name, _, value = setting.removeprefix("--").partition("=")
-    return name not in OWN_FLAGS and (name != "config_path" or value in map(str, Path(CONFIGS).glob("*.json")))
+    settings = [flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag]
+    shapes = [f"--config_path={path}" for path in Path("configs").glob("*.json")]
+    # other flags and files may mean another thing on each machine
+    return [it for it in settings if it in shapes or split_setting(it)[0] not in (*OWN_FLAGS, "config_path")]
 
 
 def require_settings(settings: Iterable[str], groups: tuple) -> None:

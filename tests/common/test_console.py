@@ -23,7 +23,7 @@ def test_log_lines_strip_escapes_and_newlines():
     line, *trace = RoleFormatter("trainer").format(record).splitlines()
     assert line.isprintable() and "warning: [hivemind] peer Ёлка 漢字  run: curl" in line
     assert trace[0].startswith("Traceback") and all(line.isprintable() for line in trace)
-    # in place of a bar that stands there; the color is ours
+    # it replaces a progress bar, in our color
     assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
 
 

@@ -8,13 +8,12 @@ import shutil
 import pytest
 import torch
 import transformers
-from mains import refuse, run_main
+from mains import expect_user_error, refuse, run_main
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from swarms import TRAINER, choose_trainer, flags, history
 
 import tokenize_wikitext103
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments
-from common.console import UserError
 from experiment.data import load_data, make_eval_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
@@ -161,10 +160,8 @@ def test_bad_conversations_are_one_line(files, name):
     path = files / "chat_tokenizer" / "chat_template.jinja"
     path.unlink() if template is None else path.write_text(template)
     write_chats("chats.jsonl", chats)
-    with pytest.raises(UserError) as error:
+    with expect_user_error(words):
         load(**options)
-    [line] = str(error.value).splitlines()
-    assert words in line
 
 
 def train_alone(files, rows: int, steps: int, lora_r: int | None) -> list[dict[str, torch.Tensor]]:
@@ -199,9 +196,9 @@ RATE = 5e-3  # above the guide's, for visible steps
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_r", [None, 4], ids=["weights", "adapters"])
 def test_chat_swarm_matches_single_process(start, files, lora_r):
-    """Two trainers, a restart of the first one, a late one, and an auxiliary peer that keeps their states.
+    """Two trainers, one of which restarts, a late trainer, and an auxiliary peer that archives.
 
-    An epoch takes one trainer twelve seconds, so that both make each step together, without gradients of old weights.
+    An epoch takes one trainer twelve seconds, so that both compute gradients of the same weights.
     """
     rows, prefix, archive = len(load(max_sequence_length=512)[1]["train"]), make_prefix(), files / "archive"
     words = [str(files / word) if (files / word).exists() else word for word in COMMAND]

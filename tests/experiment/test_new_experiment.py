@@ -17,7 +17,7 @@ RECIPES = {diff[1]: diff[2] for diff in re.finditer(r"```diff\n--- (\S+)\n(.*?)`
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A copy of the files that a new experiment consists of."""
+    """A copy of the files of an experiment."""
     for name in [*ROOMS, "configs"]:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("arguments.py", "utils.py", "tokenize_wikitext103.py"):
@@ -26,7 +26,7 @@ def copy(tmp_path) -> Path:
 
 
 def apply_recipe(copy: Path, name: str) -> None:
-    """Replace what stands in the file, of each part of the diff."""
+    """Apply each part of the diff to its file."""
     text = (copy / name).read_text()
     parts = [part.splitlines() for part in RECIPES[name].split("@@\n") if part]
     assert sum(line[:1] in ("+", "-") for part in parts for line in part) <= 30
@@ -61,7 +61,7 @@ def test_recipe_custom_head_trains_and_opens(copy, tiny_data):
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 
-    # in another folder, without our code: by the lines in the guide, and by those in the saved folder
+    # in another folder, without our code: by the guide's lines and by those of the saved folder
     shutil.copytree(copy / "outputs", copy / "elsewhere" / "outputs")
     card = re.search(r"```python\n(.*?)```", (copy / "outputs/trainer/model/README.md").read_text(), re.DOTALL)[1]
     options = dict(cwd=copy / "elsewhere", timeout=180, env={"HF_HOME": str(copy / "cache")})
@@ -70,12 +70,11 @@ def test_recipe_custom_head_trains_and_opens(copy, tiny_data):
     assert answer == best and answer["token_str"] == facts["answer"]
     assert answer["score"] == pytest.approx(facts["score"], rel=1e-4) and answer["score"] > 5 / 500
     assert "MISSING" not in result.stderr and "UNEXPECTED" not in result.stderr
-    # a piece that is in many texts
     assert facts["frequency"] > len(facts["texts"]) / 4
 
 
 def test_custom_objective_reuses_a_kind(copy, tiny_data):
-    """CONTRIBUTING.md has the steps: an entry, and its name among the flag's values."""
+    """CONTRIBUTING.md describes the steps: an entry, and its name in the flag's type."""
     for name, before, after in (
         ("arguments.py", 'OBJECTIVES = Literal["mlm", ', 'OBJECTIVES = Literal["mine", "mlm", '),
         (
@@ -101,11 +100,11 @@ def test_recipe_json_lines_trains(copy, tiny_data):
     talks = [[f"I say {one} and then {two}.", f"You say {two}, not {one}."] for one in words for two in words]
     lines = [{"turns": [{"speaker": n, "text": text} for n, text in enumerate(talk)]} for talk in talks]
     (copy / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # the guide's own flags: the model takes no longer sequences
+    # the guide's flags, because the model takes no longer sequences
     where = re.search(r"`(--train_file talks.jsonl .*?)` names", GUIDE)[1].split() + ["--dataset_cache_dir", "cache"]
     tokenizer = ["--tokenizer_path", tiny_data["--tokenizer_path"]]
     facts = run(copy, "few_steps.py", *STEPS, "--config_path", "configs/demo.json", *where, *tokenizer)
-    # a twentieth of the 100 conversations is held out, and each of the others is one pair of turns
+    # 5 of 100 conversations are for validation; each of the others is one pair of turns
     assert (facts["source"], facts["instances"]) == ("talks.jsonl", 95)
     turns = {turn.lower() for talk in talks for turn in talk}
     seen = re.findall(r"(?:i|you) say .*?\.", " ".join(facts["texts"]).replace(" ,", ",").replace(" .", "."))
@@ -124,7 +123,7 @@ def test_recipe_json_lines_trains(copy, tiny_data):
     ],
 )
 def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
-    """The moments begin at zero, without the weights that are decayed, and a joining peer loads all of them."""
+    """The moments start at zero, without weight decay, and a joining peer loads all of them."""
     apply_recipe(copy, "experiment/optimizer.py")
     facts = run(copy, "shared_momentum.py", make_prefix(), optim, rate)
     assert facts["contract"] == terms and facts["kinds"] == kinds

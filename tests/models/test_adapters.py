@@ -1,14 +1,9 @@
 """LoRA: adapters of a pretrained model are trained, saved, averaged, merged."""
 
-import json
-import os
-
 import pytest
 import torch
 import transformers
-from processes import LOOPBACK, make_prefix, run_python, wait_until
-from safetensors.torch import load_file
-from swarms import TRAINER, choose_trainer, flags, history
+from processes import run_python
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +12,7 @@ from common.console import UserError
 from experiment.model import make_model
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
 from swarm.contract import find_differences
-from training.checkpoint import find_checkpoints, write_weights
+from training.checkpoint import write_weights
 
 pytest.importorskip("peft")
 LORA = {"lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -94,54 +89,3 @@ def test_lora_wrong_flags_are_one_line(tmp_path):
     )
     with pytest.raises(UserError, match="--lora_target_modules: .*choose some of .*q_proj"):
         make_model(arguments, 300)
-
-
-@pytest.mark.slow
-def test_lora_swarm_archives_and_resumes(start, tmp_path, text_data):
-    """Two trainers, an auxiliary peer that keeps their states, a late trainer, and a restart of that one."""
-    size = len(json.loads((text_data["--tokenizer_path"] / "tokenizer.json").read_text())["model"]["vocab"])
-    base = make_base(tmp_path / "base", size)
-    own = {"--model_name_or_path": base, "--lora_r": 8, "--lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
-    own |= {
-        "--load_state_compression": "none",
-        "--learning_rate": 0.02,
-        "--target_batch_size": 256,
-        "--total_steps": 40,
-        "--target_group_size": 3,
-    }
-    shared = {name: value for name, value in (TRAINER | own).items() if not name.startswith(("--per", "--grad", "--d"))}
-    shared.pop("--config_path")
-    prefix, archive, names = make_prefix(), tmp_path / "archive", ("first", "second", "late")
-    aux_flags = {"--tokenizer_path": text_data["--tokenizer_path"], "--save_checkpoint_step_interval": 2}
-    aux_flags |= {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
-    aux = start("aux", "run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, *flags(shared, aux_flags))
-    peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)
-
-    def begin(name: str, last: int):
-        run = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-        groups = [TRAINER | own, text_data, run, {"--max_steps": last, "--do_eval": []}]
-        groups[0].pop("--config_path")
-        return start(name, *choose_trainer(0.1), *LOOPBACK, *flags(*groups))
-
-    trainers = [begin(name, 14) for name in names[:2]]
-    wait_until(lambda: history(tmp_path, "first").get(3), 120, "epoch 3")
-    trainers.append(begin("late", 14))
-    for trainer in trainers:
-        trainer.assert_clean_end(180)
-    models = [
-        load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("first", "second", "late")
-    ]
-    for other in models[1:]:
-        assert max((models[0][key] - other[key]).abs().max() for key in other) < 1e-5
-    summary = json.loads((tmp_path / "first" / "summary.json").read_text())
-    assert summary["final_loss"] < summary["start_loss"] - 0.05 and summary["epochs_averaged"] >= 8
-    again = begin("late", 16)
-    again.assert_clean_end(180)
-    assert json.loads((tmp_path / "late" / "summary.json").read_text())["epoch"] == 16
-
-    aux.interrupt()
-    aux.assert_clean_end(30)
-    folder = find_checkpoints(archive)[-1]
-    assert os.path.getsize(folder / "adapter_model.safetensors") < os.path.getsize(folder / "model.safetensors") / 4
-    opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert opened(torch.arange(8)[None]).logits.isfinite().all()

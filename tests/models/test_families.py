@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from mains import expect_user_error
 from processes import LOOPBACK, make_prefix, run_python, wait_until
+from rows import make_model_batch
 from safetensors.torch import load_file, save_file
 from swarms import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, TrainerArguments
@@ -65,20 +68,6 @@ def write(tmp_path):
     return write_config
 
 
-def make_batch(is_causal: bool, seed: int = 0, size: int = 4, length: int = 16) -> dict[str, torch.Tensor]:
-    """With padding in one row."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, VOCABULARY, (size, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 10:] = 0
-    share = 1.0 if is_causal else 0.15
-    labels = torch.where(torch.rand(ids.shape, generator=generator) < share, ids, -100)
-    labels[mask == 0] = -100
-    labels[:, 0] = -100
-    types = (torch.arange(length) >= length // 2).long().expand(size, -1).clone()
-    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
-
-
 # ---------------------------------------------------------------- losses
 
 
@@ -90,7 +79,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     reference = auto_class.from_config(model.config).eval()
     assert type(reference) is type(model) and model.objective.name == ("clm" if is_causal else "mlm")
     reference.load_state_dict(model.state_dict())
-    batch = make_batch(is_causal)
+    batch = make_model_batch(1.0 if is_causal else 0.15)
     inputs = {key: batch[key] for key in model.input_names}
     assert ("token_type_ids" in inputs) == (name in ("bert", "fnet", "mobilebert"))
     assert ("attention_mask" in inputs) == (name != "fnet")
@@ -106,7 +95,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
         if param.grad is not None:
             torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
 
-    # right predictions: make the labels what the model predicts, in all places but one
+    # use the predictions as labels, except for one
     predicted = outputs.logits.argmax(-1)
     if is_causal:
         predicted = predicted.roll(1, dims=1)
@@ -117,7 +106,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     assert compute_losses(model, move_batch(batch | {"labels": labels}, CPU))["correct"].item() == count - 1
     result = evaluate(model, [batch | {"labels": labels}] * 2, CPU)
     assert result["accuracy"] == pytest.approx((count - 1) / count) and result["samples"] == 8
-    # the forward pass of other users is unchanged
+    # other callers still get all logits
     assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
 
 
@@ -153,6 +142,58 @@ def test_model_that_joins_documents_is_known(write, name, is_apart):
     assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
 
 
+@pytest.fixture
+def model():
+    """The demo's ALBERT."""
+    return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
+
+
+def test_masked_head_matches_full_logits(model):
+    batch = make_model_batch()
+    reference = transformers.AlbertForPreTraining(model.config)
+    reference.load_state_dict(model.state_dict())
+    model.eval(), reference.eval()  # the head of sentence order has dropout
+    outputs = reference(**{name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")})
+    mlm_loss = cross_entropy(outputs.prediction_logits.flatten(0, 1), batch["labels"].flatten())
+    sop_loss = cross_entropy(outputs.sop_logits, batch["sentence_order_label"])
+    (mlm_loss + sop_loss).backward()
+
+    losses = compute_losses(model, move_batch(batch, CPU))
+    losses["loss"].backward()
+    assert losses["mlm_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
+    assert losses["sop_loss"].item() == pytest.approx(sop_loss.item(), rel=1e-5)
+    # an evaluation is of the masked words alone
+    result = evaluate(model, [batch, batch], CPU)
+    assert result["loss"] == pytest.approx(mlm_loss.item(), rel=1e-5)
+    model.eval()
+    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_batch_without_labels_has_zero_loss(model):
+    batch = make_model_batch() | {"labels": torch.full((4, 16), -100)}
+    losses = model(**batch)
+    assert losses["mlm_loss"].item() == 0
+    assert losses["loss"].isfinite()
+
+
+def test_make_model_depends_on_seed(model):
+    torch.rand(3)  # earlier draws change nothing
+    again = make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
+    other = make_model(ModelArguments(config_path="configs/demo.json", seed=7), VOCABULARY)
+    name = "albert.embeddings.word_embeddings.weight"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(model.state_dict()[name], other.state_dict()[name])
+
+
+def test_albert_large_has_published_size():
+    with torch.device("meta"):
+        model = make_model(ModelArguments(), 30_000)
+    # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
+    assert 17.5e6 < model.num_parameters() < 18.5e6
+
+
 # ---------------------------------------------------------------- which model
 
 
@@ -186,10 +227,8 @@ def test_untrainable_model_is_one_line(write, name, options, words):
         path = write(name, **changes)
     else:
         path = write(name)
-    with pytest.raises(UserError) as error:
+    with expect_user_error(*words):
         make_trained_model(ModelArguments(path, **options), TrainerArguments(), VOCABULARY)
-    [line] = str(error.value).splitlines()
-    assert all(word in line for word in words), line
 
 
 @pytest.mark.parametrize(
@@ -205,27 +244,22 @@ def test_untrainable_model_is_one_line(write, name, options, words):
     ids=["not a number", "no multiple", "misspelt", "unknown field", "unknown activation", "somebody's code"],
 )
 def test_empty_config_is_one_line(write, changes, words):
-    with pytest.raises(UserError) as error:
+    with expect_user_error(*words):
         make_model(ModelArguments(write("bert", **changes)), VOCABULARY)
-    [line] = str(error.value).splitlines()
-    assert all(word in line for word in words), line
 
 
 def test_foreign_weights_are_one_line(write, tmp_path):
     make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
     config, weights = tmp_path / "model/config.json", tmp_path / "model/model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 120}))
-
-    def said(path) -> str:
-        with pytest.raises(UserError) as error:
-            make_model(ModelArguments(model_name_or_path=str(path)), VOCABULARY)
-        [line] = str(error.value).splitlines()
-        return line
-
-    assert "different shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
+    args = ModelArguments(model_name_or_path=str(tmp_path / "model"))
+    with expect_user_error("different shapes than its config.json says: bert.encoder"):
+        make_model(args, VOCABULARY)
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot be made" in said(tmp_path / "model")
-    assert "--config_path" in said(config)
+    with expect_user_error("cannot be made"):
+        make_model(args, VOCABULARY)
+    with expect_user_error("--config_path"):
+        make_model(ModelArguments(model_name_or_path=str(config)), VOCABULARY)
 
 
 def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
@@ -246,7 +280,7 @@ def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
 def test_configs_without_padding_token_build(write, name):
-    """No token of padding, or tokens that must be numbers, which the tokenizer does not have."""
+    """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
     sizes = (
         SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
     )
@@ -262,10 +296,9 @@ def test_tokenizer_changed_by_saving_is_one_line(write):
 
 
 def test_mixture_of_experts_adds_router_loss(write):
-    """transformers adds the loss of its routers to the other one."""
     sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5)
     model = make_model(ModelArguments(write("mixtral", **sizes, output_router_logits=True)), VOCABULARY)
-    batch = make_batch(True)
+    batch = make_model_batch(1.0)
     losses = compute_losses(model, move_batch(batch, CPU))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     torch.testing.assert_close(losses["loss"], model(**inputs).loss)
@@ -273,7 +306,7 @@ def test_mixture_of_experts_adds_router_loss(write):
 
 
 def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
-    """Of 57 words, the special ones in an order of their own."""
+    """Return a tokenizer of 57 words, with special tokens in an unusual order."""
     pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
     backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
     names = dict(pad_token="<pad>", sep_token="</s>", eos_token="</s>", mask_token="<mask>", unk_token="<unk>")
@@ -281,7 +314,7 @@ def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
 
 
 def test_roberta_length_excludes_padding_positions(write):
-    """It counts positions from behind the token of padding, which is the tokenizer's, not its default."""
+    """RoBERTa counts positions from the id of the tokenizer's padding token."""
     tokenizer = make_word_tokenizer(cls_token="<s>")
     model = make_model(ModelArguments(write("roberta")), tokenizer).eval()
     longest = find_longest_sequence(model)
@@ -312,12 +345,12 @@ def test_roles_build_same_architecture(write, tmp_path):
     run, mine = (make_contract(m, "a", *groups) for m in (pretrained, scratch))
     [difference] = find_differences(mine, [run])
     assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
-    # changes that no shape of a weight shows
+    # these changes keep the shapes of all weights
     for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
         assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
     causal = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
     assert describe_architecture(causal) not in described
-    # another model's weights are seen too
+    # so does the contract of another model's weights
     make_model(ModelArguments(write("bert"), seed=8), VOCABULARY).save_pretrained(tmp_path / "other")
     other = make_model(ModelArguments(model_name_or_path=str(tmp_path / "other")), VOCABULARY)
     assert other.initial_weights != pretrained.initial_weights
@@ -331,7 +364,7 @@ def test_pretrained_vocabulary_only_grows(write, tmp_path):
     rows = [m.get_input_embeddings().weight for m in (model, rounded, grown, again)]
     assert [len(weight) for weight in rows] == [320, 320, 400, 400]
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2][:320]) and torch.equal(rows[2], rows[3])
-    compute_losses(rounded, move_batch(make_batch(False), CPU))["loss"].backward()
+    compute_losses(rounded, move_batch(make_model_batch(), CPU))["loss"].backward()
 
 
 @needs_minilm
@@ -367,9 +400,9 @@ slow = pytest.mark.slow
     ],
 )
 def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
-    """Two trainers and an auxiliary peer that keeps their states."""
+    """Two trainers, and an auxiliary peer that archives."""
     data = text_data if name in CAUSAL else tiny_data
-    # larger epochs than gpt2's do for those that learn more slowly
+    # the other models learn more slowly, in larger epochs
     target = 128 if name == "gpt2" else 1024
     own = {"--config_path": write(name), "--max_steps": 8, "--total_steps": 40, "--target_batch_size": target}
     own |= {"--target_group_size": 2}
@@ -408,7 +441,7 @@ def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, t
 
 
 def test_unnamed_output_layer_has_same_loss(write, monkeypatch):
-    model, batch = make_model(ModelArguments(write("bert")), VOCABULARY).eval(), move_batch(make_batch(False), CPU)
+    model, batch = make_model(ModelArguments(write("bert")), VOCABULARY).eval(), move_batch(make_model_batch(), CPU)
     expected = compute_losses(model, batch)["loss"]
     monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
     other = make_model(ModelArguments(write("bert")), VOCABULARY).eval()

@@ -1,22 +1,17 @@
 """What people look at: curves that go on, contributors who are never lost, pictures, a trainer's curves."""
 
-import contextlib
 import json
 import re
-from pathlib import Path
 
 import numpy
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from mains import refuse
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix
 from records import make_metrics, read_wandb_history
 
-import run_training_monitor
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
-from common.files import lock_folder
 from monitoring.history import Contributions, History, load_history
 from monitoring.report import RunReport
 from training.figures import aggregate_metrics
@@ -43,10 +38,6 @@ def test_history_thins_out_evenly(monkeypatch):
     # the swarm continues from an older state
     history.add({"epoch": 5_000})
     assert [entry["epoch"] for entry in history] == [epoch for epoch in epochs if epoch < 5_000] + [5_000]
-    for epoch in range(5_001, 12_000):
-        history.add({"epoch": epoch})
-    epochs = [entry["epoch"] for entry in history]
-    assert epochs == sorted(set(epochs)) and epochs[-1] == 11_999 and len(epochs) <= 100
 
     # an observer that misses most epochs
     history = History()
@@ -87,10 +78,10 @@ def test_contributions_survive_restarts():
     assert tell("a", 640, at=0) == 768  # a read that missed the newest record
     seen = contributors.peers["a"].last_seen
     assert tell("b", 64) == 64
-    # from a checkpoint: it has given 64 since, whatever it gave before that was counted
+    # after a restart from a checkpoint, only its new 64 samples count
     assert tell("a", 704, epoch=6) == 832
     assert tell("a", 768, epoch=7) == 896
-    # without one, from zero
+    # after a restart without one
     assert tell("a", 64, epoch=8) == 960
     assert tell("a", 128, epoch=9) == 1024
     assert contributors.peers["a"].last_seen > seen
@@ -139,34 +130,6 @@ def test_contributions_are_bounded(monkeypatch):
     assert shown["num_contributors"] == 50 and shown["total_samples"] == sum(range(30, 80))
 
 
-def write_history(folder: Path, prefix: str, epochs: int) -> None:
-    folder.mkdir(exist_ok=True)
-    with open(folder / "metrics.jsonl", "w") as file:
-        for epoch in range(1, epochs + 1):
-            file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
-
-
-def test_output_dir_is_locked(start, tmp_path, tiny_data):
-    """Also while its archive is in the same folder, and until it is killed."""
-    write_history(tmp_path / "out", "curves", 30)
-    command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
-    archive = ["--store_checkpoints", "--config_path", "configs/demo.json"]
-    archive += ["--tokenizer_path", tiny_data["--tokenizer_path"]]
-    first = start("first", *command, *LOOPBACK, "--report_to", "none", *archive)
-    first.wait_for("Waiting for trainers")
-    refused = refuse(run_training_monitor, *command[1:], *LOOPBACK, "--report_to", "none")
-    assert f"--output_dir {tmp_path / 'out'} is in use" in refused
-    first.kill()
-
-    def is_free() -> bool:
-        with contextlib.suppress(UserError):
-            lock_folder("--output_dir", tmp_path / "out")
-            return True
-        return False
-
-    wait_until(is_free, 30, "no process holds the folder")
-
-
 def test_unreadable_summary_is_kept(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
@@ -174,7 +137,7 @@ def test_unreadable_summary_is_kept(tmp_path):
 
 
 def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
-    """With a log file, and its first epoch in it; the run on wandb has the name of the peer."""
+    """The log file has the first epoch, and the run is named after the peer."""
     output_dir, logs = tmp_path / "out", tmp_path / "logs"
     flags = ["--config_path", "configs/demo.json", "--optim", "adamw", "--warmup_steps", "2", "--total_steps", "50"]
     flags += ["--target_batch_size", "64", "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
@@ -199,7 +162,7 @@ def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
         assert values["loss"] == line["loss"] and values["total_samples"] == line["total_samples"]
         parts = [values[f"epoch/{name}_seconds"] for name in ("compute", "waiting", "averaging")]
         assert sum(parts) == pytest.approx(values["epoch/epoch_seconds"])
-    # nothing but the numbers, and the arguments without paths and addresses
+    # no path or address is reported
     assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
     log = (logs / "trainer.log").read_text()
     assert re.findall(r"epoch (\d+)/", log) == ["1"]

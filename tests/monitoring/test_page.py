@@ -24,7 +24,7 @@ from monitoring.page import MAX_VISITORS, StatusServer
 from training.page_client import MAX_PAGE_BYTES
 from utils import LocalMetrics
 
-# a volunteer's name, as hostile as one may be: without control characters it is a name like any other
+# a volunteer's name of the most hostile kind that is accepted
 HOSTILE = "expression.alert_1-"  # the most that a name may be, see USERNAME of common/flags.py
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 
@@ -60,15 +60,14 @@ def test_page_serves_browsers_and_programs(server):
         assert code == 200 and headers["Content-Type"] == "application/json"
         status = json.loads(body)
         assert status["experiment_prefix"] == "run" and len(status["multiaddrs"]) == 8
-        # however people call themselves, others can still join by HOST:PORT
+        # with any names, others can still join by HOST:PORT
         assert len(status["contributors"]) == MAX_PEERS_SENT and len(body) < MAX_PAGE_BYTES * 0.9
     code, headers, body = ask(port, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert code == 200 and headers["Content-Type"].startswith("text/html") and body.startswith(b"<!DOCTYPE html>")
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-    # how the data is prepared
     assert b"<code>python tokenize_wikitext103.py</code>" in body
-    # nothing that is elsewhere, and no markup made of texts
+    # no external resources, and no markup from texts
     assert not re.search(rb'(?:src|href)="(?!data:,|status\.json)|@import|url\(', body)
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", body)
 
@@ -113,7 +112,7 @@ def test_page_escapes_peer_names(tmp_path):
     assert "--username 'a\\tb' is not a name" in refuse(run_trainer, *command, "a\tb")
 
 
-# two are a full group, which averages at once
+# two peers are a full group, which averages at once
 SETTINGS = {"--target_batch_size": 128, "--target_group_size": 2, "--total_steps": 5000, "--do_eval": True}
 SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
@@ -121,7 +120,7 @@ SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_page_works_in_browser(start, tmp_path, tiny_data):
-    """The curve grows, a hostile name stays text, the copied command joins, and a monitor may go and come back."""
+    """The curve grows, a hostile name stays text, the copied command joins, and the monitor may restart."""
     prefix, port = make_prefix(), 0
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *options, "--status_port", port)
@@ -140,11 +139,10 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
         assert "python tokenize_wikitext103.py" in tab.run("document.querySelector('#data').innerText")
         assert "word frequencies" in tab.run("document.querySelector('#legend').textContent")
 
-        # the copied command, with each machine's own flags
+        # start a peer by the copied command
         tab.wait_for("status.join.includes('--target_batch_size')", 60)
         tab.click("[data-copies=join]")
         tab.wait_for("document.querySelector('[data-copies=join]').textContent === 'Copied'", 10)
-        # the words that a shell makes of it
         command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
         words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
@@ -162,7 +160,6 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
         assert HOSTILE in [contributor["username"] for contributor in seen["contributors"]] and seen["join"]
         assert len(json.loads(ask(own_port, "/history.json")[2])["training"]) > 3
 
-        # figures under the pointer, on each axis
         for number in (1, 2, 3):
             tab.click(f"#axes button:nth-of-type({number})")
             box = tab.run("document.querySelector('#chart').getBoundingClientRect().toJSON()")
@@ -176,7 +173,7 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
             assert tab.run("document.documentElement.scrollWidth") <= width
         assert tab.complaints == []
 
-        # the monitor is gone, and back
+        # the monitor dies and restarts
         monitor.kill()
         tab.wait_for("document.querySelector('#news').textContent.startsWith('No answer since')", 60)
         same = ["--host_maddrs", re.sub("/p2p/.*", "", peers)]
@@ -186,7 +183,7 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
         tab.wait_for(f"$('news').textContent.startsWith('live') && points.at(-1)[0] > {last}", 120)
         assert tab.run("performance.getEntriesByType('navigation').length") == 1  # without another load
 
-        # all trainers leave: the run has ended, and with what result
+        # all trainers leave: the page shows the end and the result
         assert tab.run("status.ended") is None
         for script in (trainer, other):
             script.interrupt()
@@ -202,7 +199,6 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
         assert re.match(f"{end}; .* Result: {result}$", news), news
         assert re.search(r"peers now\s+0\b", figures) and re.search(r"samples/s\s+0", figures), figures
         assert "ends in" not in figures and tab.run("document.title").startswith("ended")
-        # as after its last epoch
         tab.run("status.final_epoch = status.epoch; show()")
         assert re.match(r"Ended .* at epoch ([\d,]+) of \1\. Result: training loss ", tab.run("$('news').innerText"))
     monitor.interrupt()

@@ -30,7 +30,7 @@ KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated"
 
 class BadStateAverager(StateAverager):
     def __init__(self, *args, **kwargs):
-        # of downloads so far, in whichever process it is counted
+        # of downloads so far, shared by all processes
         self.downloads = multiprocessing.Value(ctypes.c_int, 0)
         super().__init__(*args, **kwargs)
 

@@ -13,7 +13,7 @@ special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
 tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in [*special, *(f"▁word{number}" for number in range(195))]])
 signals = []
 is_patient = sys.argv[2] == "finish"  # a trainer that notes the signal and finishes its step
-# set in any case: a shell that starts tests in the background has them ignore it
+# a shell makes background processes ignore it
 signal.signal(signal.SIGINT, (lambda number, _: signals.append(number)) if is_patient else signal.default_int_handler)
 options = dict(batch_size=8, seed=1, num_workers=2)
 batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, DataArguments(), **options))

@@ -73,7 +73,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     state = collect_state(model, optimizer, {"experiment_prefix": prefix}, scaler, {"epochs": 3})
     draws = draw()
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    # going on must not change what was collected
+    # further steps must not change the collected state
     step(model, optimizer, torch.ones_like)
     facts = {"went_on": [optimizer.local_epoch, equal(before["masters"], everything(model, optimizer)["masters"])]}
     loaded = load_state(f"{folder}/checkpoint-3")
@@ -86,7 +86,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
         "scale": other_scaler.get_scale(),
         "draws": equal(draws, draw()),
     }
-    # training continues with a copy: a step does not change the loaded state
+    # a step must not change the loaded state
     moment = loaded["optimizer"]["state"][0][MOMENTS.get(optim, "exp_avg")]
     before_step = moment.clone()
     deadline = time.monotonic() + 30  # the tracker may still hold what was before

@@ -1,6 +1,4 @@
-"""Batches: their order and form, from the seed, in all lengths, whatever the workers."""
-
-import hashlib
+"""Batches: their order and form depend on the seed alone, not on the workers, for all lengths."""
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from rows import are_equal, make_batches, make_rows
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import IndexedBatches, check_data_arguments, data_seed, sequence_length_at
+from text.batches import IndexedBatches, check_data_arguments, sequence_length_at
 from text.collators import cut_rows
 from text.instances import BLOCKS, PAIRS, TEXT
 
@@ -92,22 +90,6 @@ def test_eval_batches_are_fixed(dataset, tokenizer):
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
 
 
-def test_selected_rows_are_read(dataset, tokenizer):
-    part = dataset.select(range(500, 510))
-    [batch] = data.make_eval_batches(part, tokenizer, DataArguments(), batch_size=64)
-    original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
-    assert sorted(int(m.sum()) for m in batch["attention_mask"]) == sorted(len(ids) for ids in part["input_ids"])
-    assert {tuple(ids) for ids in part["input_ids"]} == {
-        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(original, batch["attention_mask"], strict=True)
-    }
-
-
-def test_data_seed_follows_from_digest():
-    seeds = [data_seed(*arguments) for arguments in (("12D3KooW", 42), ("12D3KooX", 42), ("12D3KooW", 42, 3))]
-    texts = (b"42:12D3KooW", b"42:12D3KooX", b"42:12D3KooW:3")
-    assert seeds == [int.from_bytes(hashlib.sha256(text).digest()[:8], "big") // 2 for text in texts]
-
-
 @pytest.mark.parametrize("way", ["finish", "at once"])
 def test_workers_survive_ctrl_c_until_trainer_ends(start, dataset, tmp_path, way):
     dataset.save_to_disk(str(tmp_path / "dataset"))
@@ -131,7 +113,7 @@ time.sleep(600)
 
 
 def test_workers_end_with_killed_trainer(start):
-    """Not even to have their last batches taken, which a pipe does not hold."""
+    """They do not wait for the pipe with their last batches."""
     script = start("script", "-c", ENDLESS)
     script.wait_for("ready")
     assert len(script.left_processes()) == 3
@@ -149,7 +131,7 @@ assert list(batches) == list(range(100))
 
 
 def test_workers_survive_end_of_process_group():
-    """torchrun, or a scheduler, ends a process group: it is for the trainer to end its workers."""
+    """A scheduler may end the process group, but the trainer ends its workers."""
     run_python("-c", HASTY, expect=0)
 
 
@@ -157,7 +139,7 @@ def test_workers_survive_end_of_process_group():
 
 
 def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], Dataset]:
-    """Blocks of 24 ids, with [CLS] and [SEP] if they are to be masked; and the last one shorter."""
+    """Make blocks of 24 ids, with [CLS] and [SEP] for masking; the last one is shorter."""
     rows = []
     for row in make_rows(count, 200, length=24):
         ids = (row["input_ids"] * 2)[: 24 if len(rows) < count - 1 else 13]  # 3 in the middle ends a document
@@ -216,7 +198,7 @@ def test_sequence_length_grows_with_epoch():
         *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
         *(60, 60),
     ]
-    # one that is no multiple itself is where it begins
+    # the initial length need not be a multiple of 8
     args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
     assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
     assert sequence_length_at(5, DataArguments()) is None
@@ -239,13 +221,13 @@ def test_cut_sequences_keep_special_tokens(limit):
         assert types == [0] * end + [1] * (len(ids) - end)
         first, second = row["input_ids"][:whole_end], row["input_ids"][whole_end:]
         assert ids[:end] == [*first[: end - 1], 3] and ids[end:] == [*second[: len(ids) - end - 1], 3]
-        # the longer segment gives first
+        # the longer segment is truncated first
         kept, given = (end, len(ids) - end), (len(first) - end, len(second) - len(ids) + end)
         assert abs(kept[0] - kept[1]) <= 1 or given[kept.index(min(kept))] == 0
 
 
 def take_while_growing(batches, lengths: dict[int, int | None], count: int) -> list[dict]:
-    """The first batches, and the lengths that are set before some of them."""
+    """Return the first batches, with these lengths set before some of them."""
     taken, iterator = [], None
     for number in range(count):
         if number in lengths:
@@ -274,18 +256,6 @@ def test_next_batch_has_new_length(dataset, tokenizer):
     assert widths[16:] == [batch["input_ids"].shape[1] for batch in make_batches(dataset, tokenizer, 40)][16:]
 
 
-def test_max_sequence_length_cuts_and_pads(dataset, tokenizer):
-    """max_sequence_length alone cuts as well, and sets what is padded to."""
-    batches = make_batches(dataset, tokenizer, 30, DataArguments(max_sequence_length=37))
-    assert max(batch["input_ids"].shape[1] for batch in batches) == 37
-    whole = {tuple(row["input_ids"]) for row in dataset}
-    for ids, labels, mask in ((b["input_ids"], b["labels"], b["attention_mask"].bool()) for b in batches):
-        for row, kept in zip(torch.where(labels == -100, ids, labels), mask, strict=True):
-            row = row[kept].tolist()
-            assert (row[0], row.count(3), row[-1]) == (2, 2, 3)
-            assert len(row) == 37 or tuple(row) in whole
-
-
 def test_excessive_sequence_length_is_one_line(tokenizer, caplog):
     corpus = {"seq_length": 128}
     check_data_arguments(DataArguments(), tokenizer, corpus, 128)
@@ -294,7 +264,7 @@ def test_excessive_sequence_length_is_one_line(tokenizer, caplog):
     for args in (DataArguments(), DataArguments(max_sequence_length=100)):
         with pytest.raises(UserError, match="^[^\n]*--max_sequence_length 64[^\n]*$"):
             check_data_arguments(args, tokenizer, corpus, 64)
-    # however short what the dataset holds
+    # even if the dataset's sequences are shorter
     with pytest.raises(UserError, match="^--max_sequence_length 10000 is more than the model takes: give at most 128$"):
         check_data_arguments(DataArguments(max_sequence_length=10_000), tokenizer, corpus, 128)
     check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)

@@ -3,9 +3,7 @@
 import gzip
 import itertools
 import lzma
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,27 +42,13 @@ def test_sample_corpus_splits_by_chapter():
 
 
 def test_wikitext_splits_by_article():
-    lines = [
-        "\n",
-        " = First = \n",
-        "\n",
-        " A red @-@ hot 1 @,@ 000 . \n",
-        " = 5 = \n",
-        " = = Part = = \n",
-        " More . \n",
-    ]
-    lines += ["\n", " = Second ( = film ) = \n", "\n", " Text . \n"]
+    text = "\n = First = \n\n A red @-@ hot 1 @,@ 000 . \n = 5 = \n = = Part = = \n More . \n"
+    text += "\n = Second ( = film ) = \n\n Text . \n"
+    lines = text.splitlines(keepends=True)
     assert split_articles(lines) == [
         ["First", "A red-hot 1,000 .", "5", "Part", "More ."],
         ["Second ( = film )", "Text ."],
     ]
-
-
-@pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
-def test_wikitext_file_has_60_articles():
-    documents = read_documents(Path(os.environ["TEST_DATA"]) / "wikitext-2" / "valid.txt")
-    assert len(documents) == 60
-    assert documents[0][0] == "Homarus gammarus"
 
 
 @pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])

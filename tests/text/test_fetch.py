@@ -33,7 +33,7 @@ def cache(tmp_path) -> Path:
 
 @contextlib.contextmanager
 def serve(*answers: Callable[[bytes], Iterator[bytes]]) -> Iterator[str]:
-    """The address of a server that sends what these functions make of a request, one each; the last one goes on."""
+    """Yield the address of a server that answers by these functions in turn, and then by the last one."""
     left, ended = list(answers), threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -63,7 +63,7 @@ def send(*pieces: bytes) -> Callable:
 
 
 def drip(*pieces: bytes) -> Callable:
-    """Then a byte now and then, for good."""
+    """Send these pieces, and then a byte every 0.1 s without end."""
 
     def answer(request: bytes) -> Iterator[bytes]:
         yield from pieces
@@ -75,7 +75,7 @@ def drip(*pieces: bytes) -> Callable:
 
 
 def flood(*pieces: bytes) -> Callable:
-    """The last one again and again."""
+    """Send these pieces, and repeat the last one without end."""
 
     def answer(request: bytes) -> Iterator[bytes]:
         yield from pieces
@@ -86,7 +86,7 @@ def flood(*pieces: bytes) -> Callable:
 
 
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
-    """The fetch ends in one line with these words, soon. Returns what it has left in the cache, besides locks."""
+    """Expect the fetch to fail soon, in one line with these words; return the kinds of files in the cache."""
     start = time.monotonic()
     with pytest.raises(UserError, match=words) as error:
         fetch.fetch(url, None, cache, patience)
@@ -199,7 +199,7 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 
     with serve(send_half(b'"1"', 1), send_half(b'"1"', 2)) as url:
         assert fetch.fetch(url, None, cache).is_dir()
-    # those of another server, whose connections are cut, give another one each
+    # each cut answer of another server has another tag
     with serve(*(send_half(b'"%d"' % number, 1) for number in range(9))) as url:
         assert expect_line("has changed in the meantime", url, cache / "other", 2) == []
 
@@ -212,7 +212,7 @@ def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
 
 
 def test_unpack_endless_headers_are_refused(cache, tmp_path):
-    """tarfile reads a long name, and then by itself the member that has it: which may be a long name."""
+    """tarfile reads a member with a long name recursively, and that may be another long name."""
     member = tarfile.TarInfo("././@LongLink")
     member.type, member.size = tarfile.GNUTYPE_LONGNAME, 512
     (tmp_path / "nested.tar").write_bytes(2000 * (member.tobuf() + bytes(512)))

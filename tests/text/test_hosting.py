@@ -1,10 +1,8 @@
 """Data over HTTP: archives as the script packs them, a real server with real faults, hostile archives."""
 
-import contextlib
 import io
 import os
 import socket
-import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer
-from mains import run_main
+from mains import expect_user_error, run_main
 from processes import wait_until
 
 import tokenize_wikitext103
@@ -20,7 +18,7 @@ from arguments import ModelArguments
 from common.console import UserError
 from common.files import hash_file
 from experiment import data
-from text import fetch, http
+from text import fetch
 from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
@@ -28,7 +26,7 @@ from text.tokenizers import load_tokenizer
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory, tiny_data) -> Path:
-    """A folder to serve: tiny.tar.gz, plain.tar, and big.tar, which has 3 MB."""
+    """A folder to serve: tiny.tar.gz, plain.tar, and big.tar of 3 MB."""
     folder = tmp_path_factory.mktemp("hosted")
     for name in ("tiny.tar.gz", "plain.tar"):
         make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], folder / name)
@@ -60,11 +58,8 @@ def left_in(cache: Path) -> list[str]:
 
 
 def expect_stop(words: str, *arguments) -> None:
-    """fetch_data ends as for a user's error: one line with these words, exit code 2."""
-    with pytest.raises(UserError) as error:
+    with expect_user_error(words):
         fetch.fetch_data(*arguments)
-    [line] = str(error.value).splitlines()
-    assert words in line
 
 
 def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, monkeypatch):
@@ -134,7 +129,7 @@ def test_cut_download_resumes(server, hosted, cache, support):
 
 @pytest.mark.parametrize("change", ["larger", "smaller"])
 def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, change):
-    """From a server that continues with the new file, or has no such range of it any more."""
+    """The server continues with the new file, or no longer has the range."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
     server.folder = tmp_path
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
@@ -223,33 +218,6 @@ def test_archive_path_traversal_is_refused(tmp_path, cache, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str):
-    """Mount a small disk in `folder`, if the system permits that."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
-def test_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
-    monkeypatch.setattr(http, "KEEP_FREE", 0)
-    with small_disk(cache, size):
-        expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
-        names = left_in(cache)
-        subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
-        assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
-    # the download was kept, and went on
-    assert all(".part" in name for name in names) and names
-    again = [count for path, count in server.sent if path == "/big.tar"][1:]
-    assert sum(again) < (hosted / "big.tar").stat().st_size
-
-
 # ---------------------------------------------------------------- processes
 
 FETCH = """
@@ -261,7 +229,7 @@ print(fetch_data(*sys.argv[1:4]).dataset)
 
 
 def test_killed_download_resumes_every_byte_once(start, server, hosted, cache):
-    """Of two processes that come after the killed one, one downloads the rest, and the other one waits."""
+    """Of the next two processes, one downloads the rest, and the other waits."""
     url, sha256, size = f"{server.url}/big.tar", hash_file(hosted / "big.tar"), (hosted / "big.tar").stat().st_size
     server.is_stalling, server.cuts["/big.tar"] = True, [2_000_000]
     first = start("first", "-c", FETCH, url, sha256, cache)

@@ -34,7 +34,7 @@ def test_tokenizer_without_special_tokens_is_refused(tmp_path):
 
 
 def test_tokenizer_code_is_not_run(tmp_path, tokenizer, monkeypatch):
-    """transformers would ask, and run it after a `y`."""
+    """transformers would ask, and run the code after `y`."""
     monkeypatch.setattr("builtins.input", lambda question: "y")
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')\nclass Evil: pass\n")
@@ -44,7 +44,7 @@ def test_tokenizer_code_is_not_run(tmp_path, tokenizer, monkeypatch):
     for load in (load_tokenizer, lambda path: load_folder(path, f"--checkpoint {path}", "give another")):
         with pytest.raises(UserError, match=r"^[^\n]*custom code[^\n]*not run[^\n]*$"):
             load(tmp_path)
-        # with a model that has code of its own, too
+        # also next to a model with custom code
         (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
     assert not (tmp_path / "it_ran").exists()
 
@@ -55,7 +55,7 @@ def test_wrong_tokenizer_folder_names_folder(tmp_path, monkeypatch):
     for wrong in ("data/tokeniser", "./tokenizer", "/no/such/folder"):
         with pytest.raises(UserError, match=f"^no tokenizer in {wrong}, which is not a folder: make one with "):
             load_tokenizer(wrong)
-    # this may be a name on the Hub, and says that it is no folder
+    # this may also be a name on the Hub
     monkeypatch.setattr("common.hub.is_reachable", lambda _: False)
     with pytest.raises(UserError, match="^cannot load the tokenizer tokeniser, which is not a folder here, from the "):
         load_tokenizer("tokeniser")

@@ -84,14 +84,14 @@ def test_preflight_explains_silent_peers():
 
 
 def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
-    """Each at a real start of a trainer: exit code 2, one line that names the flag, no process left."""
+    """Real starts of trainers leave no process."""
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     port = peers.split("/")[4]
     another = peers.rpartition("/")[0] + f"/{PEER}"
     (tmp_path / "not_a_key").write_text("hello")
     (tmp_path / "vocabulary").mkdir()
-    # a tokenizer like the dataset's, with one piece more
+    # the dataset's tokenizer with an additional token
     tokenizer = (tiny_data["--tokenizer_path"] / "tokenizer.json").read_text()
     for path in tiny_data["--tokenizer_path"].iterdir():
         (tmp_path / "vocabulary" / path.name).write_bytes(path.read_bytes())

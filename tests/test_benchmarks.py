@@ -1,0 +1,71 @@
+"""Measurements: the GPU benchmark without a GPU, the task of lm-eval in sample_data/, and the dress rehearsal."""
+
+import json
+import re
+import shlex
+
+import netlab
+import pytest
+from processes import ROOT, run_python
+
+from arguments import ModelArguments
+from experiment.model import make_model
+from text.instances import TEXT
+from text.tokenizers import load_tokenizer
+
+BENCHMARK = ROOT / "benchmarks" / "gpu_bench.py"
+
+
+def test_gpu_bench_without_gpu_names_small_form():
+    run = run_python(BENCHMARK, env={"CUDA_VISIBLE_DEVICES": ""}, expect=2)
+    [line] = run.stderr.splitlines()
+    assert "`python benchmarks/gpu_bench.py --small`" in line and not run.stdout
+
+
+@pytest.mark.slow
+def test_gpu_bench_small_form_fills_each_row():
+    run = run_python(BENCHMARK, "--small", timeout=600, expect=0)
+    rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    for _, _, result in rows:
+        numbers = re.findall(r"(?<![\w:.])\d[\d,]*(?:\.\d+)?", result)  # not that of cpu:0
+        assert numbers and all(float(number.replace(",", "")) > 0 for number in numbers), result
+
+
+@pytest.mark.slow
+def test_harness_command_evaluates_saved_model(tmp_path, text_data):
+    """An untrained model chooses one of four orders of words at random."""
+    pytest.importorskip("lm_eval")
+    tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
+    for part in (model := make_model(ModelArguments("configs/gpt-demo.json"), tokenizer)), tokenizer:
+        part.save_pretrained(tmp_path / "model")
+    assert model.objective.is_causal
+    page = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "models.md").read_text())
+    command = re.search(r"(?m)^    (lm_eval .*)$", page)[1].replace("outputs/trainer/model", str(tmp_path / "model"))
+    words = ["-m", *shlex.split(command), "--device", "cpu", "--output_path", tmp_path / "results.json"]
+    run_python(*words, expect=0, timeout=300)
+    [results] = tmp_path.glob("results*.json")
+    results = json.loads(results.read_text())
+    assert results["n-samples"]["word_order"]["original"] == 60
+    assert 0.1 < results["results"]["word_order"]["acc,none"] < 0.4
+
+
+@pytest.mark.slow
+def test_rehearsal_survives_events_and_hostile_peers(tmp_path):
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    data = ["--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer"]
+    words = ["--corpus", "sample", "--train_tokenizer", "--vocab_size", 1000, "--seq_length", 64]
+    run_python("tokenize_wikitext103.py", *words, *data, timeout=300, expect=0)
+    out = ["--output_dir", tmp_path / "out"]
+    run_python(ROOT / "benchmarks" / "rehearsal.py", "--short", *data, *out, timeout=1800, expect=0)
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    kinds = {event["kind"] for event in figures["events"]}
+    assert kinds >= {*["kill", "again", "stop", "partition", "disk", "monitor", "aux"]}
+    assert len(figures["lies"]) == 2 and len(figures["codes"]) == 5
+    assert not any(figures["codes"]) and not figures["deaths"]
+    assert figures["goodput"] > 0.9
+    assert figures["losses"]["swarm"] < 1.1 * figures["losses"]["alone"]
+    assert figures["difference"] < 0.01
+    page = figures["page"]
+    assert page["looks"] > 60 and not page["epoch"] and not page["loss"]
