@@ -158,8 +158,7 @@ class Uplink:
             rate *= min(1.0, 2 ** ((start - self._began.value) / 0.15 - 2))  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
             if not is_round:
-                is_shared = now - self._round_at.value < PAUSE
-                pause = size / rate * (ROUND_SHARE if is_shared else 1)
+                pause = size / rate * (ROUND_SHARE if now < self._round_at.value + PAUSE else 1)
                 self._background_at.value = max(self._background_at.value, now - pause) + pause
             return max(0.0, start - now - BURST)
 
@@ -229,7 +228,7 @@ class Uplink:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
             now, has_traffic = time.monotonic(), self._sent.value > sent
-            peers = choose_peers(node)
+            peers = list(node.protocol.routing_table.peer_id_to_uid)[:PROBED_PEERS]
             if not peers or not has_traffic and now < looked + IDLE_POLL_INTERVAL:
                 continue
             seconds = max(POLL_INTERVAL / 2, now - max(looked, self._began.value))
@@ -284,7 +283,7 @@ class Uplink:
         these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
-            while not answers and (peers := choose_peers(node)):
+            while not answers and (peers := list(node.protocol.routing_table.peer_id_to_uid)[:PROBED_PEERS]):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
                 for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
@@ -314,8 +313,3 @@ class Uplink:
             self.record_rtt(time.monotonic() - start)
             return answer.dht_time - sent
         return None
-
-
-def choose_peers(node: DHTNode) -> list[PeerID]:
-    """Return the peers to ping."""
-    return list(node.protocol.routing_table.peer_id_to_uid)[:PROBED_PEERS]
