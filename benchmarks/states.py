@@ -77,8 +77,9 @@ def main() -> None:
     args = parser.parse_args()
     processes.IS_FORKING = True  # so that the peers share the memory of what they import
     print(f"| donors | up | down | seconds | bytes | ratio | CPU |\n{'|---' * 7}|")
-    with tempfile.TemporaryDirectory() as folder:
-        print(measure(args.donors, args.up, args.down, args.rtt_ms, args.blocked, Path(folder)))
+    folder = Path(tempfile.mkdtemp(prefix="states_"))
+    print(measure(args.donors, args.up, args.down, args.rtt_ms, args.blocked, folder))
+    print(f"logs are in {folder}")
 
 
 if __name__ == "__main__":
