@@ -5,6 +5,7 @@
     python benchmarks/rounds.py --millions 14 --mbits 20 --rtt_ms 75 --compression float16 --rounds 3
     python benchmarks/rounds.py --mbits 50 --up 10
     python benchmarks/rounds.py --loss 0.5 --blocked udp --congestion bbr
+    python benchmarks/rounds.py --short --spell 30
 
 Each peer is a process on an emulated host (tests/netlab.py, needs root) that averages random gradients of a
 transformer's shapes; its steps only wait. The first command takes up to five minutes, the second one, with the whole
@@ -17,6 +18,8 @@ grid, some hours. Flags that choose a part of the grid take several values each.
     MB sent    per peer and round by the connection's counter, with headers, retransmissions and the DHT's messages
     CPU        during a round: of the fabric, a process that carries all packets, and of all cores. A star marks a row
                in which one of them was busy for more than 90 %, so that this machine was the bottleneck
+With --spell, one peer's connection carries a tenth for these seconds once the rounds are over. A line follows with the
+seconds of the joint rounds from then on, and the ratio to the median before.
 Rows of 1000 Mbit/s without delay run on loopback, because the fabric is slower; they show this machine's share.
 """
 
@@ -48,6 +51,7 @@ SPARSE = TopKCompression(density=0.03)
 BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1, "sparse": SPARSE.estimate_bytes(1)}
 BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
 PING_PERIOD, PING_TIMEOUT = 0.5, 30.0
+ROUNDS_AFTER_SPELL = 6
 TITLES = "million | down / up Mbit/s | RTT ms | loss | sent as | peers | rounds | ping s | seconds | ratio | MB sent"
 AXES = {
     "millions": "millions of parameters",
@@ -237,7 +241,7 @@ def find_joint_rounds(lines: list[list[dict]], peers: int) -> dict[int, list[dic
     return {epoch: [each[epoch] for each in averaged] for epoch in sorted(set.intersection(*map(set, averaged)))}
 
 
-def measure(row: Row, rounds: int, congestion: str, blocked: str, folder: Path) -> list[str]:
+def measure(row: Row, rounds: int, congestion: str, blocked: str, spell: float, folder: Path) -> list[str]:
     """Run the peers of a row, and return its cells."""
     scripts: list[Script] = []
     cpu = []  # the time, and the CPU seconds so far of the fabric and of an average core
@@ -263,10 +267,28 @@ def measure(row: Row, rounds: int, congestion: str, blocked: str, folder: Path) 
             if any(script.process.poll() is not None for script in scripts):
                 print(f"a peer has ended by itself, see {folder}", file=sys.stderr)
                 break
+        if spell:
+            show_spell(row, net, spell, scripts, joint)
     if skipped == 2:
         joint.pop(next(iter(joint), None), None)
         sent = sent[1:]
     return make_cells(row, lines, joint, cpu, sent)
+
+
+def show_spell(row: Row, net: netlab.Net, seconds: float, scripts: list[Script], joint: dict[int, list[dict]]) -> None:
+    """Slow down the first peer's connection for this time, and print the seconds of the following rounds."""
+    usual = numpy.median([max(line["seconds"] for line in joint[epoch]) for epoch in list(joint)[1:]])
+    net.set("peer0", up=row.up / 10, down=row.mbits / 10)
+    time.sleep(seconds)
+    net.set("peer0", up=row.up, down=row.mbits)
+    deadline, later = time.monotonic() + 20 * usual, []
+    while len(later) < ROUNDS_AFTER_SPELL and time.monotonic() < deadline:
+        time.sleep(1.0)
+        lines = [read_rounds(script) for script in scripts]
+        rounds = find_joint_rounds(lines, row.peers)
+        later = [max(line["seconds"] for line in rounds[epoch]) for epoch in rounds if epoch not in joint]
+    text = ", ".join(f"{each:.1f} s ({each / usual:.2f})" for each in later)
+    print(f"after a spell of {seconds:g} s, {sum(line['failed_rounds'] for line in lines[0][-1:])} failed: {text}")
 
 
 def make_cells(row: Row, lines: list[list[dict]], joint: dict, cpu: list[tuple], sent: list[int]) -> list[str]:
@@ -320,6 +342,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after the first one")
     parser.add_argument("--congestion", default="reno", help="TCP's congestion control: reno, cubic, bbr")
     parser.add_argument("--blocked", default="", help="udp or tcp, so that peers use the other one; default: QUIC")
+    parser.add_argument("--spell", type=float, default=0.0, help="seconds for which one connection carries a tenth")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the driver starts the peers with it
     args = parser.parse_args()
     if args.peer:
@@ -342,7 +365,7 @@ def main() -> None:
             continue
         (logs := folder / f"row{number}").mkdir()
         try:
-            cells = measure(row, args.rounds, args.congestion, args.blocked, logs)
+            cells = measure(row, args.rounds, args.congestion, args.blocked, args.spell, logs)
             print(f"| {' | '.join(cells)} |", flush=True)
         except AssertionError as e:  # from Script; the other rows follow
             print(f"{row}: {e}", file=sys.stderr)

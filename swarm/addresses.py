@@ -13,9 +13,6 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.errors import SwarmError
 
-# Both sides of a libp2p connection send this first.
-GREETING = b"\x13/multistream/1.0.0\n"
-
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
     """Raise a SwarmError with an example if an address is malformed, or lacks its peer id, or else its port."""

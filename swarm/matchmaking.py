@@ -25,7 +25,8 @@ from utils import find_peer_id
 logger = logging.getLogger("swarm")
 
 LOOK_PERIOD = 1.0  # seconds between two searches for a leader
-MIN_LOOK_PERIOD = 0.2  # seconds; the minimum between two DHT lookups, while no other peer looks for a group
+# Seconds between two lookups; each pause is 10 % longer. A peer that begins later asks the one that began first.
+MIN_LOOK_PERIOD, MAX_LOOK_PERIOD = 0.2, 2.0
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 
 
@@ -87,7 +88,7 @@ class NonBlockingKeyManager(GroupKeyManager):
 
     #: seconds of the DHT's time; the latest expiration time of a search that this peer has declared
     declared_until = -math.inf
-    next_look = -math.inf
+    next_look, look_period = -math.inf, MIN_LOOK_PERIOD
 
     async def declare_averager(
         self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group: bool = True
@@ -101,9 +102,10 @@ class NonBlockingKeyManager(GroupKeyManager):
         return True
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
-        """Look up the peers that search for a group, at most once per MIN_LOOK_PERIOD (note 85)."""
+        """Look up the peers that search for a group, but less often the longer this peer has searched (note 85)."""
         await asyncio.sleep(self.next_look - time.monotonic())
-        self.next_look = time.monotonic() + MIN_LOOK_PERIOD
+        self.next_look = time.monotonic() + self.look_period
+        self.look_period = min(1.1 * self.look_period, MAX_LOOK_PERIOD)
         return await super().get_averagers(group_key, only_active)
 
 
@@ -132,6 +134,7 @@ class EarlyStartMatchmaking(Matchmaking):
         """Look for a group with timeouts that follow the network."""
         self.steps.add(task := asyncio.current_task())  # against garbage collection (note 81)
         task.add_done_callback(self.steps.discard)
+        self.group_key_manager.look_period = MIN_LOOK_PERIOD
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking

@@ -408,8 +408,8 @@ class AveragingHelper(CollaborativeOptimizer):
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""
-        search_time = self.tracker.estimated_next_update_time - self.uplink.timeouts.matchmaking
-        return min(max_seconds, max(0.05, search_time - get_dht_time()))
+        left = self.tracker.estimated_next_update_time - self.uplink.timeouts.matchmaking - get_dht_time()
+        return min(max_seconds, max(left, 0.05 if len(self.tracker.peers_at_epoch) > 1 else 0.25))
 
     def _follow_trainers(self) -> None:
         """Go to the highest epoch that more than half of the trainers have reached: forward if they have stepped

@@ -9,7 +9,7 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo
 
 PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
-PART_BYTES = 2**14, 2**19  # minimum, maximum
+MIN_PART_BYTES, MAX_PART_BYTES = 2**14, 2**19
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
 MAX_FRACTION = 2.0  # maximum, relative to the median of three or more peers: a bandwidth is a claim
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
@@ -96,8 +96,7 @@ def plan_allreduce(
         relative = fraction / sum(fractions)
         others = senders - 1 if own > 0 else senders
         seconds = max(seconds, own * (1 - relative) / count + others * relative * bits / rate)
-    min_bytes, max_bytes = PART_BYTES
-    part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, min_bytes), max_bytes))
+    part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, MIN_PART_BYTES), MAX_PART_BYTES))
     return AllReducePlan(fractions, modes, num_partitions, part_bytes, min(seconds, 2 * max_seconds))
 
 

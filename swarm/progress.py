@@ -31,6 +31,7 @@ logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
+LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names
@@ -75,6 +76,7 @@ class PeerTracker:
         self.lock = threading.RLock()
         self._is_ending, self._wake = threading.Event(), threading.Event()
         self._reported_at = self._next_report = self._next_read = -math.inf
+        self.view, self._changed_at = SwarmView(-1, 0, 1, math.inf, -math.inf), time.monotonic()
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
         self._active_epoch = -math.inf
         self.apply_records(self.dht.get(self.key, latest=True), time.monotonic())
@@ -386,7 +388,10 @@ class PeerTracker:
 
         count, options = len(present) + 1, self.averaging
         max_count = max(count + options.expected_drift_peers, count * (1 + options.expected_drift_rate))
-        period = min(max(seconds_left * count / max_count, options.min_refresh_period), options.max_refresh_period)
+        if (epoch, samples) != (self.view.epoch, self.view.samples):
+            self._changed_at = read_at  # of a swarm that waits, the looks become rare
+        period = max(seconds_left * count / max_count, LOOK_SHARE * (read_at - self._changed_at))
+        period = min(max(period, options.min_refresh_period), options.max_refresh_period)
         self._next_read = time.monotonic() + (period if entry else options.default_refresh_period)
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 

@@ -25,7 +25,7 @@ from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
-POLL_INTERVAL = 0.02  # seconds
+POLL_INTERVAL, MAX_POLL_INTERVAL = 0.02, 0.5  # seconds; while nothing happens, each pause is 2 % longer
 LOOK_INTERVAL = 2.0  # seconds between two looks at the swarm while this peer waits for a group
 ANNOUNCE_INTERVAL = 3.0  # seconds between two signs of life while this peer waits for a round
 STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or gone, until a round is given up
@@ -279,6 +279,7 @@ class RoundWait:
 
     def run(self) -> dict:
         """Return the result of the round, or raise an AllreduceException or another error if it fails."""
+        pause = POLL_INTERVAL
         while not self.control.done():
             now, stage = time.monotonic(), self.control.stage
             if self.rounds.stop_timeout.is_over():
@@ -294,7 +295,8 @@ class RoundWait:
                 self.look_at_swarm()
             # also for the averaging of parameters, which may still look for a group since the last epoch (note 72)
             self.rounds.expect_group(awaits_all=self.waited_since is None)
-            concurrent.futures.wait([self.control], POLL_INTERVAL)
+            pause = min(1.02 * pause, MAX_POLL_INTERVAL)
+            concurrent.futures.wait([self.control], pause)
             # a round in the background costs the loop nothing
             seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
             if stage == AveragingStage.RUNNING_ALLREDUCE:

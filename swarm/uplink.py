@@ -29,7 +29,7 @@ ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a r
 PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two looks at the uplink, with traffic and without
-PROBED_PEERS = 3  # peers pinged at each look; the fastest answer counts, because the others' uplinks may be full
+PROBES = 3  # pings at each look, to a peer's nearest peers; the fastest answer counts: others' uplinks may be full
 # Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
 STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 # Factors of the rate, at one look. A rate above the uplink's costs more than one below it: 5 % too much made a round of
@@ -158,8 +158,7 @@ class Uplink:
             rate *= min(1.0, 2 ** ((start - self._began.value) / 0.15 - 2))  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
             if not is_round:
-                is_shared = now - self._round_at.value < PAUSE
-                pause = size / rate * (ROUND_SHARE if is_shared else 1)
+                pause = size / rate * (ROUND_SHARE if now < self._round_at.value + PAUSE else 1)
                 self._background_at.value = max(self._background_at.value, now - pause) + pause
             return max(0.0, start - now - BURST)
 
@@ -229,7 +228,7 @@ class Uplink:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
             now, has_traffic = time.monotonic(), self._sent.value > sent
-            peers = choose_peers(node)
+            peers = [peer for _, peer in node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)]
             if not peers or not has_traffic and now < looked + IDLE_POLL_INTERVAL:
                 continue
             seconds = max(POLL_INTERVAL / 2, now - max(looked, self._began.value))
@@ -284,10 +283,10 @@ class Uplink:
         these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
-            while not answers and (peers := choose_peers(node)):
+            while not answers and (peers := node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
-                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
+                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for _, peer in peers]):
                     if await answer is not None:
                         answers += 1
                     if 2 * answers > len(peers):  # each connection has a queue of its own, and some peers may be dead
@@ -314,8 +313,3 @@ class Uplink:
             self.record_rtt(time.monotonic() - start)
             return answer.dht_time - sent
         return None
-
-
-def choose_peers(node: DHTNode) -> list[PeerID]:
-    """Return the peers to ping."""
-    return list(node.protocol.routing_table.peer_id_to_uid)[:PROBED_PEERS]

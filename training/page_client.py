@@ -14,11 +14,12 @@ import shlex
 
 from common.addresses import split_host_port
 from common.console import UserError, first_line
-from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
+from swarm.addresses import get_host_port, get_ip, get_peer_id, is_public
 from swarm.attestation import find_peer
 
 MAX_PAGE_BYTES = 64 * 1024
 VISIT_TIMEOUT = 5.0  # seconds
+GREETING = b"\x13/multistream/1.0.0\n"  # both sides of a libp2p connection send this first
 
 
 def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:

@@ -33,12 +33,13 @@ def list_tensors(averager):
 with clean_end():
     options = json.loads(sys.argv[1])
     setup_logging("peer")
-    swarm = Swarm.join(SwarmConfig(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    host_maddrs = [f"/ip4/{options.get('ip', '127.0.0.1')}/tcp/0"]
+    swarm = Swarm.join(SwarmConfig(options["prefix"], options.get("maddrs", []), host_maddrs=host_maddrs))
     dht = swarm.dht
     averager = make_state_averager(
         dht,
         options["prefix"],
-        *(torch.zeros(rows, 1000) for rows in (400, 512, 65, 2)),
+        *(torch.zeros(rows, 1000) for rows in options.get("rows", (400, 512, 65, 2))),
         optimizer=make_optimizer,
         next_chunk_timeout=5.0,
         state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
@@ -73,15 +74,18 @@ with clean_end():
         time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
         own = {name: options[name] for name in ("is_synchronous",) if name in options}
+        started = time.monotonic()
         future = averager.start_download(min_epoch=3, trusted=known, **own)
         while not future.done():
             print(json.dumps({"received": averager.download_progress.bytes}), flush=True)
             time.sleep(0.1)
         metadata, tensors = future.result()
+        seconds = time.monotonic() - started
         averager.apply_downloaded_state(metadata, tensors)
         progress = averager.download_progress
         pairs = list(zip(list_tensors(averager), expected, strict=True))
         facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
+        facts["seconds"] = seconds
         facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))
         facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         print(json.dumps(facts | {"bytes": progress.bytes, "numbers": progress.elements}), flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, get_dht_time
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from processes import wait_until
 from records import run_dhts, run_trackers
 
@@ -195,6 +195,17 @@ def test_lone_peer_counts_samples_and_no_estimate(dhts):
         assert tracker.view.samples == 30 and not tracker.ready_to_update_epoch
         tracker.report_local_progress(0, 40)
         assert tracker.ready_to_update_epoch
+
+
+def test_looks_become_rare_without_changes(dhts):
+    with run_trackers(dhts[:1], 40) as [tracker]:
+        tracker.report_local_progress(0, 40)
+        entry, now, pauses = ValueWithExpiration({}, math.inf), time.monotonic(), []
+        with tracker.pause_updates():
+            for seconds in (0.0, 20.0, 600.0):
+                tracker.apply_records(entry, now + seconds)
+                pauses.append(tracker._next_read - time.monotonic())
+        assert pauses == pytest.approx([0.5, 2.0, 5.0], abs=0.3)
 
 
 def test_reports_and_steps_without_a_pause_are_seen(dhts):

@@ -11,6 +11,7 @@ import netlab
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
@@ -304,7 +305,10 @@ class SilentNode:
 
     def __init__(self, seconds: float):
         self.answers_at, self.protocol = time.monotonic() + seconds, self
-        self.routing_table, self.peer_id_to_uid = self, {"dead": 1, "peer": 2, "gone": 3}
+        self.node_id = DHTID.generate()
+        self.routing_table = RoutingTable(self.node_id, bucket_size=20, depth_modulo=5)
+        for peer in ("dead", "peer", "gone"):
+            self.routing_table.add_or_update_node(DHTID.generate(), peer)
 
     def get_stub(self, peer: str):
         if peer != "peer":

@@ -1,0 +1,134 @@
+"""Measure how long plain hivemind streams take for the bytes of a round: the lower bound of benchmarks/rounds.py.
+
+    python benchmarks/streams.py
+    python benchmarks/streams.py --mbits 1000 --blocked udp --streams 4
+
+Each of three peers on emulated hosts (tests/netlab.py, needs root) sends to each other one, at the same time, what a
+round of `--millions` parameters in float16 sends: parts of 512 kB, answered by as many bytes. Nothing is averaged, and
+nothing paced. Columns: the median and the longest of the slowest peer's seconds in five turns, and processor seconds of
+a turn: of the fabric that carries all packets, of the three p2pd, and of the three Python processes.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import netlab
+import psutil
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2P, PeerID
+from processes import Script
+
+PEERS, TURNS, PART_BYTES = 3, 5, 2**19
+
+
+async def echo(requests, context):
+    """Answer each part at once."""
+    async for request in requests:
+        yield request
+
+
+async def exchange(p2p: P2P, peer: PeerID, parts: int) -> None:
+    """Send this number of parts to a peer, and wait for its answers."""
+
+    async def make_parts():
+        for _ in range(parts):
+            yield BytesValue(value=bytes(PART_BYTES))
+
+    async for _ in await p2p.iterate_protobuf_handler(peer, "echo", make_parts(), BytesValue):
+        pass
+
+
+async def run_peer(ip: str, maddrs: list[str], streams: int, size: float, folder: str) -> None:
+    """Exchange these bytes with each other peer at each turn."""
+    from swarm.addresses import add_quic
+    from swarm.patches import install
+
+    install()
+    addresses = {"initial_peers": add_quic(maddrs), "host_maddrs": add_quic([f"/ip4/{ip}/tcp/0"])}
+    p2p = await P2P.create(**{name: value for name, value in addresses.items() if value})
+    await p2p.add_protobuf_handler("echo", echo, BytesValue, stream_input=True, stream_output=True)
+    own = list(map(str, await p2p.get_visible_maddrs()))
+    print(json.dumps({"maddrs": own, "id": str(p2p.peer_id)}), flush=True)
+    for turn in range(TURNS + 1):
+        while not (start := Path(folder, f"turn{turn}")).exists():
+            await asyncio.sleep(0.005)
+        others = [PeerID.from_base58(peer) for peer in json.loads(start.read_text()) if peer != str(p2p.peer_id)]
+        started, parts = time.monotonic(), round(size / PART_BYTES / streams)
+        await asyncio.gather(*(exchange(p2p, peer, parts) for peer in others for _ in range(streams)))
+        print(json.dumps({"turn": turn, "seconds": time.monotonic() - started}), flush=True)
+    await asyncio.sleep(60)  # the driver kills this process
+
+
+def count_cpu(net: netlab.Net) -> list[float]:
+    """Return the processor seconds so far of the fabric, of all p2pd and of the Python processes."""
+    pids = " ".join(netlab.run("ip netns pids", namespace) for namespace in net.namespaces).split()
+    seconds = {"fabric": 0.0, "p2pd": 0.0, "python": 0.0}
+    for process in [psutil.Process(net.fabric.pid), *map(psutil.Process, map(int, pids))]:
+        name = "fabric" if process.pid == net.fabric.pid else "p2pd" if process.name() == "p2pd" else "python"
+        seconds[name] += sum(process.cpu_times()[:2])
+    return list(seconds.values())
+
+
+def measure(mbits: float, streams: int, size: float, rtt_ms: float, blocked: str, folder: Path) -> str:
+    """Run the peers, and return their row."""
+    scripts: list[Script] = []
+    with netlab.Net("reno") as net:
+        for number in range(PEERS):
+            net.host(f"peer{number}", blocked=blocked, rtt_ms=rtt_ms / 2, up=mbits, down=mbits)
+        net.start()
+        maddrs: list[str] = []
+        for number in range(PEERS):
+            host = f"peer{number}"
+            options = dict(ip=net.ip(host), maddrs=maddrs, streams=streams, size=size, folder=str(folder))
+            command = [__file__, "--peer", json.dumps(options)]
+            scripts.append(Script(folder / f"{host}.log", *command, prefix=net.prefix(host)))
+            found = json.loads(scripts[-1].wait_for('"maddrs": (.+?), "id"', 60)[1])
+            maddrs = [*maddrs, *found]
+        ids = [script.wait_for('"id": "(.+)"')[1] for script in scripts]
+        rows = []
+        for turn in range(TURNS + 1):
+            before = count_cpu(net)
+            (folder / "unfinished").write_text(json.dumps(ids))
+            (folder / "unfinished").rename(folder / f"turn{turn}")
+            for script in scripts:
+                script.wait_for(f'"turn": {turn},', 120)
+            slowest = max(line["seconds"] for s in scripts for line in s.json_lines() if line.get("turn") == turn)
+            rows.append([slowest, *(after - start for after, start in zip(count_cpu(net), before, strict=True))])
+            time.sleep(3.0)  # the connections are idle, as after the steps of an epoch
+        seconds, *cpu = map(list, zip(*rows[1:], strict=True))
+    cells = [f"{each:.2f}" for each in (statistics.median(seconds), max(seconds), *map(statistics.mean, cpu))]
+    transport = {"udp": "TCP", "tcp": "QUIC", "": "QUIC"}[blocked]
+    return f"| {mbits:g} | {transport} | {streams} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=14, help="millions of parameters")
+    parser.add_argument("--mbits", nargs="+", type=float, default=[100, 1000])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 4], help="between each two peers, each way")
+    parser.add_argument("--blocked", nargs="+", default=["", "udp"], help="udp for TCP, an empty word for QUIC")
+    parser.add_argument("--rtt_ms", type=float, default=75)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        asyncio.run(run_peer(**json.loads(args.peer)))
+    size = args.millions * 1e6 * 2 / PEERS
+    print(f"| Mbit/s | transport | streams | seconds | longest | fabric | p2pd | Python |\n{'|---' * 8}|")
+    for mbits in args.mbits:
+        for blocked in args.blocked:
+            for streams in args.streams:
+                with tempfile.TemporaryDirectory() as folder:
+                    print(measure(mbits, streams, size, args.rtt_ms, blocked, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
