@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore, weigh
+from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
@@ -353,15 +353,14 @@ class LogSteps:
     def _outer_step(self, commit: Commit) -> Iterator[None]:
         """Let the outer optimizer's next step apply a commit."""
         outer, store, voters = self.optimizer.opt, self.rounds.store, self.rounds.find_voters(commit.parent)
-        contributions = [
+        outer.contributions = [
             Contribution(it.peer, it.samples, it.base != commit.parent, StoredBlob(store, it.blob), it.peer in voters)
             for it in commit.offers
         ]
-        weights = weigh(contributions, Numbers(outer.list_momenta()))
-        for it, weight in zip(contributions, weights, strict=True):
-            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
-        outer.commit, self.averager.next_lineage = (contributions, weights), commit.hash.hex()
+        self.averager.next_lineage = commit.hash.hex()
         try:
             yield
+            for it, weight in zip(commit.offers, outer.weights, strict=True):
+                self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         finally:
-            outer.commit = self.averager.next_lineage = None
+            outer.contributions = self.averager.next_lineage = None
