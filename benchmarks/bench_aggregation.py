@@ -17,17 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from swarm.aggregation import (
-    BLOCK,
-    Contribution,
-    Numbers,
-    aggregate,
-    check_block,
-    compute_digest,
-    encode,
-    restore,
-    weigh,
-)
+from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, compute_digest, encode, restore
 from swarm.sparse import TopKCompression
 
 
@@ -73,9 +63,7 @@ def main() -> None:
     steps = {
         "encode": lambda: encode(update, residual, codec),
         "check one offer": check,
-        "apply all offers": lambda: aggregate(
-            anchor, momentum, offers, weigh(offers, momentum), lr=1.0, outer_momentum=0.5
-        ),
+        "apply all offers": lambda: aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.5),
         "restore one offer": lambda: restore(blobs[0], residual),
         "digest": lambda: compute_digest(anchor, momentum),
     }

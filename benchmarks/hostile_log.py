@@ -21,7 +21,7 @@ from swarm.exchange import Exchange
 from swarm.log import Log
 from swarm.log_records import Commit, Offer, Vote, get_signed_part
 from swarm.log_records import encode as encode_message
-from swarm.log_rounds import Identity, LogRounds
+from swarm.log_rounds import Identity
 from swarm.log_steps import LogSteps
 
 HONEST_EPOCHS = 3
@@ -193,34 +193,39 @@ def vote_twice() -> None:
 
 
 def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) -> None:
-    """Make an offer of noise for each of many keys, at each commit, and vouch for all of them.
+    """After each commit, make an offer of noise for each of many keys at once, and vouch for all of them.
 
-    :param is_fleeting: whether the keys are others at each commit, so that lists wait for the last ones
+    :param is_fleeting: whether the keys are others each time, so that lists wait for the last ones
     """
-    add_offer, identities = LogRounds.add_offer, []
+    offer, identities, done = LogSteps.offer, [], set()
 
-    def add_many(self, base, digest, samples, blocks) -> bytes:
-        if is_time():
+    def offer_many(self) -> None:
+        if is_time() and self.head not in done:
+            done.add(self.head)
             if is_fleeting:
                 identities.clear()
-            while len(identities) < count:
-                identities.append(Identity(RSAPrivateKey()))
-            with self._lock:
-                for number, identity in enumerate(identities):
-                    noise = torch.randn(PEERS[0].codec_size, generator=torch.Generator().manual_seed(number)) * 1e-3
-                    fresh = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), PEERS[0].codec)
-                    blob = self.store.add(fresh)
-                    self.identity.public_keys |= identity.public_keys
-                    values = (base, digest, identity.peer, samples, blob, sum(map(len, fresh)), True, 1000.0, b"")
-                    offer = Offer(*values)
-                    offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
-                    for peer in self._list_members():
-                        self._outbox[peer].append(encode_message(offer))
+            identities.extend(Identity(RSAPrivateKey()) for _ in range(count - len(identities)))
+            for number, identity in enumerate(identities):
+                offer_noise(self, identity, number)
             note(f"offers noise with {count} keys")
-        return add_offer(self, base, digest, samples, blocks)
+        offer(self)
 
-    LogRounds.add_offer = add_many
-    LogSteps.codec_size = property(lambda self: sum(it.numel() for it in self.optimizer.opt.list_momenta()))
+    LogSteps.offer = offer_many
+
+
+def offer_noise(steps: LogSteps, identity: Identity, seed: int) -> None:
+    """Send an offer that another key has signed."""
+    rounds, size = steps.rounds, sum(momentum.numel() for momentum in steps.optimizer.opt.list_momenta())
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-3
+    blocks = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), steps.codec)
+    digest, blob = swarm.log_steps.compute_digest(*steps._list_numbers()), rounds.store.add(blocks)
+    with rounds._lock:
+        rounds.identity.public_keys |= identity.public_keys
+        offer = Offer(steps.head, digest, identity.peer, 100, blob, sum(map(len, blocks)), True, 1000.0, b"")
+        offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
+        for peer in rounds._list_members():
+            rounds._outbox[peer].append(encode_message(offer))
+        rounds._wake.set()
 
 
 ATTACKS = {

@@ -32,7 +32,7 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from swarm.aggregation import Contribution, Numbers, aggregate, encode, weigh
+from swarm.aggregation import Contribution, Numbers, aggregate, encode
 from swarm.sparse import TopKCompression
 from training.evaluation import evaluate
 from training.model import move_batch
@@ -250,8 +250,7 @@ class Run:
         contributions = [Contribution(bytes([i]), *part) for i, part in enumerate(parts)]
         self.anchor = self.anchor.clone()
         state = Numbers([self.anchor]), Numbers([self.velocity])
-        weights = weigh(contributions, state[1])
-        aggregate(*state, contributions, weights, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum)
+        aggregate(*state, contributions, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum)
         return sum(len(block) for blocks in offers for block in blocks) / len(offers)
 
     def average(self, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:

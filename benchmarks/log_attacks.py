@@ -29,7 +29,6 @@ from swarm.aggregation import (
     Numbers,
     aggregate,
     compute_cosines,
-    compute_weights,
     encode,
     find_agreement,
     measure,
@@ -75,12 +74,12 @@ class AttackedRun(Run):
             offers.append(Contribution(bytes([100 + number]), MANY_SAMPLES, 0, blob, is_voter=self.kind != "keys"))
         self.anchor, momentum = self.anchor.clone(), Numbers([self.velocity])
         measures = measure(offers, momentum)
-        weights, cosines = compute_weights(offers, measures), compute_cosines(measures.products)
+        cosines = compute_cosines(measures.products)
         self.cosines.append([find_agreement(cosines, i, range(len(offers))) for i in range(len(offers))])
-        self.shares.append([weight / sum(weights) for weight in weights])
         setting = self.setting
         anchor = Numbers([self.anchor])
-        aggregate(anchor, momentum, offers, weights, lr=setting.outer_lr, outer_momentum=setting.momentum)
+        weights = aggregate(anchor, momentum, offers, lr=setting.outer_lr, outer_momentum=setting.momentum)
+        self.shares.append([weight / sum(weights) for weight in weights])
         return 0.0
 
 

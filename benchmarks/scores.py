@@ -29,7 +29,7 @@ from local_steps import CPU, Run, Setting, Worker
 
 from arguments import DataArguments, ModelArguments
 from experiment.objectives import compute_losses
-from swarm.aggregation import Contribution, Numbers, aggregate, encode, weigh
+from swarm.aggregation import Contribution, Numbers, aggregate, compute_weights, encode, measure
 from swarm.sparse import decode
 from training.model import move_batch
 
@@ -50,7 +50,7 @@ class ScoredRun(Run):
         size = len(self.anchor)
         blocks = [encode(Numbers([torch.zeros(size)]), Numbers([it]), codec) for it in unsent]
         offers = [Contribution(bytes([i]), *it) for i, it in enumerate(zip(samples, late, blocks, strict=True))]
-        weights = weigh(offers, Numbers([self.velocity]))
+        weights = compute_weights(offers, measure(offers, Numbers([self.velocity])))
         self.rounds += 1
         if self.rounds % self.every == 0:
             self.bits[self.rounds] = self.score(offers, weights)
@@ -61,7 +61,6 @@ class ScoredRun(Run):
             Numbers([self.anchor]),
             Numbers([self.velocity]),
             offers,
-            weights,
             lr=self.setting.outer_lr,
             outer_momentum=self.setting.momentum,
         )

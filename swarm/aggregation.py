@@ -202,25 +202,15 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
     return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in indices]
 
 
-def weigh(contributions: Sequence[Contribution], momentum: Numbers) -> list[float]:
-    """Return the factor of each contribution in the sum of a commit."""
-    return compute_weights(contributions, measure(contributions, momentum))
-
-
 @torch.no_grad()
 def aggregate(
-    anchor: Numbers,
-    momentum: Numbers,
-    contributions: Sequence[Contribution],
-    weights: Sequence[float],
-    *,
-    lr: float,
-    outer_momentum: float,
-) -> None:
+    anchor: Numbers, momentum: Numbers, contributions: Sequence[Contribution], *, lr: float, outer_momentum: float
+) -> list[float]:
     """Make the outer step of a commit in place: SGD with Nesterov momentum, with the weighted sum of the updates.
 
-    :param weights: those of `weigh`
+    :returns: the factor of each contribution in the sum, see `compute_weights`
     """
+    weights = compute_weights(contributions, measure(contributions, momentum))
     order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
     for block in range(anchor.num_blocks):
         total = np.zeros(anchor.count(block), np.float32)
@@ -235,6 +225,7 @@ def aggregate(
         momentum.write(block, velocity)
         step = velocity.mul_(outer_momentum).add_(update).mul_(lr)
         anchor.write(block, torch.hardshrink(anchor.read(block).sub_(step), TINY))
+    return weights
 
 
 def compute_digest(anchor: Numbers, momentum: Numbers) -> bytes:

@@ -28,9 +28,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
         self.is_outer = False  # whether the next step is an outer step (SGD); set by LocalStepsAverager.is_local
-        #: the offers of the commit that the next outer step applies, instead of a gradient, and their weights; set by
-        #: LogSteps
-        self.commit: tuple[list[Contribution], list[float]] | None = None
+        #: the offers of the commit that the next outer step applies, instead of a gradient; set by the optimizer. And
+        #: the weights of the last ones
+        self.contributions: list[Contribution] | None = None
+        self.weights: list[float] = []
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
@@ -47,9 +48,10 @@ class OuterOptimizer(torch.optim.Optimizer):
             self.inner.step()
             return
         params = list_params(self)
-        if self.commit is not None:
+        if self.contributions is not None:
             anchor, momentum = Numbers(params), Numbers(self.list_momenta())
-            aggregate(anchor, momentum, *self.commit, lr=self.lr, outer_momentum=self.momentum)
+            terms = dict(lr=self.lr, outer_momentum=self.momentum)
+            self.weights = aggregate(anchor, momentum, self.contributions, **terms)
             self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
             return
         self.inner.grad_norm = torch.nn.utils.get_total_norm([param.grad for param in params]).item()

@@ -234,8 +234,8 @@ class LogRounds:
         """Ask peers for their log.
 
         :param head: the commit after which the state is wanted, or NEWEST
-        :returns: the log's id, and its state if more than half of its peers that answer agree; None if no peer has a
-            log
+        :returns: the log's id, and its state if more than half of its peers that answer agree; None if fewer than half
+            of the answers name one log, because one peer alone could claim to have a log
         """
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
@@ -247,15 +247,14 @@ class LogRounds:
                 with contextlib.suppress(ValueError):
                     answers.append(unpack(Envelope, call.result()))
         logs = Counter(answer.log for answer in answers if answer.log)
-        if not logs:
+        log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
+        if not log_id or 2 * logs[log_id] < len(answers):
             return None
-        log_id = min(logs, key=lambda it: (-logs[it], it))
         states = Counter(answer.state for answer in answers if answer.log == log_id)
         state, votes = states.most_common(1)[0]
-        if not state or 2 * votes <= logs[log_id]:
-            return log_id, None
         with contextlib.suppress(ValueError):
-            return log_id, unpack(State, state)
+            if state and 2 * votes > logs[log_id]:
+                return log_id, unpack(State, state)
         return log_id, None
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore, weigh
+from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
@@ -79,6 +79,8 @@ class LogSteps:
         self.offers: dict[bytes, Pending] = {}
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
+        #: the log that has ended for this peer, but perhaps not yet for others
+        self._ended = b""
         self._next_join, self._stuck_since = 0.0, None
         #: whether each of an owner's last updates had any weight, by owner
         self.counted: dict[bytes, deque[bool]] = {}
@@ -186,13 +188,15 @@ class LogSteps:
         present = self.tracker.present
         peers = self.tracker.list_donors() or [peer for peer, record in present.items() if not record.client_mode]
         peers = peers or list(self.rounds.helpers)  # a run of clients
-        found = self.rounds.find(peers, self.head) if peers else None
+        found = self.rounds.find(peers, NEWEST if self._ended else self.head) if peers else None
+        if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
+            found = None  # it has no commit since this peer has left it
         self.exists = found is not None
         if found is None:
             if self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
                 self.optimizer.begin_epoch()
             return False
-        log_id, state = found
+        (log_id, state), self._ended = found, b""
         if self.optimizer.is_auxiliary:  # it has no model
             if state is not None:
                 self._open(log_id, state, NEWEST)
@@ -234,6 +238,7 @@ class LogSteps:
             self._load_later_state()
         elif self.rounds.count_seconds_without_commit() > longest:
             logger.warning(f"no commit for {longest:.0f} s: the peers that are there begin a new log")
+            self._ended = self.rounds.log_id
             self._close()
 
     def _close(self) -> None:
@@ -353,15 +358,14 @@ class LogSteps:
     def _outer_step(self, commit: Commit) -> Iterator[None]:
         """Let the outer optimizer's next step apply a commit."""
         outer, store, voters = self.optimizer.opt, self.rounds.store, self.rounds.find_voters(commit.parent)
-        contributions = [
+        outer.contributions = [
             Contribution(it.peer, it.samples, it.base != commit.parent, StoredBlob(store, it.blob), it.peer in voters)
             for it in commit.offers
         ]
-        weights = weigh(contributions, Numbers(outer.list_momenta()))
-        for it, weight in zip(contributions, weights, strict=True):
-            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
-        outer.commit, self.averager.next_lineage = (contributions, weights), commit.hash.hex()
+        self.averager.next_lineage = commit.hash.hex()
         try:
             yield
+            for it, weight in zip(commit.offers, outer.weights, strict=True):
+                self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         finally:
-            outer.commit = self.averager.next_lineage = None
+            outer.contributions = self.averager.next_lineage = None

@@ -23,6 +23,7 @@ from hivemind.utils import MPFuture
 from arguments import AveragingArguments
 from common.console import setup_logging
 from models.state_codecs import COMPRESSIONS
+from swarm import log_steps
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.epoch import Epoch
@@ -196,9 +197,11 @@ def main() -> None:
     parser.add_argument(
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
+    parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
     setup_logging("peer")
+    log_steps.SILENCE_TIMEOUT = args.silence
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
     if args.asks_in_vain:

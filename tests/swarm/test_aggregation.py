@@ -25,7 +25,6 @@ from swarm.aggregation import (
     compute_digest,
     encode,
     restore,
-    weigh,
 )
 from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
 
@@ -47,15 +46,10 @@ def read_all(numbers: Numbers) -> torch.Tensor:
     return torch.cat([numbers.read(block) for block in range(numbers.num_blocks)])
 
 
-def step(anchor: Numbers, momentum: Numbers, offers: list[Contribution], lr=1.0, outer_momentum=0.0) -> list[float]:
-    weights = weigh(offers, momentum)
-    aggregate(anchor, momentum, offers, weights, lr=lr, outer_momentum=outer_momentum)
-    return weights
-
-
 def apply(offers: list[Contribution], sizes: tuple[int, ...] = SIZES) -> tuple[list[float], torch.Tensor]:
     anchor, momentum = make_numbers(None, sizes), make_numbers(None, sizes)
-    return step(anchor, momentum, offers), read_all(anchor)
+    weights = aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.0)
+    return weights, read_all(anchor)
 
 
 def compute_digests(path: str) -> str:
@@ -66,7 +60,7 @@ def compute_digests(path: str) -> str:
     digests = []
     for offers in json.loads(Path(path).read_text()):
         offers = [Contribution(bytes([i]), i + 5, 0, [*map(bytes.fromhex, offer)]) for i, offer in enumerate(offers)]
-        step(anchor, momentum, offers, 0.7, 0.6)
+        aggregate(anchor, momentum, offers, lr=0.7, outer_momentum=0.6)
         digests.append(compute_digest(anchor, momentum).hex())
     return " ".join(digests)
 
@@ -92,7 +86,7 @@ def test_aggregate_matches_numpy_in_any_order():
     offers[2] = dataclasses.replace(offers[2], epochs_late=1)
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
-    weights = step(anchor, momentum, offers[::-1], 0.5, 0.5)[::-1]
+    weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
     updates = np.zeros((3, 2 * CHUNK), np.float32)
     for update, seed in zip(updates, (1, 2, 3), strict=True):
         positions, kinds, values = decode(CODEC.compress(read_all(make_numbers(seed, sizes))), len(update))
@@ -139,9 +133,10 @@ def test_reversed_offers_have_no_weight():
     zeros = make_numbers(None, (len(common),))
     blobs = [encode(Numbers([update]), zeros, CODEC) for update in updates]
     offers = [Contribution(bytes([i]), 10, 0, blob, is_voter=i < 7) for i, blob in enumerate(blobs)]
-    weights = weigh(offers, make_numbers(None, (len(common),)))
+    sizes = (len(common),)
+    weights = apply(offers, sizes)[0]
     assert min(weights[:5]) > 0.1 and weights[5:] == [0.0] * 8
-    assert min(weigh([offers[0], offers[5]], make_numbers(None, (len(common),)))) > 0, "either may be right"
+    assert min(apply([offers[0], offers[5]], sizes)[0]) > 0, "either may be right"
 
 
 def test_others_have_a_quarter_of_weight():
@@ -158,9 +153,9 @@ def test_others_have_a_quarter_of_weight():
 
 def test_copy_of_momentum_has_no_weight():
     anchor, momentum = make_numbers(), make_numbers()
-    step(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], 1.0, 0.5)
+    aggregate(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], lr=1.0, outer_momentum=0.5)
     free_rider = Contribution(b"f", 10, 0, encode(momentum, make_numbers(), CODEC))
-    weights = step(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], 1.0, 0.5)
+    weights = aggregate(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], lr=1.0, outer_momentum=0.5)
     assert weights[0] == 0 and sum(weights) > 0.9
 
 

@@ -109,6 +109,21 @@ def test_frozen_peer_replays_commits(start):
 
 
 @pytest.mark.slow
+def test_remaining_half_begins_new_log(start):
+    swarm = Peers(start, *[("--silence", 10)] * 4)
+    one, two, *killed = swarm.all
+    last = swarm.wait(*swarm.all, more=2)
+    for peer in killed:
+        peer.kill()
+    swarm.wait(one, two, more=6, seconds=180)
+    stop(one, two)
+    lines = epochs(one), epochs(two)
+    assert all(of[max(of)]["averaged_with"] == 2 for of in lines)
+    common = sorted(lines[0].keys() & lines[1].keys())
+    assert common[-1] >= last + 6 and lines[0][common[-1]]["digest"] == lines[1][common[-1]]["digest"]
+
+
+@pytest.mark.slow
 def test_clients_commit_through_aux_peer(start):
     swarm = Peers(start)
     swarm.flags += ("--group_size", 3)
