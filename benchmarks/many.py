@@ -136,11 +136,9 @@ def run_swarm(count: int, epochs: int, churn: float, folder: Path) -> str:
 
         try:
             for number in range(count):
-                start(f"peer{number}")
-                if not maddrs:
-                    maddrs = json.loads(peers[0].script.wait_for('"maddrs": (.+)}', START_TIMEOUT)[1])
-            for peer in peers:
-                peer.script.wait_for('"maddrs"', START_TIMEOUT)
+                # one after the other, because 16 starts at once take two cores a minute
+                joined = start(f"peer{number}").script.wait_for('"maddrs": (.+)}', START_TIMEOUT)
+                maddrs = maddrs or json.loads(joined[1])
             wait_until(lambda: len(read_lines(peers[0])) >= 2, 240, "two epochs")
             began, cpu = time.time(), [peer.count_cpu() for peer in peers]
             busy = psutil.cpu_times()
