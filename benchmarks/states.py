@@ -9,6 +9,7 @@ these bytes take at the rate of the donors together, or of the new peer if that 
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--rtt_ms", type=float, default=75)
     parser.add_argument("--blocked", default="", help="udp or tcp, so that peers use the other one; default: QUIC")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     processes.IS_FORKING = True  # so that the peers share the memory of what they import
     print(f"| donors | up | down | seconds | bytes | ratio | CPU |\n{'|---' * 7}|")
     folder = Path(tempfile.mkdtemp(prefix="states_"))

@@ -12,6 +12,7 @@ a turn: of the fabric that carries all packets, of the three p2pd, and of the th
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -121,6 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.peer:
         asyncio.run(run_peer(**json.loads(args.peer)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     size = args.millions * 1e6 * 2 / PEERS
     print(f"| Mbit/s | transport | streams | seconds | longest | fabric | p2pd | Python |\n{'|---' * 8}|")
     for mbits in args.mbits:

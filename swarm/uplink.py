@@ -18,8 +18,6 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
-from common.console import format_number
-
 logger = logging.getLogger("swarm")
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
@@ -37,6 +35,7 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 # first: by more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
+RECOVERED, RECOVERY_SHARE, FORGET = 0.7, 0.3, 0.95  # see `adjust`; each further queue forgets a part of the old rate
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
 MIN_RATE = 1e4  # bytes/s
 
@@ -68,8 +67,7 @@ class RoundTimeouts:
         #: the wait for a small answer before the request is sent once more
         self.response = min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
         #: the wait for a peer that was asked to form a group, before another one is asked
-        request = min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
-        self.request = self.fixed_request or request
+        self.request = self.fixed_request or min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
         #: the wait for other peers when a group forms
         share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
         self.matchmaking = self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
@@ -114,8 +112,8 @@ class Uplink:
         self._is_paused = shared(c_bool)
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
-        # looks at a full uplink since the last queue; looks for which that queue may still be there; the last rates
-        self._calm, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
+        # looks at a full uplink since the last queue; looks until it has drained; the last rates; that before a drain
+        self._calm, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
 
     # --- rate
 
@@ -258,23 +256,24 @@ class Uplink:
                 calm_sent, calm_at, most = sent, looked, 0.0
             if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
-                mbits = format_number(self.mbits)
-                logger.warning(f"sending at most {mbits} Mbit/s: the uplink carries less than `bandwidth`")
+                logger.warning(f"sending at most {self.mbits:.1f} Mbit/s: the uplink carries less than `bandwidth`")
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a look, by the queueing delay, the seconds that the last pings took beyond the
-        shortest one, and by the share of the rate that was used."""
+        shortest one, and by the share of the rate that was used. After a drain it grows fast until most of the old rate
+        is back, although a peer that sends a part of its gradients never fills its uplink."""
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
+        is_recovering = rate < RECOVERED * self._lost
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
             rate = LOWER * min(self._rates)  # it began some looks ago
-            self._calm, self._settling = 0, RATE_COOLDOWN_LOOKS
+            self._calm, self._settling, self._lost = 0, RATE_COOLDOWN_LOOKS, FORGET * self._lost
             with self.lock:  # let it drain
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
-        elif queue < LOW_QUEUE_DELAY and share > 0.85:
-            rate *= min(MAX_RAISE, 1 + RAISE_STEP * self._calm)
+        elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if is_recovering else 0.85):
+            rate *= MAX_RAISE if is_recovering else min(MAX_RAISE, 1 + RAISE_STEP * self._calm)
             self._calm += 1
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
@@ -299,8 +298,9 @@ class Uplink:
         # if nothing came in either, the connection was cut
         if now < held + MAX_RESPONSE_TIMEOUT or self._received.value > received:
             carried = (self._sent.value - sent) / (now - max(since, self._began.value))
+            # if it was the route and not the uplink, it is faster soon
+            self._calm, self._settling, self._lost = math.inf, 0, max(FORGET * self._lost, self._rate.value)
             self._rate.value = max(min(carried, LOWER * self._rate.value), MIN_RATE)
-            self._calm, self._settling = math.inf, 0  # if it was the route and not the uplink, it is faster soon
             self._rates.clear()
 
     async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:

@@ -341,6 +341,27 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, mbit
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
+def test_rate_recovers_after_slow_spell():
+    """The peer sends a quarter of its gradients then, in 40 % of the time."""
+    uplink = Uplink()
+    uplink.set_bandwidth(20, is_fixed=False)
+    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)
+    asyncio.run(uplink.drain(SilentNode(1.0), 0, time.monotonic() - 1.0))
+    slow = uplink.mbits
+    assert slow == pytest.approx(4.0, rel=0.1)
+    for _ in range(30):  # 15 seconds of sending
+        uplink.adjust(0.0, 0.4)
+    assert uplink.mbits > 0.7 * 20
+    for _ in range(10):
+        uplink.adjust(0.0, 0.4)
+    assert uplink.mbits < 0.75 * 20  # beyond that, only what is used shows that the uplink carries it
+    for _ in range(200):
+        uplink.adjust(0.2, 0.7)
+    uplink._rate.value *= slow / uplink.mbits
+    uplink.adjust(0.0, 0.4)
+    assert uplink.mbits == pytest.approx(slow)  # the uplink stays slow: the old rate is forgotten
+
+
 def test_group_waits_for_all_then_most():
     matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
     step = SimpleNamespace(triggered=True)
