@@ -145,7 +145,7 @@ class LogSteps:
         uplink, record = self.tracker.dht.uplink, self.tracker.others.get(leader)
         deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking
         num_bytes = (len(members) - 1) * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
-        timeout = max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes) / 3)
+        timeout = max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes))
         while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
             found = self.rounds.find(peers, NEWEST)
