@@ -46,8 +46,7 @@ PUBLIC_KEY = re.compile(rb"\[owner:ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAABAQ[A-Za-z
 PUBLIC_KEY_LENGTH = 388
 PublicKeyBytes = conbytes(regex=PUBLIC_KEY.pattern)
 
-# hivemind's SchemaValidator needs pydantic's first version. Numbers are strict: a float field rejects an int.
-# All have two bounds, which also reject NaN and infinity.
+# hivemind's SchemaValidator needs pydantic's first version. Numbers are strict, and two bounds reject NaN as well.
 Count = conint(strict=True, ge=0, le=10**9)
 Peers = conint(strict=True, ge=0, le=10**6)
 Total = conint(strict=True, ge=0, le=10**15)
