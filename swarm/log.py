@@ -110,9 +110,11 @@ class State:
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
 
     def find_leader(self, attempt: int) -> bytes:
-        """Return the only peer that may propose the next commit in an attempt."""
-        leaders = [peer for peer in self.voters if peer not in self.clients] or self.voters
-        return min(leaders, key=lambda peer: compute_hash(self.head, attempt, peer))
+        """Return the only peer that may propose the next commit in an attempt; in even ones, a dead peer leads no more
+        once a commit lacks its offer."""
+        able = [peer for peer in self.voters if peer not in self.clients] or self.voters
+        active = [peer for peer in able if peer in self.owners[-1] or attempt % 2]
+        return min(active or able, key=lambda peer: compute_hash(self.head, attempt, peer))
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
         """Return whether more than half of the voters have one of these records."""

@@ -82,6 +82,15 @@ def run_until(network: Network, condition, seconds: int = 120) -> None:
     raise AssertionError(f"not within {seconds} s")
 
 
+def test_dead_voter_leads_odd_attempts_only():
+    state, dead = make_state(3), PEERS[0]
+    assert dead in {state.find_leader(attempt) for attempt in range(0, 40, 2)}
+    state = advance(state, PEERS[1:3])
+    assert dead in state.voters
+    assert {state.find_leader(attempt) for attempt in range(0, 40, 2)} == {*PEERS[1:3]}
+    assert {state.find_leader(attempt) for attempt in range(1, 41, 2)} == {*PEERS[:3]}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_log_with_faults_stays_one(seed):
     run_schedule(seed)
