@@ -110,8 +110,7 @@ class State:
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
 
     def find_leader(self, attempt: int) -> bytes:
-        """Return the only peer that may propose the next commit in an attempt; in even ones, a dead peer leads no more
-        once a commit lacks its offer."""
+        """Return the only peer that may propose in an attempt; in even ones, only if the head has an offer of it."""
         able = [peer for peer in self.voters if peer not in self.clients] or self.voters
         active = [peer for peer in able if peer in self.owners[-1] or attempt % 2]
         return min(active or able, key=lambda peer: compute_hash(self.head, attempt, peer))
