@@ -48,7 +48,7 @@ def make_noise(part: torch.Tensor) -> torch.Tensor:
 
 
 def make_direction(part: torch.Tensor, length: float) -> torch.Tensor:
-    """Return the same direction each time, of so many times the part's norm."""
+    """Return a fixed direction, scaled to `length` times the part's norm."""
     fixed = torch.randn(part.shape, generator=torch.Generator().manual_seed(part.numel()))
     return fixed * (length * part.norm() / fixed.norm())
 

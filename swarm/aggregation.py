@@ -30,7 +30,7 @@ from swarm.sparse import CHUNK, TINY, TopKCompression, decode
 BLOCK = 2**20  # numbers
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
-MIN_COSINE = -0.03  # median of the cosines of an offer with all others; with a lower one, it points away from them
+MIN_COSINE = -0.03  # median cosine of an offer with the voters' offers; below it, the offer points away from them
 MAX_COSINE = 0.9  # of the signs of two offers, or of an offer and the momentum; with a larger one, it is a copy
 BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
 
@@ -151,15 +151,12 @@ def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measure
 
 def compute_cosines(products: list[list[int]]) -> list[list[float]]:
     """Return the cosine of each two sketches, 0 if one of them is empty."""
-    lengths = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
-    return [
-        [product / (own * it) for product, it in zip(row, lengths, strict=True)]
-        for row, own in zip(products, lengths, strict=True)
-    ]
+    norms = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
+    return [[it / (a * b) for it, b in zip(row, norms, strict=True)] for row, a in zip(products, norms, strict=True)]
 
 
 def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]) -> float:
-    """Return the median of the cosines of a contribution with others, as one that most of them agree on."""
+    """Return the median cosine of a contribution with the others, so that a minority of them cannot decide."""
     return statistics.median([cosines[index][i] for i in others if i != index] or [0.0])
 
 

@@ -28,10 +28,9 @@ class OuterOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
         self.is_outer = False  # whether the next step is an outer step (SGD); set by LocalStepsAverager.is_local
-        #: the offers of the commit that the next outer step applies, instead of a gradient; set by the optimizer. And
-        #: the weights of the last ones
+        #: the offers of the commit that the next outer step applies, instead of a gradient; set by LogSteps
         self.contributions: list[Contribution] | None = None
-        self.weights: list[float] = []
+        self.weights: list[float] = []  # of the offers that the last step applied
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
@@ -50,8 +49,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         params = list_params(self)
         if self.contributions is not None:
             anchor, momentum = Numbers(params), Numbers(self.list_momenta())
-            terms = dict(lr=self.lr, outer_momentum=self.momentum)
-            self.weights = aggregate(anchor, momentum, self.contributions, **terms)
+            self.weights = aggregate(anchor, momentum, self.contributions, lr=self.lr, outer_momentum=self.momentum)
             self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
             return
         self.inner.grad_norm = torch.nn.utils.get_total_norm([param.grad for param in params]).item()

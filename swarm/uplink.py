@@ -226,7 +226,7 @@ class Uplink:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
             now, has_traffic = time.monotonic(), self._sent.value > sent
-            peers = [peer for _, peer in node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)]
+            peers = choose_peers(node)
             if not peers or not has_traffic and now < looked + IDLE_POLL_INTERVAL:
                 continue
             seconds = max(POLL_INTERVAL / 2, now - max(looked, self._began.value))
@@ -282,10 +282,10 @@ class Uplink:
         these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
-            while not answers and (peers := node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)):
+            while not answers and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
-                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for _, peer in peers]):
+                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
                     if await answer is not None:
                         answers += 1
                     if 2 * answers > len(peers):  # each connection has a queue of its own, and some peers may be dead
@@ -313,3 +313,8 @@ class Uplink:
             self.record_rtt(time.monotonic() - start)
             return answer.dht_time - sent
         return None
+
+
+def choose_peers(node: DHTNode) -> list[PeerID]:
+    """Return the nearest peers, to ping."""
+    return [peer for _, peer in node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)]

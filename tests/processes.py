@@ -165,7 +165,7 @@ def start_python(
 def run_python(*words: object, timeout: float = 120, expect: int | None = None, **options) -> CompletedProcess:
     """Run `python` followed by these words, like subprocess.run; return its output.
 
-    :param expect: the only exit code that is no error; None: any
+    :param expect: the expected exit code, by default any
     :param options: see `start_python`
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

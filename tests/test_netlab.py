@@ -43,7 +43,7 @@ def test_netlab_links_match_declaration(net):
         net.popen(name, [sys.executable, "-c", SERVER])
 
     def connect(source: str, target: str) -> tuple[float, float] | None:
-        """Return the seconds of a round trip and of a million bytes, or None if there is no connection."""
+        """Measure a round trip and the transfer of a million bytes, in seconds; return None without a connection."""
         client = net.popen(source, [sys.executable, "-c", CLIENT, net.ip(target)], stdout=-1, stderr=-1, text=True)
         output, errors = client.communicate()
         assert output or "timed out" in errors or "refused" in errors, errors

@@ -305,7 +305,7 @@ def test_insufficient_disk_is_error_before_joining(start, small_disk, tiny_data)
 
 
 def test_full_disk_does_not_end_training(start, small_disk, tiny_data):
-    """There is no room for a checkpoint, the history, or the model."""
+    """The disk is too full for a checkpoint, the history, or the model."""
     disk = small_disk(20_000)
     # the disk must be full before the first of these files is due
     limits = {**tiny_data, "--max_steps": 16, "--save_steps": 12}
