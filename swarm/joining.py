@@ -1,6 +1,8 @@
 """Joining a run: start the DHT in a way that the network allows. Each failure is one line that says what to do."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import re
 import time
@@ -39,6 +41,7 @@ from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
 
+STORE_TIMEOUT = 2.0  # seconds to wait at the end for each of this peer's last records
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
@@ -51,6 +54,8 @@ class Swarm:
         self.prefix = config.experiment_prefix
         #: the contract that this peer trains by, and publishes
         self.contract: RunContract | None = None
+        #: by name, the last record of this peer on its way to the DHT
+        self.stores: dict[str, MPFuture] = {}
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":
@@ -138,9 +143,9 @@ class Swarm:
         """Remove this peer's contract, so that it does not bind the next run of this name, without waiting."""
         return self._store("run", None, lifetime)
 
-    def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> MPFuture:
+    def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> None:
         """Store this peer's metrics of an epoch for this number of seconds, without waiting."""
-        return self._store("metrics", metrics.dict(), lifetime)
+        self._store("metrics", metrics.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
         """Tell new peers that have this peer's address the run's settings and the ids of its contributors.
@@ -176,13 +181,17 @@ class Swarm:
             )
 
     def leave(self, optimizer=None) -> None:
-        """Stop the optimizer's averagers and the DHT; records of this peer expire."""
+        """Wait until other peers have this peer's last records, then stop the optimizer's averagers and the DHT."""
+        for store in self.stores.values():
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                store.exception(STORE_TIMEOUT)
         shut_down(self.dht, optimizer)
 
     def _store(self, name: str, value: dict | None, lifetime: float) -> MPFuture:
         expiration = get_dht_time() + lifetime
         options = dict(value=value, expiration_time=expiration, return_future=True)
-        return self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
+        self.stores[name] = self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
+        return self.stores[name]
 
 
 def start_dht(
