@@ -188,8 +188,7 @@ class Swarm:
         shut_down(self.dht, optimizer)
 
     def _store(self, name: str, value: dict | None, lifetime: float) -> MPFuture:
-        expiration = get_dht_time() + lifetime
-        options = dict(value=value, expiration_time=expiration, return_future=True)
+        options = dict(value=value, expiration_time=get_dht_time() + lifetime, return_future=True)
         self.stores[name] = self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
         return self.stores[name]
 

@@ -270,7 +270,7 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
-        if self.rounds.overlap:  # the last round changes the view of the swarm, which the lock below would not allow
+        if self.rounds.overlap():  # the last round changes the view of the swarm, which the lock below would not allow
             with self.tracker.performance_ema.pause():
                 self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
@@ -281,7 +281,7 @@ class CollaborativeOptimizer:
                 self.epoch.in_doubt = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
-        if not self.rounds.overlap:  # in the background, the optimizer may still be using the gradients
+        if not self.rounds.overlap():  # in the background, the optimizer may still be using the gradients
             self.grad_averager.last_step = *before, self.state_averager.group_id
 
     def _make_step(self, finish: Callable[[], None] | None) -> None:
@@ -301,7 +301,7 @@ class CollaborativeOptimizer:
             increment_epoch=True,
             wait_for_trigger=finish,
             optimizer_step=is_trainer,
-            delay_optimizer_step=self.rounds.overlap and is_trainer,
+            delay_optimizer_step=self.rounds.overlap() and is_trainer,
             delay_averaging=True,  # or a peer misses the next round while it waits here for a group
             **options,
         )

@@ -274,8 +274,7 @@ class StateServer(VerifyingAverager):
                 if not slow:
                     return False
                 del self._served[min(slow, key=rates.get)]
-            self._served[peer] = now, now, 0
-        first, _, blocks = self._served[peer]
+        first, _, blocks = self._served.get(peer, (now, now, 0))
         self._served[peer] = first, now, blocks + num_blocks
         return True
 

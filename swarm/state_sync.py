@@ -69,8 +69,7 @@ class StateSync:
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
         options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout or longest)
-        options["is_synchronous"] = is_synchronous
-        future = averager.start_download(min_epoch, is_step=content == "step", **options)
+        future = averager.start_download(min_epoch, is_step=content == "step", is_synchronous=is_synchronous, **options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():
             with contextlib.suppress(concurrent.futures.TimeoutError):
