@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import re
 import time
@@ -41,7 +40,7 @@ from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
 
-STORE_TIMEOUT = 2.0  # seconds to wait at the end for each of this peer's last records
+STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
@@ -182,9 +181,7 @@ class Swarm:
 
     def leave(self, optimizer=None) -> None:
         """Wait until other peers have this peer's last records, then stop the optimizer's averagers and the DHT."""
-        for store in self.stores.values():
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                store.exception(STORE_TIMEOUT)
+        concurrent.futures.wait(self.stores.values(), STORE_TIMEOUT)
         shut_down(self.dht, optimizer)
 
     def _store(self, name: str, value: dict | None, lifetime: float) -> MPFuture:
