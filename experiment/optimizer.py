@@ -208,7 +208,7 @@ def make_optimizer(
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)
-    is_sparse, load_state = config.compression == "sparse", LOAD_STATE_COMPRESSIONS[config.load_state_compression]
+    has_log, load_state = config.local_steps > 1, LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     return kind(
         swarm.dht,
@@ -220,10 +220,10 @@ def make_optimizer(
         scheduler=partial(make_scheduler, args),
         folder=folder,
         gradients=COMPRESSIONS[config.compression],
-        local_steps=TopKCompression(config.density) if is_sparse else None,
+        local_steps=TopKCompression(config.density) if has_log else None,
         state_averaging=COMPRESSIONS[config.state_compression],
         # states after the same commits have the same bits, apart from the moments
-        load_state=keep_parameters_exact(load_state) if is_sparse else load_state,
+        load_state=keep_parameters_exact(load_state) if has_log else load_state,
     )
 
 

@@ -71,8 +71,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     _num_partitions, _partition_index = 1, 0
     _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
 
-    def __init__(self, *args, **kwargs):
-        self._max_weight = multiprocessing.Value(ctypes.c_double)
+    def __init__(self, *args, max_weight: float | None = None, **kwargs):
+        """:param max_weight: see RoundSettings"""
+        self.max_weight = max_weight
         #: the id of the last round's group, in hex, once they exchange data
         self.exchanged_with = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only
@@ -93,15 +94,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     def codec(self) -> CompressionBase:
         """The codec of the averaged tensors."""
         return self.allreduce_kwargs["compression"]
-
-    @property
-    def max_weight(self) -> float | None:
-        """The maximum weight of a peer, in samples, see swarm/guard.py; None to refuse protocol violations only."""
-        return self._max_weight.value or None
-
-    @max_weight.setter
-    def max_weight(self, value: float) -> None:
-        self._max_weight.value = value  # shared with the averager's process
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""

@@ -4,7 +4,6 @@
 """
 
 import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
-from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
+from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
@@ -43,8 +42,8 @@ class CollaborativeOptimizer:
     Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
     of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
     round the epoch stays (in the background it does not), and a later `step` tries again. With `local_steps` N above 1,
-    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and rounds average
-    pseudo-gradients, see swarm/local_steps.py.
+    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and commits of the
+    log take the place of rounds, see swarm/log_steps.py.
     """
 
     is_auxiliary = False
@@ -65,8 +64,7 @@ class CollaborativeOptimizer:
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
-        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps,
-            without which rounds of local steps are those of gradients
+        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps
         """
 
         def make_outer(groups: list[dict]) -> OuterOptimizer:
@@ -86,6 +84,7 @@ class CollaborativeOptimizer:
             start=True,
             target_group_size=averaging.target_group_size,
             min_vector_size=averaging.min_vector_size,
+            max_weight=averaging.target_batch_size if averaging.robust_averaging == "clip" else None,
         )
         self.state_averager = StateAverager(
             prefix=f"{prefix}_state_averager",
@@ -102,7 +101,7 @@ class CollaborativeOptimizer:
         exit_if_process_dies(self.state_averager, "state averager")
         if self.state_averager.client_mode:
             self.state_averager.serve_state()
-        self.grad_averager = (LocalStepsAverager if averaging.local_steps > 1 else GradientAverager)(
+        self.grad_averager = GradientAverager(
             self.state_averager.main_parameters,
             prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
@@ -110,23 +109,19 @@ class CollaborativeOptimizer:
         )
         exit_if_process_dies(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
-        self.local: LocalSteps | None = None
-        if averaging.local_steps > 1:
-            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
-            self.grad_averager.local = self.state_averager.local = self.local
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
         averagers = self.state_averager, self.grad_averager
-        codec = compressions.get("local_steps") if averaging.local_steps > 1 else None
-        # with a log, only dense rounds are left, which begin it
-        of_rounds = dataclasses.replace(averaging, overlap=False) if codec else averaging
-        self.rounds = Rounds(of_rounds, self.tracker, *averagers, self.is_auxiliary)
+        self.rounds = Rounds(averaging, self.tracker, *averagers, self.is_auxiliary)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
+        self.local: LocalSteps | None = None
         self.log_steps: LogSteps | None = None
-        if codec:
-            self.log_steps = LogSteps(self, codec, folder, averaging.overlap)
+        if averaging.local_steps > 1:
+            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
+            self.grad_averager.local = self.state_averager.local = self.local
+            self.log_steps = LogSteps(self, compressions["local_steps"], folder, averaging.overlap)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
@@ -191,7 +186,7 @@ class CollaborativeOptimizer:
         self.grad_averager.accumulate(batch_size)
         in_offers = self.log_steps.pending_samples if self.log_steps else 0
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
-        if self._takes_local_steps and self.log_steps:
+        if self._takes_local_steps:
             if self.log_steps.is_open:
                 self.log_steps.offer()
                 return
@@ -270,7 +265,7 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
-        if self.rounds.overlap():  # the last round changes the view of the swarm, which the lock below would not allow
+        if self.rounds.overlap:  # the last round changes the view of the swarm, which the lock below would not allow
             with self.tracker.performance_ema.pause():
                 self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
@@ -281,7 +276,7 @@ class CollaborativeOptimizer:
                 self.epoch.in_doubt = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
-        if not self.rounds.overlap():  # in the background, the optimizer may still be using the gradients
+        if not self.rounds.overlap:  # in the background, the optimizer may still be using the gradients
             self.grad_averager.last_step = *before, self.state_averager.group_id
 
     def _make_step(self, finish: Callable[[], None] | None) -> None:
@@ -301,28 +296,26 @@ class CollaborativeOptimizer:
             increment_epoch=True,
             wait_for_trigger=finish,
             optimizer_step=is_trainer,
-            delay_optimizer_step=self.rounds.overlap() and is_trainer,
+            delay_optimizer_step=self.rounds.overlap and is_trainer,
             delay_averaging=True,  # or a peer misses the next round while it waits here for a group
             **options,
         )
         self.tracker.update_epoch(self.local_epoch)
-        if self.log_steps and self._takes_local_steps and is_trainer:
+        if self._takes_local_steps and is_trainer:
             self.log_steps.begin(averager.group_id, self.stats.members)
         self.begin_epoch()
 
     @property
     def _takes_local_steps(self) -> bool:
         """Whether the peers take local steps in this epoch, or do so once they have a log."""
-        return self.local is not None and self.local_epoch >= self.averaging.local_steps_from
+        return self.log_steps is not None and self.local_epoch >= self.averaging.local_steps_from
 
     def begin_epoch(self) -> None:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
         self.epoch, averager = Epoch(self.local_epoch), self.grad_averager
-        is_local = self._takes_local_steps and (self.log_steps is None or self.log_steps.exists)
+        is_local = self._takes_local_steps and self.log_steps.exists
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)
-        if self.averaging.robust_averaging == "clip":
-            averager.max_weight = self.state_averager.max_weight = samples
         if is_local != averager.is_local:
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
@@ -360,9 +353,9 @@ class CollaborativeOptimizer:
         old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.in_doubt
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
-        is_synchronous = self.rounds.is_synchronous(wanted)
+        is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
-            can_replay = is_synchronous and not (self.log_steps and self._takes_local_steps)
+            can_replay = is_synchronous and not self._takes_local_steps
             how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)

@@ -96,20 +96,16 @@ class Rounds:
         self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
         self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
 
-    def overlap(self, epoch: int | None = None) -> bool:
-        """Return whether rounds of an epoch, by default this peer's, run in the background: those of local steps only,
-        if there are any."""
-        options, epoch = self.averaging, self.state_averager.local_epoch if epoch is None else epoch
-        return options.overlap and (options.local_steps == 1 or epoch >= options.local_steps_from)
+    @property
+    def overlap(self) -> bool:
+        """Whether rounds run in the background; with local steps, only the log does."""
+        return self.averaging.overlap and self.averaging.local_steps == 1
 
-    def is_synchronous(self, epoch: int | None = None) -> bool:
+    def is_synchronous(self) -> bool:
         """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
-        be faster, or if rounds run in the background: there, peers an epoch apart are usual.
-
-        :param epoch: the epoch that the swarm is at; default: that of this peer
-        """
+        be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
         trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
-        return trainers <= self.averaging.target_group_size and not self.overlap(epoch)
+        return trainers <= self.averaging.target_group_size and not self.overlap
 
     def has_others(self) -> bool:
         """Return whether a round can have two peers with gradients."""
@@ -164,7 +160,7 @@ class Rounds:
         searched = self.gradient_round if self.is_searching() else None
         self.gradient_round = self.grad_averager.begin(searched)
         finish = partial(self._finish, self.gradient_round, self.state_averager.local_epoch)
-        return finish if self.overlap() and not self.is_auxiliary else finish()
+        return finish if self.overlap and not self.is_auxiliary else finish()
 
     def _finish(self, control: StepControl, epoch: int) -> None:
         """Wait for the averaged gradients of this epoch, which are the optimizer's then, see `average`."""
@@ -292,7 +288,7 @@ class RoundWait:
             pause = min(1.02 * pause, MAX_POLL_INTERVAL)
             concurrent.futures.wait([self.control], pause)
             # a round in the background costs the loop nothing
-            seconds = 0.0 if self.rounds.overlap() else time.monotonic() - now
+            seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
             if stage == AveragingStage.RUNNING_ALLREDUCE:
                 self.rounds.stats.averaging_seconds += seconds
             else:

@@ -83,7 +83,7 @@ def make_gradient_optimizer(
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
-        local_steps=TopKCompression(density) if density < 1 else None,
+        local_steps=TopKCompression(density),
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
