@@ -172,10 +172,9 @@ class CollaborativeOptimizer:
         self.grad_averager.drop_pending()
         if "local" in state:
             self.local.load_inner_state(state["local"])
-        with self.tracker.pause_updates():
-            self.tracker.update_epoch(self.local_epoch)
-            if not self.tracker.present:  # an epoch that this peer was at before no longer counts
-                self.tracker.set_swarm_epoch(self.local_epoch)
+        self.tracker.update_epoch(self.local_epoch)
+        if not self.tracker.present:  # an epoch that this peer was at before no longer counts
+            self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
         """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
@@ -265,11 +264,10 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
-        if self.rounds.overlap:  # the last round changes the view of the swarm, which the lock below would not allow
-            with self.tracker.performance_ema.pause():
-                self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
             with self.tracker.pause_updates():
+                if self.rounds.overlap:
+                    self.rounds.finish_background(self.uplink.timeouts.averaging)
                 self._make_step(self.rounds.average())
         except AveragingError as e:
             if group := self.grad_averager.exchanged_with.value:
@@ -418,9 +416,8 @@ class AveragingHelper(CollaborativeOptimizer):
         self.rounds.gradient_round = None
         self.state_averager.set_epoch(middle.epoch)
         self.begin_epoch()
-        with self.tracker.pause_updates():
-            self.tracker.update_epoch(middle.epoch)
-            self.tracker.set_swarm_epoch(middle.epoch)
+        self.tracker.update_epoch(middle.epoch)
+        self.tracker.set_swarm_epoch(middle.epoch)
         self.tracker.schedule_refresh(0.0)
 
     def load_state_from_peers(self, *args, **kwargs) -> bool:

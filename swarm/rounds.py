@@ -12,7 +12,7 @@ from functools import partial
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, get_dht_time
+from hivemind.utils import get_dht_time
 
 from swarm.averager import PeersUnreachableError
 from swarm.config import AveragingConfig
@@ -256,12 +256,10 @@ class RoundWait:
         self.tracker = rounds.tracker
         #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
         self.waited_since: float | None = None
-        #: the DHT's answer to the last look, which a dead peer delays by seconds
-        self.records: MPFuture | None = None
         self.started, self.started_in_dht = time.monotonic(), get_dht_time()
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
-        self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
+        self.first_look = self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + ANNOUNCE_INTERVAL
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
@@ -304,15 +302,13 @@ class RoundWait:
             self.tracker.stop_waiting_for_stragglers(self.epoch)
             if self.rounds.is_synchronous():  # if there are more idle peers, they may be busy with long steps
                 self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)
-        if self.records is None and now >= self.next_look:
+        if now >= self.next_look:
+            self.next_look = now + LOOK_INTERVAL
             if all(ping.done() for ping in self.tracker.pings):
                 self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
-            self.records = self.tracker.request_records()
-        if self.records is None or not self.records.done():
+            self.tracker.schedule_refresh(0.0)
+        if self.tracker.view.read_at < self.first_look:
             return
-        with self.tracker.lock:
-            self.tracker.apply_records(self.records.result(), now)
-        self.records, self.next_look = None, now + LOOK_INTERVAL
         if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:

@@ -254,8 +254,7 @@ def main() -> None:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
             optimizer.state_averager.lineage = "leapt"
-            with optimizer.tracker.pause_updates():
-                optimizer.tracker.update_epoch(optimizer.local_epoch)
+            optimizer.tracker.update_epoch(optimizer.local_epoch)
             optimizer.epoch = Epoch(optimizer.local_epoch)
             optimizer.epoch.is_compared = True
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)

@@ -40,7 +40,7 @@ def test_epoch_ends_at_current_target():
             other.report_local_progress(5, 2 * BATCH)
             one.report_local_progress(5, 0)
             wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
-            with one.pause_updates():
+            with one.lock:
                 one.set_target(10**9)
                 assert not one.ready_to_update_epoch
                 assert one.view.samples == 2 * BATCH

@@ -201,7 +201,7 @@ def test_looks_become_rare_without_changes(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
         tracker.report_local_progress(0, 40)
         entry, now, pauses = ValueWithExpiration({}, math.inf), time.monotonic(), []
-        with tracker.pause_updates():
+        with tracker.lock:
             for seconds in (0.0, 20.0, 600.0):
                 tracker.apply_records(entry, now + seconds)
                 pauses.append(tracker._next_read - time.monotonic())
@@ -217,8 +217,7 @@ def test_reports_and_steps_without_a_pause_are_seen(dhts):
         wait_until(lambda: [it.samples_accumulated for it in one.others.values()] == [15], 20, "the last report")
         for epoch in range(5):
             other.report_local_progress(epoch, 16)
-            with other.pause_updates():
-                other.update_epoch(epoch + 1)
+            other.update_epoch(epoch + 1)
         wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
 
 
@@ -235,7 +234,7 @@ def test_record_is_published_again_in_long_step(dhts):
 
 def test_dht_without_an_answer_changes_nothing(dhts):
     """No peer is forgiven, and the quorum stays, until the records that are known would have expired."""
-    with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.lock:
         tracker.update_epoch(5)
         tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
         tracker.trust.mark_unresponsive([b"a"])
@@ -250,7 +249,7 @@ def test_dht_without_an_answer_changes_nothing(dhts):
 
 def test_claimed_batch_does_not_end_epoch(dhts):
     """A known peer that claims a batch counts as four others at most, and an unknown one does not count."""
-    with run_trackers(dhts[:1], 400) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 400) as [tracker], tracker.lock:
         tracker.trust.attested = {b"a", b"b", b"c"}
         tracker.update_epoch(1)
         tracker._epoch_began -= 10.0
@@ -271,7 +270,7 @@ def test_aux_peer_excludes_unresponsive_peers(dhts):
 
 
 def test_straggler_is_awaited_again_some_epochs_later(dhts):
-    with run_trackers(dhts[:1], 40) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.lock:
         tracker.update_epoch(5)
         tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
         assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
