@@ -47,7 +47,7 @@ class PeersBehindError(AllreduceException):
     """All other peers of the group have an older state than this peer."""
 
 
-class PeersUnreachableError(AllreduceException):
+class PeersSilentError(AllreduceException):
     """The round has failed because some peers send no data and do not answer pings. Argument: their ids (bytes)."""
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, silent: Iterable[bytes] = ()) -> None:
+    def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, excluded: Iterable[bytes] = ()) -> None:
         """Set the ids of the peers with which a group starts at once.
 
         :param min_peers: the number of these peers, this one included, that a group needs; 1 to wait for all of them
-        :param silent: the ids of peers that do not answer, for which no group waits
+        :param excluded: the ids of peers that are silent or banned, for which no group waits
         """
-        if (expected := (frozenset(peer_ids), min_peers, frozenset(silent))) != self._expected:
+        if (expected := (frozenset(peer_ids), min_peers, frozenset(excluded))) != self._expected:
             self._expected = expected
             self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
@@ -207,8 +207,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 for peer_id in await self.dht.run_coroutine(ping, return_future=True):
                     runner.last_activity[awaited[peer_id]] = time.monotonic()
             if silent := [peer_id for peer_id in quiet if runner.last_activity[awaited[peer_id]] < quiet_since]:
-                runner.unreachable = silent
-                return runner.end(awaited[silent[0]], PeersUnreachableError(silent))
+                runner.silent = silent
+                return runner.end(awaited[silent[0]], PeersSilentError(silent))
 
     # --- the only judge of rounds; swarm/trust.py has the rules
 
@@ -218,8 +218,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             raise MaliciousPeersError(runner.violations)
         # finish the pings if another peer has left first, because the next group would wait for the silent peer
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
-        if runner.unreachable:
-            raise PeersUnreachableError(runner.unreachable)
+        if runner.silent:
+            raise PeersSilentError(runner.silent)
         # the peer that broke it, or two peers if one blames the other and this peer saw neither fail
         suspects = set(runner.cause or ()) - {self.peer_id}
         self._trust.record_broken_round(list(suspects & runner.broken or suspects))

@@ -115,9 +115,9 @@ class EarlyStartMatchmaking(Matchmaking):
     Only trainers count towards the group size (notes 11, 22 and 66).
     """
 
-    #: ids (bytes) of the other peers that should join, and of unresponsive peers; see `set_expected_peers`
+    #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
     expected: frozenset[bytes] = frozenset()
-    silent: frozenset[bytes] = frozenset()
+    excluded: frozenset[bytes] = frozenset()
     #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
     min_peers = 1
     #: the peer that is asked to lead, and the limit of the request; no peer can join this one until the leader answers
@@ -166,20 +166,20 @@ class EarlyStartMatchmaking(Matchmaking):
             if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))
 
-    def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, silent: frozenset[bytes]) -> None:
-        """Set the peers that a group should contain, see VerifyingAverager; silent peers are not asked to lead."""
-        if silent != self.silent:
+    def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, excluded: frozenset[bytes]) -> None:
+        """Set the peers that a group should contain, see VerifyingAverager; excluded ones are not asked to lead."""
+        if excluded != self.excluded:
             self.potential_leaders.past_attempts.clear()  # leaders that were unreachable, or followed another peer
-        self.expected, self.min_peers, self.silent = peer_ids, min_peers, silent
-        if self.requested_leader is not None and self.requested_leader.to_bytes() in silent:
+        self.expected, self.min_peers, self.excluded = peer_ids, min_peers, excluded
+        if self.requested_leader is not None and self.requested_leader.to_bytes() in excluded:
             self.request_limit.reschedule(0.0)
             self.requested_leader = None
 
     # --- as a follower
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask a leader to join its group until the leader becomes silent (note 70), and again after a rejection."""
-        if leader.to_bytes() in self.silent:
+        """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
+        if leader.to_bytes() in self.excluded:
             return None
         self.requested_leader, started = leader, time.monotonic()
         try:
@@ -262,10 +262,10 @@ class EarlyStartMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
     async def leader_assemble_group(self) -> GroupInfo | None:
-        """Assemble the group without silent followers, which would make the round fail."""
+        """Assemble the group without excluded followers, which would make the round fail."""
         if not self.has_epoch_ended:  # hivemind would start a full group
             return None
-        for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
+        for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.excluded]:
             del self.current_followers[follower]
         return await super().leader_assemble_group()
 

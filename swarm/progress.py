@@ -260,11 +260,11 @@ class PeerTracker:
             self._attestations = self.dht.run_coroutine(request, return_future=True)
             self._attestations.add_done_callback(apply)
 
-    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
-            self.trust.mark_unresponsive(silent)
+            self.trust.mark_silent(silent)
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
@@ -272,7 +272,7 @@ class PeerTracker:
         pings; if there are more than this number, all of them count."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
-            self.mark_unresponsive(idle)
+            self.mark_silent(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
@@ -285,7 +285,7 @@ class PeerTracker:
             future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
             self.pings = [ping for ping in self.pings if not ping.done()] + [future]
             future.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(pinged - done.result())
+                lambda done: done.cancelled() or done.exception() or self.mark_silent(pinged - done.result())
             )
 
     def ban(self, violations: dict[PeerID, str]) -> None:
@@ -302,7 +302,7 @@ class PeerTracker:
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
-        self.mark_unresponsive(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
+        self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
         self.ping_silent_peers(absent)
 
     # --- looks at the swarm

@@ -14,7 +14,7 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from swarm.averager import PeersUnreachableError
+from swarm.averager import PeersSilentError
 from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
@@ -130,7 +130,7 @@ class Rounds:
         if is_synchronous and not self.is_auxiliary:
             # a peer that makes the last step later, by download, has no part in its averaging of parameters
             others = self.stats.last_group & self.tracker.present.keys()
-        self.state_averager.set_expected_peers(others, silent=self.tracker.trust.excluded)
+        self.state_averager.set_expected_peers(others, excluded=self.tracker.trust.excluded)
 
     def search_group(self) -> None:
         """Look for a group in the background."""
@@ -191,8 +191,8 @@ class Rounds:
         self.stats.failed += 1
         self.stats.failed_in_a_row += 1
         self.stats.group_size = 1
-        if isinstance(error, PeersUnreachableError):
-            self.tracker.mark_unresponsive(error.args[0])
+        if isinstance(error, PeersSilentError):
+            self.tracker.mark_silent(error.args[0])
         if self.is_auxiliary:  # it has no gradients to lose
             return
         text = (

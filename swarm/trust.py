@@ -122,7 +122,7 @@ class PeerTrust:
 
     # --- events
 
-    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
         now = get_dht_time()
         self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}

@@ -12,7 +12,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from processes import wait_until
 from records import run_dhts, run_trackers
 
-from swarm.averager import PeersUnreachableError
+from swarm.averager import PeersSilentError
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
 from swarm.rounds import Rounds
@@ -111,7 +111,7 @@ def test_speed_is_limited_by_median(speeds, max_speed):
 
 def test_ban_doubles_and_ends_with_report():
     trust, peer = make_trust(*NAMES), PeerID(b"a")
-    trust.mark_unresponsive([b"a"])
+    trust.mark_silent([b"a"])
     for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
         trust.ban({peer: "has sent nonsense"})
         trust.ban({peer: "is banned already"})
@@ -237,7 +237,7 @@ def test_dht_without_an_answer_changes_nothing(dhts):
     with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.lock:
         tracker.update_epoch(5)
         tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
-        tracker.trust.mark_unresponsive([b"a"])
+        tracker.trust.mark_silent([b"a"])
         for _ in range(2):
             tracker.apply_records(None, 0.0)
             assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
@@ -265,7 +265,7 @@ def test_aux_peer_excludes_unresponsive_peers(dhts):
         tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
         gradients = SimpleNamespace(restore_pending=lambda: None)
         rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
-        rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
+        rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
         assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 
 
