@@ -8,10 +8,10 @@ from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
 
 from arguments import AveragingArguments, OptimizerArguments
-from experiment.optimizer import make_local_optimizer
+from experiment.optimizer import describe_averaging, make_local_optimizer
 from swarm.aggregation import Contribution, Numbers, encode
 from swarm.config import AveragingConfig, make_config
-from swarm.contract import RunContract, describe_averaging
+from swarm.contract import RunContract
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
 from swarm.sparse import TopKCompression
