@@ -98,7 +98,7 @@ class NonBlockingKeyManager(GroupKeyManager):
         declared = super().declare_averager(group_key, peer_id, expiration_time, looking_for_group)
         if looking_for_group:
             return await declared
-        self.declaring = asyncio.create_task(declared)  # without a reference, the task may be garbage collected
+        self.declaring = asyncio.create_task(declared)
         return True
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
@@ -128,12 +128,9 @@ class EarlyStartMatchmaking(Matchmaking):
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
-        self.steps: set[asyncio.Task] = set()  # unfinished ones
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network."""
-        self.steps.add(task := asyncio.current_task())  # against garbage collection (note 81)
-        task.add_done_callback(self.steps.discard)
         self.group_key_manager.look_period = MIN_LOOK_PERIOD
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
@@ -234,7 +231,7 @@ class EarlyStartMatchmaking(Matchmaking):
             async for message in messages:
                 if message.code == averaging_pb2.ACCEPTED:
                     # a task, because hivemind holds the lock that the start needs until this message is sent
-                    self.starting = asyncio.create_task(self.start_when_complete())
+                    asyncio.create_task(self.start_when_complete())
                 yield message
 
     def is_acceptable(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> bool:
