@@ -223,7 +223,7 @@ class CollaborativeOptimizer:
         """Return what this peer knows of the swarm now."""
         tracker, rounds = self.tracker, self.rounds
         return EpochInputs(
-            swarm_epoch=tracker.global_epoch,
+            swarm_epoch=tracker.view.epoch,
             is_fresh=tracker.is_fresh,
             read_at=tracker.view.read_at,
             has_batch=tracker.ready_to_update_epoch,
@@ -282,7 +282,7 @@ class CollaborativeOptimizer:
         background, the step follows `finish` there, which waits for the round."""
         self.epoch.enter(EpochState.STEPPING)
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
-        next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
+        next_epoch = max(self.local_epoch + 1, self.tracker.view.epoch)
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
         if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
@@ -350,7 +350,7 @@ class CollaborativeOptimizer:
         self.grad_averager.last_step = None
         old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.in_doubt
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
-        wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
+        wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
             can_replay = is_synchronous and not self._takes_local_steps

@@ -191,11 +191,6 @@ class PeerTracker:
     # --- the others
 
     @property
-    def global_epoch(self) -> int:
-        """The epoch of the swarm, as last read."""
-        return self.view.epoch
-
-    @property
     def ready_to_update_epoch(self) -> bool:
         """Whether the swarm has the samples of this peer's epoch, as reported or estimated, or is further."""
         view = self.view

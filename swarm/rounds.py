@@ -309,7 +309,7 @@ class RoundWait:
             self.tracker.schedule_refresh(0.0)
         if self.tracker.view.read_at < self.first_look:
             return
-        if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
+        if self.rounds.is_synchronous() and self.tracker.view.epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:
             self.tracker.stop_waiting_for_stragglers(self.epoch)

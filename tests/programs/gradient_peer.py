@@ -236,7 +236,7 @@ def main() -> None:
             args.others = 0  # once
         if args.matchmaking:
             dht.uplink.fix_timeouts(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
-        while optimizer.local_epoch == args.skips and optimizer.tracker.global_epoch == args.skips:
+        while optimizer.local_epoch == args.skips and optimizer.tracker.view.epoch == args.skips:
             optimizer.tracker.announce()
             time.sleep(0.2)
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
