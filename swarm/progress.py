@@ -19,9 +19,10 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgr
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 
+from common.console import format_count
 from swarm.attestation import request_in_dht, select_attesters
 from swarm.config import AveragingConfig
-from swarm.dht import ping_peers
+from swarm.dht import format_peer_list, ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
@@ -260,6 +261,8 @@ class PeerTracker:
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
             self.trust.mark_silent(silent)
+            others = format_count(len(present) - len(silent), "other peer")
+            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:

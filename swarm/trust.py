@@ -14,8 +14,6 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from common.console import format_count
-from swarm.dht import format_peer_list
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
 from utils import filter_plausible_records
@@ -61,8 +59,6 @@ class PeerTrust:
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}
         self.missed_rounds = Counter()
-        #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
-        self._updated_at = 0.0
 
     # --- records to believe
 
@@ -172,11 +168,6 @@ class PeerTrust:
                 self.absent.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until > self._updated_at}
-        if silent := [peer_id for peer_id in records if peer_id in silent]:
-            others = format_count(len(self.select_present(records)), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
-        self._updated_at = now
 
 
 class RoundTrust:
