@@ -12,7 +12,7 @@ from hivemind.averaging.group_info import GroupInfo
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
 from swarm.guard import compute_sketch, find_outliers
-from swarm.matchmaking import parse_gathered, parse_round_state, sign_round_state
+from swarm.matchmaking import parse_gathered, sign_round_state
 
 
 class GradientAverager(VerifyingAverager):
@@ -22,8 +22,8 @@ class GradientAverager(VerifyingAverager):
     are_parameters = False
     #: the LocalSteps of this peer's model, or None; and whether the peers take local steps now. Set by the optimizer
     local, is_local = None, False
-    #: [epoch, whether the whole swarm averages in step, lineage] of the gradients; set by the optimizer
-    round_state = [0, False, ""]
+    #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage; set by the optimizer
+    round_state = 0, False, ""
     #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its gradients;
     #: None once the next round has started. Set by the optimizer
     last_step: tuple[int, str, bytes] | None = None
@@ -64,7 +64,7 @@ class GradientAverager(VerifyingAverager):
 
     def schedule_step(self) -> StepControl:
         """Start matchmaking for a round that `begin` starts; it continues until the returned control is canceled."""
-        gather = sign_round_state([*self.round_state, compute_sketch(self.parameters)])
+        gather = sign_round_state(*self.round_state, compute_sketch(self.parameters))
         return self.step(wait=False, require_trigger=True, gather=gather)
 
     def begin(self, control: StepControl | None) -> StepControl:
@@ -138,7 +138,7 @@ class GradientAverager(VerifyingAverager):
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
-        states = {peer: parse_round_state(members[peer].content) for peer in trainers}
+        states = {peer: members[peer].state for peer in trainers}
         states = {peer: state for peer, state in states.items() if state and state.is_synchronous}
         if 2 * len(states) <= len(trainers):
             return group_info

@@ -238,7 +238,7 @@ class CollaborativeOptimizer:
 
     def _advance(self, inputs: EpochInputs) -> None:
         """Take the epoch as far as it can go now."""
-        self.grad_averager.round_state = [self.local_epoch, inputs.is_synchronous, self.state_averager.lineage]
+        self.grad_averager.round_state = self.local_epoch, inputs.is_synchronous, self.state_averager.lineage
         # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
         if self.epoch.should_search(inputs):
