@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import hivemind
 import torch
@@ -54,12 +55,18 @@ class PeersSilentError(AllreduceException):
         return f"no answer from {format_peer_list(self.args[0])}"
 
 
-class VerifyingAverager(hivemind.DecentralizedAverager):
-    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54).
+class RoundResult(NamedTuple):
+    """The result of a round, in which each peer took part to which the averager's future maps it."""
 
-    The result of a round maps each peer that took part completely, as far as this peer can see, to the group's id,
-    this peer's `num_partitions` and `partition_index` (see RoundSettings), and the violations by peer.
-    """
+    group_id: bytes
+    members: tuple[bytes, ...]  # ids of all trainers of the group, of which some may have failed
+    num_partitions: int  # of this peer, see RoundSettings
+    partition_index: int
+    violations: dict[PeerID, str]
+
+
+class VerifyingAverager(hivemind.DecentralizedAverager):
+    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54)."""
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
     are_parameters = True
@@ -119,7 +126,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Return the members of a new group that average together; all members must select the same ones."""
         return group_info
 
-    async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, tuple]:
+    async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
         group_info = self.select_group(group_info)
         running = self._running_groups[group_info.group_id]
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
@@ -224,7 +231,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         suspects = set(runner.cause or ()) - {self.peer_id}
         self._trust.record_broken_round(list(suspects & runner.broken or suspects))
 
-    def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, tuple]:
+    def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, RoundResult]:
         """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""
         container, peers = runner.tensor_part_container, runner.ordered_peer_ids
         averaged = set(runner.sender_peer_ids) - runner.banned_senders
@@ -238,7 +245,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             share_of_all = container.estimate_contribution(own, range(container.group_size))
             self._trust.record_averages(shares, share_of_all, own)
         self._trust.record_round(averaged)
-        settings = runner.settings
-        members = tuple(peer.to_bytes() for peer in runner.sender_peer_ids)
-        summary = runner.group_id, members, settings.num_partitions, settings.partition_index, runner.violations
-        return dict.fromkeys(averaged, summary)
+        members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
+        turn = settings.num_partitions, settings.partition_index
+        return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))

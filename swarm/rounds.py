@@ -170,15 +170,17 @@ class Rounds:
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        group_id, self.stats.members, *sent, violations = next(iter(group.values()))
-        self.stats.record_step(self.grad_averager.finish(*sent), group_size=len(group))
+        result = next(iter(group.values()))
+        samples = self.grad_averager.finish(result.num_partitions, result.partition_index)
+        self.stats.record_step(samples, group_size=len(group))
+        self.stats.members = result.members
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
-        self.tracker.ban(violations)
+        self.tracker.ban(result.violations)
         if not self.is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()
             return
-        self.state_averager.group_id = group_id
+        self.state_averager.group_id = result.group_id
         self.expect_group()
         self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
