@@ -191,7 +191,7 @@ class AveragingArguments(FlagGroup):
     )
     compression: Literal["none", "float16", "8bit", "sparse"] = flag(
         "float16",
-        "Compression of gradients; 8bit: half of float16; sparse, with --local_steps: top 3 percent in 2 bits.",
+        "Compression of gradients; 8bit: half of float16; sparse, with --local_steps: the same as float16.",
         aliases=["--grad_compression"],
         shared=True,
     )
@@ -201,7 +201,9 @@ class AveragingArguments(FlagGroup):
     average_state_every: int = flag(
         10, "Average parameters every N epochs, because failed rounds let them diverge.", shared=True, ge=1
     )
-    local_steps: int = flag(1, "Batches per epoch, each a local step; 1: average every gradient.", shared=True, ge=1)
+    local_steps: int = flag(
+        1, "Batches per epoch, each a local step, with updates of 3 percent in 2 bits; 1: none.", shared=True, ge=1
+    )
     local_steps_from: int | None = flag(
         None, "First epoch of local steps; default: warmup_steps or 200.", shared=True, ge=0
     )

@@ -23,7 +23,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, RoundSettings, VerifyingContainer, compute_sketch
-from swarm.matchmaking import is_signed, sign_round_state
+from swarm.log_records import unpack
+from swarm.matchmaking import RoundState, sign_round_state
 from utils import find_peer_id
 
 TURNS = 7
@@ -74,13 +75,13 @@ def main() -> None:
     numbers, peers = int(args.millions * 1e6), args.peers
     gradients, parameters = torch.randn(peers, numbers // peers), torch.randn(numbers)
     RSAPrivateKey.process_wide()
-    own_id = PeerID(find_peer_id(sign_round_state([])[-2]))
-    standing = [10, True, "0" * 16, compute_sketch([parameters])]
+    standing = 10, True, "0" * 16, compute_sketch([parameters])
+    own_id = PeerID(find_peer_id(unpack(RoundState, sign_round_state(*standing)).owner))
 
     def judge_standings() -> None:
-        signed = sign_round_state(standing)
+        signed = sign_round_state(*standing)
         for _ in range(peers):
-            is_signed(signed, own_id)
+            unpack(RoundState, signed).is_signed_by(own_id)
 
     rows = {
         "averaging": [

@@ -39,7 +39,7 @@ from processes import LOOPBACK, Script, make_prefix, wait_until
 from monitoring.curves import make_panels, save_figure
 
 LOCAL = "--local_steps 8 --local_steps_from 150"
-RUNS = ["1", "2", "4", f"4 {LOCAL}", f"4 {LOCAL} --compression sparse"]
+RUNS = ["1", "2", "4", f"4 {LOCAL}"]
 TRAINER = (
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 1000000 --dataloader_num_workers 0 --do_eval"
 )

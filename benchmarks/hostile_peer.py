@@ -8,6 +8,7 @@ line of JSON for each act.
 """
 
 import asyncio
+import dataclasses
 import math
 import sys
 from functools import partial
@@ -33,7 +34,8 @@ import swarm.patches
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RoundSettings
-from swarm.matchmaking import EarlyStartMatchmaking, parse_round_state
+from swarm.log_records import pack
+from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import StateSnapshot
@@ -203,10 +205,10 @@ class HostileLeader(EarlyStartMatchmaking):
     async def leader_assemble_group(self):
         forged = 0
         for peer, request in self.current_followers.items():
-            bandwidth, mode, gathered = MSGPackSerializer.loads(request.gather)
-            standing = MSGPackSerializer.loads(gathered)
-            if parse_round_state(standing):
-                gathered = MSGPackSerializer.dumps([standing[0] - 5, standing[1], f"forged {str(peer)[-8:]}"])
+            bandwidth, mode, _ = MSGPackSerializer.loads(request.gather)
+            if state := parse_gathered(request.gather).state:
+                epoch, lineage = max(0, state.epoch - 5), f"forged {str(peer)[-8:]}"
+                gathered = MSGPackSerializer.dumps(pack(dataclasses.replace(state, epoch=epoch, lineage=lineage)))
                 request.gather = MSGPackSerializer.dumps([bandwidth, mode, gathered])
                 forged += 1
         if forged:

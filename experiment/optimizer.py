@@ -23,7 +23,7 @@ from common.console import UserError, first_line
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
 from swarm.config import AveragingConfig, make_config
-from swarm.contract import RunContract, describe_averaging
+from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
@@ -208,7 +208,7 @@ def make_optimizer(
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)
-    is_sparse, load_state = config.compression == "sparse", LOAD_STATE_COMPRESSIONS[config.load_state_compression]
+    has_log, load_state = config.local_steps > 1, LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     return kind(
         swarm.dht,
@@ -220,11 +220,30 @@ def make_optimizer(
         scheduler=partial(make_scheduler, args),
         folder=folder,
         gradients=COMPRESSIONS[config.compression],
-        local_steps=TopKCompression(config.density) if is_sparse else None,
+        local_steps=TopKCompression(config.density) if has_log else None,
         state_averaging=COMPRESSIONS[config.state_compression],
         # states after the same commits have the same bits, apart from the moments
-        load_state=keep_parameters_exact(load_state) if is_sparse else load_state,
+        load_state=keep_parameters_exact(load_state) if has_log else load_state,
     )
+
+
+def describe_averaging(averaging: AveragingConfig) -> dict[str, str]:
+    """Return the terms of a run's contract that concern averaging."""
+    terms = {
+        # The whole batch, without `batch_size_lead`, because each peer may start matchmaking as early as it needs.
+        "target_batch_size": str(averaging.target_batch_size),
+        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
+        f"loaded {averaging.load_state_compression}",
+        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
+        f"state every {averaging.average_state_every}, overlap {averaging.overlap:d}",
+    }
+    if averaging.local_steps > 1:
+        terms["local_steps"] = str(averaging.local_steps)
+        terms["local_steps_from"] = str(averaging.local_steps_from)
+        terms["outer step"] = (
+            f"rate {averaging.outer_lr:g}, momentum {averaging.outer_momentum:g}, density {averaging.density:g}"
+        )
+    return terms
 
 
 def make_contract(

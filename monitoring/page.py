@@ -31,8 +31,7 @@ from common.console import UserError
 from monitoring.history import Contributions, History, describe_swarm
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
 from swarm.joining import Swarm
-from swarm.trust import ContributorRegistry
-from training.figures import SwarmMetrics, aggregate_metrics, fetch_records
+from training.figures import ContributorRegistry, SwarmMetrics, aggregate_metrics, fetch_records
 from training.page_client import VISIT_TIMEOUT, format_join
 
 logger = logging.getLogger("status")

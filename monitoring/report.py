@@ -17,8 +17,8 @@ from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
-from swarm.trust import ContributorRegistry
 from training.figures import (
+    ContributorRegistry,
     SwarmMetrics,
     aggregate_metrics,
     describe_evaluation,

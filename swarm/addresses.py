@@ -11,22 +11,6 @@ from collections.abc import Iterable
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm.errors import SwarmError
-
-
-def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id, or else its port."""
-    example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
-    for maddr in maddrs:
-        try:
-            Multiaddr(maddr)
-            if needs_peer_id:
-                get_peer_id(maddr)
-            elif not re.search(r"/(tcp|udp)/\d+", maddr):
-                raise ValueError("it has no port")
-        except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
-            raise SwarmError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
-
 
 def get_peer_id(maddr: str) -> PeerID:
     """Return the peer id of a multiaddr; without a valid id, the parser raises exceptions of many types."""

@@ -35,7 +35,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data
-        self.unreachable: list[bytes] = []  # the ids of the peers that neither send data nor answer pings
+        self.silent: list[bytes] = []  # the ids of the peers that neither send data nor answer pings
         #: the peer that broke the round, and the peer that reported it: the same one if its stream just ended
         self.cause: tuple[PeerID, PeerID] | None = None
         #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round

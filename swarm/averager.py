@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import hivemind
 import torch
@@ -47,19 +48,25 @@ class PeersBehindError(AllreduceException):
     """All other peers of the group have an older state than this peer."""
 
 
-class PeersUnreachableError(AllreduceException):
+class PeersSilentError(AllreduceException):
     """The round has failed because some peers send no data and do not answer pings. Argument: their ids (bytes)."""
 
     def __str__(self) -> str:
         return f"no answer from {format_peer_list(self.args[0])}"
 
 
-class VerifyingAverager(hivemind.DecentralizedAverager):
-    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54).
+class RoundResult(NamedTuple):
+    """The result of a round, in which each peer took part to which the averager's future maps it."""
 
-    The result of a round maps each peer that took part completely, as far as this peer can see, to the group's id,
-    this peer's `num_partitions` and `partition_index` (see RoundSettings), and the violations by peer.
-    """
+    group_id: bytes
+    members: tuple[bytes, ...]  # ids of all trainers of the group, of which some may have failed
+    num_partitions: int  # of this peer, see RoundSettings
+    partition_index: int
+    violations: dict[PeerID, str]
+
+
+class VerifyingAverager(hivemind.DecentralizedAverager):
+    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54)."""
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
     are_parameters = True
@@ -71,8 +78,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     _num_partitions, _partition_index = 1, 0
     _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
 
-    def __init__(self, *args, **kwargs):
-        self._max_weight = multiprocessing.Value(ctypes.c_double)
+    def __init__(self, *args, max_weight: float | None = None, **kwargs):
+        """:param max_weight: see RoundSettings"""
+        self.max_weight = max_weight
         #: the id of the last round's group, in hex, once they exchange data
         self.exchanged_with = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only
@@ -94,27 +102,18 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """The codec of the averaged tensors."""
         return self.allreduce_kwargs["compression"]
 
-    @property
-    def max_weight(self) -> float | None:
-        """The maximum weight of a peer, in samples, see swarm/guard.py; None to refuse protocol violations only."""
-        return self._max_weight.value or None
-
-    @max_weight.setter
-    def max_weight(self, value: float) -> None:
-        self._max_weight.value = value  # shared with the averager's process
-
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, silent: Iterable[bytes] = ()) -> None:
+    def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, excluded: Iterable[bytes] = ()) -> None:
         """Set the ids of the peers with which a group starts at once.
 
         :param min_peers: the number of these peers, this one included, that a group needs; 1 to wait for all of them
-        :param silent: the ids of peers that do not answer, for which no group waits
+        :param excluded: the ids of peers that are silent or banned, for which no group waits
         """
-        if (expected := (frozenset(peer_ids), min_peers, frozenset(silent))) != self._expected:
+        if (expected := (frozenset(peer_ids), min_peers, frozenset(excluded))) != self._expected:
             self._expected = expected
             self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
@@ -127,7 +126,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Return the members of a new group that average together; all members must select the same ones."""
         return group_info
 
-    async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, tuple]:
+    async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
         group_info = self.select_group(group_info)
         running = self._running_groups[group_info.group_id]
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
@@ -215,8 +214,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 for peer_id in await self.dht.run_coroutine(ping, return_future=True):
                     runner.last_activity[awaited[peer_id]] = time.monotonic()
             if silent := [peer_id for peer_id in quiet if runner.last_activity[awaited[peer_id]] < quiet_since]:
-                runner.unreachable = silent
-                return runner.end(awaited[silent[0]], PeersUnreachableError(silent))
+                runner.silent = silent
+                return runner.end(awaited[silent[0]], PeersSilentError(silent))
 
     # --- the only judge of rounds; swarm/trust.py has the rules
 
@@ -226,13 +225,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             raise MaliciousPeersError(runner.violations)
         # finish the pings if another peer has left first, because the next group would wait for the silent peer
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
-        if runner.unreachable:
-            raise PeersUnreachableError(runner.unreachable)
+        if runner.silent:
+            raise PeersSilentError(runner.silent)
         # the peer that broke it, or two peers if one blames the other and this peer saw neither fail
         suspects = set(runner.cause or ()) - {self.peer_id}
         self._trust.record_broken_round(list(suspects & runner.broken or suspects))
 
-    def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, tuple]:
+    def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, RoundResult]:
         """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""
         container, peers = runner.tensor_part_container, runner.ordered_peer_ids
         averaged = set(runner.sender_peer_ids) - runner.banned_senders
@@ -246,7 +245,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             share_of_all = container.estimate_contribution(own, range(container.group_size))
             self._trust.record_averages(shares, share_of_all, own)
         self._trust.record_round(averaged)
-        settings = runner.settings
-        members = tuple(peer.to_bytes() for peer in runner.sender_peer_ids)
-        summary = runner.group_id, members, settings.num_partitions, settings.partition_index, runner.violations
-        return dict.fromkeys(averaged, summary)
+        members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
+        turn = settings.num_partitions, settings.partition_index
+        return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from hivemind import DHT
 from pydantic.v1 import BaseModel, confloat, constr, root_validator
 
-from swarm.config import AveragingConfig
 from swarm.errors import SwarmError
 from utils import FETCH_TIMEOUT, Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
 
@@ -39,25 +38,6 @@ def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> di
     """Return the contracts of live trainers by their public keys, see `fetch_dictionary`."""
     records = fetch_dictionary(dht, f"{prefix}_run", RunContract, timeout)
     return {key: contract for key, (contract, _) in records.items()}
-
-
-def describe_averaging(averaging: AveragingConfig) -> dict[str, str]:
-    """Return the terms of a run's contract that concern averaging."""
-    terms = {
-        # The whole batch, without `batch_size_lead`, because each peer may start matchmaking as early as it needs.
-        "target_batch_size": str(averaging.target_batch_size),
-        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
-        f"loaded {averaging.load_state_compression}",
-        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
-        f"state every {averaging.average_state_every}, overlap {averaging.overlap:d}",
-    }
-    if averaging.local_steps > 1:
-        terms["local_steps"] = str(averaging.local_steps)
-        terms["local_steps_from"] = str(averaging.local_steps_from)
-        terms["outer step"] = (
-            f"rate {averaging.outer_lr:g}, momentum {averaging.outer_momentum:g}, density {averaging.density:g}"
-        )
-    return terms
 
 
 def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:

@@ -5,8 +5,7 @@ import contextlib
 import math
 import multiprocessing
 import resource
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 import hivemind
 import numpy
@@ -60,13 +59,6 @@ async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
     await asyncio.gather(*jobs)
 
 
-async def hold_task(coroutine: Callable, dht: hivemind.DHT, node: DHTNode) -> object:
-    """Run a coroutine in the DHT's process, and hold its task against garbage collection (note 86)."""
-    dht.tasks.add(task := asyncio.current_task())
-    task.add_done_callback(dht.tasks.discard)
-    return await coroutine(dht, node)
-
-
 def raise_file_limit() -> float:
     """Raise the limit of open files for this process and its helpers as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,7 +85,6 @@ class DHT(hivemind.DHT):
         self.uplink, self.membership = Uplink(), membership
         maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
         kwargs |= {name: add_quic(value) for name, value in maddrs.items() if value}
-        self.tasks: set[asyncio.Task] = set()  # unfinished ones, in the DHT's process
         install()
         with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it
             torch.empty(1).share_memory_()
@@ -106,10 +97,6 @@ class DHT(hivemind.DHT):
         """Start the DHT, and its jobs in the background."""
         super().run_in_background(*args, **kwargs)
         self.jobs = self.run_coroutine(run_jobs, return_future=True)
-
-    def run_coroutine(self, coro: Callable, return_future: bool = False) -> object:
-        """Run a coroutine in the DHT's process, see `hold_task`."""
-        return super().run_coroutine(partial(hold_task, coro), return_future)
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""

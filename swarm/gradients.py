@@ -12,7 +12,7 @@ from hivemind.averaging.group_info import GroupInfo
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
 from swarm.guard import compute_sketch, find_outliers
-from swarm.matchmaking import parse_gathered, parse_round_state, sign_round_state
+from swarm.matchmaking import parse_gathered, sign_round_state
 
 
 class GradientAverager(VerifyingAverager):
@@ -20,10 +20,10 @@ class GradientAverager(VerifyingAverager):
     has sent, and a failed round restores it. Only peers with the same state average together (note 56)."""
 
     are_parameters = False
-    #: whether the peers take local steps, see LocalStepsAverager
-    is_local = False
-    #: [epoch, whether the whole swarm averages in step, lineage] of the gradients; set by the optimizer
-    round_state = [0, False, ""]
+    #: the LocalSteps of this peer's model, or None; and whether the peers take local steps now. Set by the optimizer
+    local, is_local = None, False
+    #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage; set by the optimizer
+    round_state = 0, False, ""
     #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its gradients;
     #: None once the next round has started. Set by the optimizer
     last_step: tuple[int, str, bytes] | None = None
@@ -50,7 +50,12 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def accumulate(self, batch_size: int) -> None:
-        """Add the parameters' gradients, which are the mean over `batch_size` samples, to the pending gradients."""
+        """Add the parameters' gradients, which are the mean over `batch_size` samples, to the pending ones; or make a
+        local step with them."""
+        if self.is_local:
+            self.local.step()
+            self.samples += batch_size
+            return
         with self._lock:
             for tensor, param in zip(self.unsent, self.parameters, strict=True):
                 if param.grad is not None:
@@ -59,12 +64,8 @@ class GradientAverager(VerifyingAverager):
 
     def schedule_step(self) -> StepControl:
         """Start matchmaking for a round that `begin` starts; it continues until the returned control is canceled."""
-        gather = sign_round_state([*self.round_state, compute_sketch(self.list_shared_parameters())])
+        gather = sign_round_state(*self.round_state, compute_sketch(self.parameters))
         return self.step(wait=False, require_trigger=True, gather=gather)
-
-    def list_shared_parameters(self) -> Sequence[torch.Tensor]:
-        """Return the parameters that should be the same on all peers."""
-        return self.parameters
 
     def begin(self, control: StepControl | None) -> StepControl:
         """Average the pending gradients, in the group of a scheduled step or, without one, in a new group."""
@@ -83,15 +84,11 @@ class GradientAverager(VerifyingAverager):
             samples = self.samples + self._behind[self._next_partition]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
         self._in_mean = max(1, samples)
-        self._set_averaged(self._in_flight[0], self._in_mean)
-        return samples
-
-    def _set_averaged(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
-        """Set the tensors that the next round averages: these sums divided by the number of samples."""
         self.residual.zero_()
         with self.get_tensors() as averaged:
-            for mean, total in zip(averaged, tensors, strict=True):
-                mean.copy_(total).div_(samples)
+            for mean, total in zip(averaged, self._in_flight[0], strict=True):
+                mean.copy_(total).div_(self._in_mean)
+        return samples
 
     @torch.no_grad()
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
@@ -102,19 +99,13 @@ class GradientAverager(VerifyingAverager):
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
         self._behind[partition_index], self._next_partition = 0, (partition_index + 1) % num_partitions
+        # the part of the averaged tensors that did not reach the other peers
+        residuals = self.residual.split([param.numel() for param in self.parameters])
         with self._lock:
-            self._keep_residual()
+            for tensor, residual in zip(self.unsent, residuals, strict=True):
+                tensor.add_(residual.view(tensor.shape).to(tensor.device), alpha=self._in_mean)
         self._in_flight = [], 0
         return samples
-
-    def _keep_residual(self) -> None:
-        for tensor, residual in zip(self.unsent, self.list_residuals(), strict=True):
-            tensor.add_(residual.to(tensor.device), alpha=self._in_mean)
-
-    def list_residuals(self) -> list[torch.Tensor]:
-        """Return the part of the averaged tensors that did not reach the other peers, for each parameter."""
-        residuals = self.residual.split([param.numel() for param in self.parameters])
-        return [residual.view(param.shape) for residual, param in zip(residuals, self.parameters, strict=True)]
 
     @torch.no_grad()
     def restore_pending(self) -> None:
@@ -129,11 +120,13 @@ class GradientAverager(VerifyingAverager):
         self._in_flight = [], 0
 
     def drop_pending(self) -> None:
-        """Discard the pending gradients."""
+        """Discard the pending gradients, and the pending update of local steps."""
         with self._lock:
             for tensor in self.unsent:
                 tensor.zero_()
             self.samples, self._behind, self._next_partition = 0, [0], 0
+        if self.local:
+            self.local.drop_pending()
 
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members with the same state as most others; the rest must load that state.
@@ -145,7 +138,7 @@ class GradientAverager(VerifyingAverager):
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
-        states = {peer: parse_round_state(members[peer].content) for peer in trainers}
+        states = {peer: members[peer].state for peer in trainers}
         states = {peer: state for peer, state in states.items() if state and state.is_synchronous}
         if 2 * len(states) <= len(trainers):
             return group_info

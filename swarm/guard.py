@@ -222,7 +222,7 @@ class VerifyingContainer(TensorPartContainer):
 @torch.no_grad()
 def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
     """Return SKETCH_SIZE numbers: the norm of the parameters, and random projections of them. The distance between two
-    sketches is about that between the parameters (Johnson and Lindenstrauss)."""
+    sketches is about that between the parameters (Johnson and Lindenstrauss). NaN counts as infinity."""
     # as many +1 as -1, so that a rounding bias does not add up over millions of parameters
     signs = torch.rand(SKETCH_WIDTH, SKETCH_SIZE - 1, generator=torch.Generator().manual_seed(0)).argsort(dim=0) % 2
     square, columns = torch.zeros((), dtype=torch.float64), torch.zeros(SKETCH_WIDTH, dtype=torch.float64)
@@ -231,7 +231,7 @@ def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
         padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % SKETCH_WIDTH))
         columns += padded.view(-1, SKETCH_WIDTH).sum(dim=0).double().cpu()
     projections = columns @ (2.0 * signs - 1).double() / (SKETCH_SIZE - 1) ** 0.5
-    return [float(square.sqrt()), *projections.tolist()]
+    return torch.cat((square.sqrt().view(1), projections)).nan_to_num(math.inf, math.inf, -math.inf).tolist()
 
 
 def find_outliers(sketches: Sequence[Sequence[float]]) -> list[int]:

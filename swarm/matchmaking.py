@@ -5,7 +5,9 @@ import contextlib
 import logging
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
@@ -19,6 +21,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
+from swarm.log_records import Number, Signature, get_signed_part, pack, unpack
 from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
@@ -30,23 +33,31 @@ MIN_LOOK_PERIOD, MAX_LOOK_PERIOD = 0.2, 2.0
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 
 
+@dataclass(frozen=True)
+class RoundState:
+    """The state to which a peer's gradients belong, signed so that a leader cannot forge it."""
+
+    epoch: Number
+    is_synchronous: Annotated[bool, 0, 1]  # whether the whole swarm averages in step
+    lineage: Annotated[str, 0, 64]
+    sketch: Annotated[tuple, SKETCH_SIZE, SKETCH_SIZE, Annotated[float, -math.inf, math.inf]]  # of the parameters
+    owner: Annotated[bytes, 1, 600]  # the peer's public key
+    signature: Signature = b""
+
+    def is_signed_by(self, peer_id: PeerID) -> bool:
+        """Return whether this peer has signed it."""
+        with contextlib.suppress(Exception):  # on untrusted bytes, the decoders can raise any exception
+            key = RSAPublicKey.from_bytes(self.owner[len(b"[owner:") : -1])
+            return find_peer_id(self.owner) == peer_id.to_bytes() and key.verify(get_signed_part(self), self.signature)
+        return False
+
+
 class GatheredData(NamedTuple):
     """The data that a peer sends to its group."""
 
     mode: AveragingMode
-    content: object  # of gradients, a RoundState
+    state: RoundState | None  # parameters have none
     mbits: float | None  # bandwidth
-
-
-class RoundState(NamedTuple):
-    """The state to which a peer's gradients belong, signed so that a leader cannot forge it."""
-
-    epoch: int
-    is_synchronous: bool  # whether the whole swarm averages in step
-    lineage: str
-    sketch: list[float]  # of the parameters
-    owner: bytes  # the peer's public key
-    signature: bytes
 
 
 def parse_gathered(data: bytes) -> GatheredData:
@@ -55,32 +66,17 @@ def parse_gathered(data: bytes) -> GatheredData:
         mbits, mode, content = MSGPackSerializer.loads(data)
         if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
             raise ValueError(f"implausible bandwidth of {mbits} Mbit/s")
-        return GatheredData(AveragingMode(mode), MSGPackSerializer.loads(content), mbits)
+        content = MSGPackSerializer.loads(content)
+        return GatheredData(AveragingMode(mode), unpack(RoundState, content) if type(content) is bytes else None, mbits)
     except Exception as e:  # on untrusted bytes, the decoder can raise any exception
         raise ValueError(f"sent invalid group data ({e!r})") from e
 
 
-def parse_round_state(content: object) -> RoundState | None:
-    """Return the round state that a peer has gathered, or None if it is invalid."""
-    types = [type(part) for part in content] if isinstance(content, (list, tuple)) else []
-    is_valid = types == [int, bool, str, list, bytes, bytes] and len(content[3]) == SKETCH_SIZE
-    return RoundState(*content) if is_valid and all(type(number) is float for number in content[3]) else None
-
-
-def sign_round_state(state: list) -> list:
-    """Append this peer's public key and signature to the other fields of its round state."""
+def sign_round_state(epoch: int, is_synchronous: bool, lineage: str, sketch: Sequence[float]) -> bytes:
+    """Return a round state with this peer's key and signature, serialized."""
     key = RSAPrivateKey.process_wide()
-    return [*state, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(state))]
-
-
-def is_signed(content: object, peer_id: PeerID) -> bool:
-    """Return whether this peer has signed the content, see `sign_round_state`."""
-    try:
-        *state, owner, signature = content
-        is_own = find_peer_id(owner) == peer_id.to_bytes()
-        return is_own and RSAPublicKey.from_bytes(owner[7:-1]).verify(MSGPackSerializer.dumps(state), signature)
-    except Exception:  # on untrusted bytes, the decoders can raise any exception
-        return False
+    state = RoundState(epoch, is_synchronous, lineage, tuple(sketch), b"[owner:%s]" % key.get_public_key().to_bytes())
+    return pack(replace(state, signature=key.sign(get_signed_part(state))))
 
 
 class NonBlockingKeyManager(GroupKeyManager):
@@ -98,7 +94,7 @@ class NonBlockingKeyManager(GroupKeyManager):
         declared = super().declare_averager(group_key, peer_id, expiration_time, looking_for_group)
         if looking_for_group:
             return await declared
-        self.declaring = asyncio.create_task(declared)  # without a reference, the task may be garbage collected
+        self.declaring = asyncio.create_task(declared)
         return True
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
@@ -115,9 +111,9 @@ class EarlyStartMatchmaking(Matchmaking):
     Only trainers count towards the group size (notes 11, 22 and 66).
     """
 
-    #: ids (bytes) of the other peers that should join, and of unresponsive peers; see `set_expected_peers`
+    #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
     expected: frozenset[bytes] = frozenset()
-    silent: frozenset[bytes] = frozenset()
+    excluded: frozenset[bytes] = frozenset()
     #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
     min_peers = 1
     #: the peer that is asked to lead, and the limit of the request; no peer can join this one until the leader answers
@@ -128,12 +124,9 @@ class EarlyStartMatchmaking(Matchmaking):
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
-        self.steps: set[asyncio.Task] = set()  # unfinished ones
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network."""
-        self.steps.add(task := asyncio.current_task())  # against garbage collection (note 81)
-        task.add_done_callback(self.steps.discard)
         self.group_key_manager.look_period = MIN_LOOK_PERIOD
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
@@ -166,20 +159,20 @@ class EarlyStartMatchmaking(Matchmaking):
             if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))
 
-    def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, silent: frozenset[bytes]) -> None:
-        """Set the peers that a group should contain, see VerifyingAverager; silent peers are not asked to lead."""
-        if silent != self.silent:
+    def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, excluded: frozenset[bytes]) -> None:
+        """Set the peers that a group should contain, see VerifyingAverager; excluded ones are not asked to lead."""
+        if excluded != self.excluded:
             self.potential_leaders.past_attempts.clear()  # leaders that were unreachable, or followed another peer
-        self.expected, self.min_peers, self.silent = peer_ids, min_peers, silent
-        if self.requested_leader is not None and self.requested_leader.to_bytes() in silent:
+        self.expected, self.min_peers, self.excluded = peer_ids, min_peers, excluded
+        if self.requested_leader is not None and self.requested_leader.to_bytes() in excluded:
             self.request_limit.reschedule(0.0)
             self.requested_leader = None
 
     # --- as a follower
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask a leader to join its group until the leader becomes silent (note 70), and again after a rejection."""
-        if leader.to_bytes() in self.silent:
+        """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
+        if leader.to_bytes() in self.excluded:
             return None
         self.requested_leader, started = leader, time.monotonic()
         try:
@@ -205,13 +198,13 @@ class EarlyStartMatchmaking(Matchmaking):
         """Join the group, or raise MaliciousPeersError if the leader passes on forged or invalid data of members."""
         data_by_peer = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         try:
-            contents = {peer: parse_gathered(data).content for peer, data in data_by_peer.items()}
+            states = {peer: parse_gathered(data).state for peer, data in data_by_peer.items()}
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
         is_own = data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
         is_valid = is_own and len(data_by_peer) == len(message.gathered)
-        if is_valid and isinstance(contents[self.peer_id], list):
-            is_valid = all(is_signed(content, peer) for peer, content in contents.items())
+        if is_valid and states[self.peer_id]:
+            is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
         return await super().follower_assemble_group(leader, message)
@@ -234,25 +227,26 @@ class EarlyStartMatchmaking(Matchmaking):
             async for message in messages:
                 if message.code == averaging_pb2.ACCEPTED:
                     # a task, because hivemind holds the lock that the start needs until this message is sent
-                    self.starting = asyncio.create_task(self.start_when_complete())
+                    asyncio.create_task(self.start_when_complete())
                 yield message
 
     def is_acceptable(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> bool:
         """Return whether a group with this follower can succeed. Invalid data of an expected one end the search."""
         try:
-            theirs = parse_gathered(request.gather).content
+            theirs = parse_gathered(request.gather).state
         except ValueError as e:
             is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected
             if is_awaited and self.current_leader is None and not self.assembled_group.done():
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
             return False
-        own = parse_gathered(self.step_control.data_for_gather).content if self.step_control else None
-        if not isinstance(own, list):
-            return True  # parameters have no round state
-        own, theirs = RoundState(*own), parse_round_state(theirs)
+        own = parse_gathered(self.step_control.data_for_gather).state if self.step_control else None
+        if own is None:
+            return True
+        if theirs is None or not theirs.is_signed_by(peer_id):
+            return False
         # the group would start before the epoch of a peer that is ahead of this one ends
-        return is_signed(theirs, peer_id) and not (own.is_synchronous and theirs.epoch > own.epoch)
+        return not (own.is_synchronous and theirs.epoch > own.epoch)
 
     async def start_when_complete(self) -> None:
         """Start the group that this peer leads if its epoch has ended and the group is complete."""
@@ -262,10 +256,10 @@ class EarlyStartMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
     async def leader_assemble_group(self) -> GroupInfo | None:
-        """Assemble the group without silent followers, which would make the round fail."""
+        """Assemble the group without excluded followers, which would make the round fail."""
         if not self.has_epoch_ended:  # hivemind would start a full group
             return None
-        for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
+        for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.excluded]:
             del self.current_followers[follower]
         return await super().leader_assemble_group()
 

@@ -4,7 +4,6 @@
 """
 
 import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
-from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
+from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
@@ -43,8 +42,8 @@ class CollaborativeOptimizer:
     Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
     of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
     round the epoch stays (in the background it does not), and a later `step` tries again. With `local_steps` N above 1,
-    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and rounds average
-    pseudo-gradients, see swarm/local_steps.py.
+    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and commits of the
+    log take the place of rounds, see swarm/log_steps.py.
     """
 
     is_auxiliary = False
@@ -65,8 +64,7 @@ class CollaborativeOptimizer:
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
-        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps,
-            without which rounds of local steps are those of gradients
+        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps
         """
 
         def make_outer(groups: list[dict]) -> OuterOptimizer:
@@ -86,6 +84,7 @@ class CollaborativeOptimizer:
             start=True,
             target_group_size=averaging.target_group_size,
             min_vector_size=averaging.min_vector_size,
+            max_weight=averaging.target_batch_size if averaging.robust_averaging == "clip" else None,
         )
         self.state_averager = StateAverager(
             prefix=f"{prefix}_state_averager",
@@ -102,7 +101,7 @@ class CollaborativeOptimizer:
         exit_if_process_dies(self.state_averager, "state averager")
         if self.state_averager.client_mode:
             self.state_averager.serve_state()
-        self.grad_averager = (LocalStepsAverager if averaging.local_steps > 1 else GradientAverager)(
+        self.grad_averager = GradientAverager(
             self.state_averager.main_parameters,
             prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
@@ -110,23 +109,19 @@ class CollaborativeOptimizer:
         )
         exit_if_process_dies(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
-        self.local: LocalSteps | None = None
-        if averaging.local_steps > 1:
-            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
-            self.grad_averager.local = self.state_averager.local = self.local
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
         averagers = self.state_averager, self.grad_averager
-        codec = compressions.get("local_steps") if averaging.local_steps > 1 else None
-        # with a log, only dense rounds are left, which begin it
-        of_rounds = dataclasses.replace(averaging, overlap=False) if codec else averaging
-        self.rounds = Rounds(of_rounds, self.tracker, *averagers, self.is_auxiliary)
+        self.rounds = Rounds(averaging, self.tracker, *averagers, self.is_auxiliary)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
+        self.local: LocalSteps | None = None
         self.log_steps: LogSteps | None = None
-        if codec:
-            self.log_steps = LogSteps(self, codec, folder, averaging.overlap)
+        if averaging.local_steps > 1:
+            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
+            self.grad_averager.local = self.state_averager.local = self.local
+            self.log_steps = LogSteps(self, compressions["local_steps"], folder, averaging.overlap)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
@@ -177,10 +172,9 @@ class CollaborativeOptimizer:
         self.grad_averager.drop_pending()
         if "local" in state:
             self.local.load_inner_state(state["local"])
-        with self.tracker.pause_updates():
-            self.tracker.update_epoch(self.local_epoch)
-            if not self.tracker.present:  # an epoch that this peer was at before no longer counts
-                self.tracker.set_swarm_epoch(self.local_epoch)
+        self.tracker.update_epoch(self.local_epoch)
+        if not self.tracker.present:  # an epoch that this peer was at before no longer counts
+            self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
         """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
@@ -191,7 +185,7 @@ class CollaborativeOptimizer:
         self.grad_averager.accumulate(batch_size)
         in_offers = self.log_steps.pending_samples if self.log_steps else 0
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
-        if self._takes_local_steps and self.log_steps:
+        if self._takes_local_steps:
             if self.log_steps.is_open:
                 self.log_steps.offer()
                 return
@@ -229,7 +223,7 @@ class CollaborativeOptimizer:
         """Return what this peer knows of the swarm now."""
         tracker, rounds = self.tracker, self.rounds
         return EpochInputs(
-            swarm_epoch=tracker.global_epoch,
+            swarm_epoch=tracker.view.epoch,
             is_fresh=tracker.is_fresh,
             read_at=tracker.view.read_at,
             has_batch=tracker.ready_to_update_epoch,
@@ -244,7 +238,7 @@ class CollaborativeOptimizer:
 
     def _advance(self, inputs: EpochInputs) -> None:
         """Take the epoch as far as it can go now."""
-        self.grad_averager.round_state = [self.local_epoch, inputs.is_synchronous, self.state_averager.lineage]
+        self.grad_averager.round_state = self.local_epoch, inputs.is_synchronous, self.state_averager.lineage
         # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
         if self.epoch.should_search(inputs):
@@ -270,18 +264,17 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
-        if self.rounds.overlap():  # the last round changes the view of the swarm, which the lock below would not allow
-            with self.tracker.performance_ema.pause():
-                self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
             with self.tracker.pause_updates():
+                if self.rounds.overlap:
+                    self.rounds.finish_background(self.uplink.timeouts.averaging)
                 self._make_step(self.rounds.average())
         except AveragingError as e:
             if group := self.grad_averager.exchanged_with.value:
                 self.epoch.in_doubt = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
-        if not self.rounds.overlap():  # in the background, the optimizer may still be using the gradients
+        if not self.rounds.overlap:  # in the background, the optimizer may still be using the gradients
             self.grad_averager.last_step = *before, self.state_averager.group_id
 
     def _make_step(self, finish: Callable[[], None] | None) -> None:
@@ -289,7 +282,7 @@ class CollaborativeOptimizer:
         background, the step follows `finish` there, which waits for the round."""
         self.epoch.enter(EpochState.STEPPING)
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
-        next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
+        next_epoch = max(self.local_epoch + 1, self.tracker.view.epoch)
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
         if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
@@ -301,28 +294,26 @@ class CollaborativeOptimizer:
             increment_epoch=True,
             wait_for_trigger=finish,
             optimizer_step=is_trainer,
-            delay_optimizer_step=self.rounds.overlap() and is_trainer,
+            delay_optimizer_step=self.rounds.overlap and is_trainer,
             delay_averaging=True,  # or a peer misses the next round while it waits here for a group
             **options,
         )
         self.tracker.update_epoch(self.local_epoch)
-        if self.log_steps and self._takes_local_steps and is_trainer:
+        if self._takes_local_steps and is_trainer:
             self.log_steps.begin(averager.group_id, self.stats.members)
         self.begin_epoch()
 
     @property
     def _takes_local_steps(self) -> bool:
         """Whether the peers take local steps in this epoch, or do so once they have a log."""
-        return self.local is not None and self.local_epoch >= self.averaging.local_steps_from
+        return self.log_steps is not None and self.local_epoch >= self.averaging.local_steps_from
 
     def begin_epoch(self) -> None:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
         self.epoch, averager = Epoch(self.local_epoch), self.grad_averager
-        is_local = self._takes_local_steps and (self.log_steps is None or self.log_steps.exists)
+        is_local = self._takes_local_steps and self.log_steps.exists
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)
-        if self.averaging.robust_averaging == "clip":
-            averager.max_weight = self.state_averager.max_weight = samples
         if is_local != averager.is_local:
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
@@ -359,10 +350,10 @@ class CollaborativeOptimizer:
         self.grad_averager.last_step = None
         old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.in_doubt
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
-        wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
-        is_synchronous = self.rounds.is_synchronous(wanted)
+        wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
+        is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
-            can_replay = is_synchronous and not (self.log_steps and self._takes_local_steps)
+            can_replay = is_synchronous and not self._takes_local_steps
             how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
@@ -425,9 +416,8 @@ class AveragingHelper(CollaborativeOptimizer):
         self.rounds.gradient_round = None
         self.state_averager.set_epoch(middle.epoch)
         self.begin_epoch()
-        with self.tracker.pause_updates():
-            self.tracker.update_epoch(middle.epoch)
-            self.tracker.set_swarm_epoch(middle.epoch)
+        self.tracker.update_epoch(middle.epoch)
+        self.tracker.set_swarm_epoch(middle.epoch)
         self.tracker.schedule_refresh(0.0)
 
     def load_state_from_peers(self, *args, **kwargs) -> bool:

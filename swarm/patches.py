@@ -11,7 +11,7 @@ from hivemind.dht import dht, node
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.proto.p2pd_pb2 import RPCError
-from hivemind.utils import MPFuture
+from hivemind.utils import MPFuture, switch_to_uvloop
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
@@ -106,14 +106,27 @@ def install() -> None:
     averager.StepControl = CancellableStep
 
 
+def make_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop that holds its unfinished tasks, which asyncio itself does not (notes 81 and 86)."""
+    loop, tasks = switch_to_uvloop(), set()
+
+    def make_task(loop: asyncio.AbstractEventLoop, coroutine, **options) -> asyncio.Task:
+        tasks.add(task := asyncio.Task(coroutine, loop=loop, **options))
+        task.add_done_callback(tasks.discard)
+        return task
+
+    loop.set_task_factory(make_task)
+    return loop
+
+
 def install_in_dht_process(protocol_class: type, node_class: type) -> None:
     """Replace the DHT's protocol and node classes by these subclasses, in the DHT's process only."""
-    node.DHTProtocol, dht.DHTNode = protocol_class, node_class
+    node.DHTProtocol, dht.DHTNode, dht.switch_to_uvloop = protocol_class, node_class, make_event_loop
 
 
 def install_in_averager_process() -> None:
     """Replace the matchmaking (notes 11, 22, 78, 82, 83, 85) and all-reduce classes, in an averager's process only."""
-    averager.Matchmaking = EarlyStartMatchmaking
+    averager.Matchmaking, averager.switch_to_uvloop = EarlyStartMatchmaking, make_event_loop
     matchmaking.GroupKeyManager = NonBlockingKeyManager
     allreduce.TensorPartContainer = VerifyingContainer
     allreduce.TensorPartReducer = RobustReducer

@@ -3,7 +3,6 @@
 Peers publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71).
 """
 
-import concurrent.futures
 import contextlib
 import logging
 import math
@@ -20,9 +19,10 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgr
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 
+from common.console import format_count
 from swarm.attestation import request_in_dht, select_attesters
 from swarm.config import AveragingConfig
-from swarm.dht import ping_peers
+from swarm.dht import format_peer_list, ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
@@ -31,6 +31,7 @@ logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
+LOOK_POLL_INTERVAL = 0.01  # seconds between two checks whether the answer is here
 LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -72,9 +73,9 @@ class PeerTracker:
         self.is_fresh = False
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
         self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
-        #: held by a thread that changes the view, and by the loop as long as no other thread may change it
+        #: held by a thread that changes the view or the trust in peers
         self.lock = threading.RLock()
-        self._is_ending, self._wake = threading.Event(), threading.Event()
+        self._is_ending, self._wake, self._is_paused = threading.Event(), threading.Event(), False
         self._reported_at = self._next_report = self._next_read = -math.inf
         self.view, self._changed_at = SwarmView(-1, 0, 1, math.inf, -math.inf), time.monotonic()
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
@@ -95,7 +96,7 @@ class PeerTracker:
                     self._store(self.local_progress.dict())
             if request is None and now >= self._next_read:
                 self._next_read = math.inf  # first, because the loop may ask for the next look at any moment
-                request, read_at = self.request_records(), now
+                read_at, request = time.monotonic(), self.dht.get(self.key, latest=True, return_future=True)
                 request.add_done_callback(lambda _: self._wake.set())
             if request is not None and request.done():
                 self._take_answer(request, read_at)
@@ -140,15 +141,17 @@ class PeerTracker:
         self._wake.set()
 
     def update_epoch(self, epoch: int) -> None:
-        """Go to another epoch, without samples yet. The caller has paused updates."""
-        if epoch > self.view.epoch:
-            self.view = replace(self.view, epoch=epoch, samples=0, ends_at=math.inf)
-        self.report_local_progress(epoch, 0)
-        self.is_fresh = False
+        """Go to another epoch, without samples yet."""
+        with self.lock:
+            if epoch > self.view.epoch:
+                self.view = replace(self.view, epoch=epoch, samples=0, ends_at=math.inf)
+            self.report_local_progress(epoch, 0)
+            self.is_fresh = False
 
     def set_swarm_epoch(self, epoch: int) -> None:
-        """Take this for the swarm's epoch, also if it is a lower one. The caller has paused updates."""
-        self.view = replace(self.view, epoch=epoch)
+        """Take this for the swarm's epoch, also if it is a lower one."""
+        with self.lock:
+            self.view = replace(self.view, epoch=epoch)
 
     def set_target(self, samples: int) -> None:
         """Change the number of samples of an epoch. Its end was estimated for another number, and is unknown now."""
@@ -187,11 +190,6 @@ class PeerTracker:
                     self.schedule_refresh(0.0)
 
     # --- the others
-
-    @property
-    def global_epoch(self) -> int:
-        """The epoch of the swarm, as last read."""
-        return self.view.epoch
 
     @property
     def ready_to_update_epoch(self) -> bool:
@@ -258,11 +256,13 @@ class PeerTracker:
             self._attestations = self.dht.run_coroutine(request, return_future=True)
             self._attestations.add_done_callback(apply)
 
-    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
-            self.trust.mark_unresponsive(silent)
+            self.trust.mark_silent(silent)
+            others = format_count(len(present) - len(silent), "other peer")
+            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
@@ -270,7 +270,7 @@ class PeerTracker:
         pings; if there are more than this number, all of them count."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
-            self.mark_unresponsive(idle)
+            self.mark_silent(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
@@ -283,7 +283,7 @@ class PeerTracker:
             future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
             self.pings = [ping for ping in self.pings if not ping.done()] + [future]
             future.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(pinged - done.result())
+                lambda done: done.cancelled() or done.exception() or self.mark_silent(pinged - done.result())
             )
 
     def ban(self, violations: dict[PeerID, str]) -> None:
@@ -295,20 +295,26 @@ class PeerTracker:
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record which peers were in the round that has just succeeded, see PeerTrust.record_round. Of the others at
         this epoch, the silent ones no longer count."""
-        present, quiet_since = self.present, get_dht_time() - PING_DELAY
-        absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
-        self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
+        with self.lock:
+            present, quiet_since = self.present, get_dht_time() - PING_DELAY
+            absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
+            self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
-        self.mark_unresponsive(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
+        self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
         self.ping_silent_peers(absent)
 
     # --- looks at the swarm
 
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Keep other threads from changing the view, and do not count the time for this peer's speed."""
-        with self.lock, self.performance_ema.pause():
-            yield
+        """Look at the swarm only if `schedule_refresh` asks for it, and do not count the time for this peer's speed."""
+        self._is_paused = True
+        try:
+            with self.performance_ema.pause():
+                yield
+        finally:
+            self._is_paused = False
+            self.schedule_refresh(0.0)
 
     def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm again after this time."""
@@ -316,34 +322,23 @@ class PeerTracker:
         self._wake.set()
 
     def refresh_now(self) -> None:
-        """Look at the swarm at once, unless the DHT does not answer in time."""
-        with self.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
-            self.apply_records(self.request_records().result(LOOK_TIMEOUT), time.monotonic())
-
-    def request_records(self) -> MPFuture:
-        """Ask the DHT for the records; `apply_records` takes the answer."""
-        return self.dht.get(self.key, latest=True, return_future=True)
+        """Look at the swarm, and wait for the DHT's answer unless it is late."""
+        asked_at = time.monotonic()
+        self.schedule_refresh(0.0)
+        with self.performance_ema.pause():
+            while self.view.read_at < asked_at and time.monotonic() < asked_at + LOOK_TIMEOUT:
+                time.sleep(LOOK_POLL_INTERVAL)
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
-        """Update the view by the DHT's answer to this request, unless a round has passed in the meantime."""
-        answered_at = time.monotonic()
+        """Update the view by the DHT's answer to this request."""
         if error := request.exception():
             logger.debug(f"no progress records: {error!r}")
-            self._next_read = min(self._next_read, answered_at + self.averaging.default_refresh_period)
+            self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
             return
-        # the loop may hold the lock for minutes, in which this peer's record has to be published again
-        if not self.lock.acquire(timeout=max(0.0, self._next_report - answered_at)):
-            self._next_read = time.monotonic()
-            return
-        try:
-            scheduled = self._next_read
-            if time.monotonic() > answered_at + self.averaging.min_refresh_period:
-                self._next_read = time.monotonic()  # in the round, the loop has looked itself
-            else:
-                self.apply_records(request.result(), read_at)
-                self._next_read, self.is_fresh = min(scheduled, self._next_read), True
-        finally:
-            self.lock.release()
+        with self.lock:
+            scheduled, self.is_fresh = self._next_read, self.is_fresh or read_at >= self._epoch_began
+            self.apply_records(request.result(), read_at)
+            self._next_read = min(scheduled, self._next_read if self.is_fresh else time.monotonic())
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""
@@ -392,7 +387,8 @@ class PeerTracker:
             self._changed_at = read_at  # of a swarm that waits, the looks become rare
         period = max(seconds_left * count / max_count, LOOK_SHARE * (read_at - self._changed_at))
         period = min(max(period, options.min_refresh_period), options.max_refresh_period)
-        self._next_read = time.monotonic() + (period if entry else options.default_refresh_period)
+        period = period if entry else options.default_refresh_period
+        self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -12,9 +12,9 @@ from functools import partial
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, get_dht_time
+from hivemind.utils import get_dht_time
 
-from swarm.averager import PeersUnreachableError
+from swarm.averager import PeersSilentError
 from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
@@ -96,20 +96,16 @@ class Rounds:
         self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
         self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
 
-    def overlap(self, epoch: int | None = None) -> bool:
-        """Return whether rounds of an epoch, by default this peer's, run in the background: those of local steps only,
-        if there are any."""
-        options, epoch = self.averaging, self.state_averager.local_epoch if epoch is None else epoch
-        return options.overlap and (options.local_steps == 1 or epoch >= options.local_steps_from)
+    @property
+    def overlap(self) -> bool:
+        """Whether rounds run in the background; with local steps, only the log does."""
+        return self.averaging.overlap and self.averaging.local_steps == 1
 
-    def is_synchronous(self, epoch: int | None = None) -> bool:
+    def is_synchronous(self) -> bool:
         """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
-        be faster, or if rounds run in the background: there, peers an epoch apart are usual.
-
-        :param epoch: the epoch that the swarm is at; default: that of this peer
-        """
+        be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
         trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
-        return trainers <= self.averaging.target_group_size and not self.overlap(epoch)
+        return trainers <= self.averaging.target_group_size and not self.overlap
 
     def has_others(self) -> bool:
         """Return whether a round can have two peers with gradients."""
@@ -134,7 +130,7 @@ class Rounds:
         if is_synchronous and not self.is_auxiliary:
             # a peer that makes the last step later, by download, has no part in its averaging of parameters
             others = self.stats.last_group & self.tracker.present.keys()
-        self.state_averager.set_expected_peers(others, silent=self.tracker.trust.excluded)
+        self.state_averager.set_expected_peers(others, excluded=self.tracker.trust.excluded)
 
     def search_group(self) -> None:
         """Look for a group in the background."""
@@ -164,7 +160,7 @@ class Rounds:
         searched = self.gradient_round if self.is_searching() else None
         self.gradient_round = self.grad_averager.begin(searched)
         finish = partial(self._finish, self.gradient_round, self.state_averager.local_epoch)
-        return finish if self.overlap() and not self.is_auxiliary else finish()
+        return finish if self.overlap and not self.is_auxiliary else finish()
 
     def _finish(self, control: StepControl, epoch: int) -> None:
         """Wait for the averaged gradients of this epoch, which are the optimizer's then, see `average`."""
@@ -174,15 +170,17 @@ class Rounds:
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        group_id, self.stats.members, *sent, violations = next(iter(group.values()))
-        self.stats.record_step(self.grad_averager.finish(*sent), group_size=len(group))
+        result = next(iter(group.values()))
+        samples = self.grad_averager.finish(result.num_partitions, result.partition_index)
+        self.stats.record_step(samples, group_size=len(group))
+        self.stats.members = result.members
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
-        self.tracker.ban(violations)
+        self.tracker.ban(result.violations)
         if not self.is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()
             return
-        self.state_averager.group_id = group_id
+        self.state_averager.group_id = result.group_id
         self.expect_group()
         self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
@@ -195,8 +193,8 @@ class Rounds:
         self.stats.failed += 1
         self.stats.failed_in_a_row += 1
         self.stats.group_size = 1
-        if isinstance(error, PeersUnreachableError):
-            self.tracker.mark_unresponsive(error.args[0])
+        if isinstance(error, PeersSilentError):
+            self.tracker.mark_silent(error.args[0])
         if self.is_auxiliary:  # it has no gradients to lose
             return
         text = (
@@ -260,12 +258,10 @@ class RoundWait:
         self.tracker = rounds.tracker
         #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
         self.waited_since: float | None = None
-        #: the DHT's answer to the last look, which a dead peer delays by seconds
-        self.records: MPFuture | None = None
         self.started, self.started_in_dht = time.monotonic(), get_dht_time()
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
-        self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
+        self.first_look = self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + ANNOUNCE_INTERVAL
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
@@ -292,7 +288,7 @@ class RoundWait:
             pause = min(1.02 * pause, MAX_POLL_INTERVAL)
             concurrent.futures.wait([self.control], pause)
             # a round in the background costs the loop nothing
-            seconds = 0.0 if self.rounds.overlap() else time.monotonic() - now
+            seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
             if stage == AveragingStage.RUNNING_ALLREDUCE:
                 self.rounds.stats.averaging_seconds += seconds
             else:
@@ -308,16 +304,14 @@ class RoundWait:
             self.tracker.stop_waiting_for_stragglers(self.epoch)
             if self.rounds.is_synchronous():  # if there are more idle peers, they may be busy with long steps
                 self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)
-        if self.records is None and now >= self.next_look:
+        if now >= self.next_look:
+            self.next_look = now + LOOK_INTERVAL
             if all(ping.done() for ping in self.tracker.pings):
                 self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
-            self.records = self.tracker.request_records()
-        if self.records is None or not self.records.done():
+            self.tracker.schedule_refresh(0.0)
+        if self.tracker.view.read_at < self.first_look:
             return
-        with self.tracker.lock:
-            self.tracker.apply_records(self.records.result(), now)
-        self.records, self.next_look = None, now + LOOK_INTERVAL
-        if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
+        if self.rounds.is_synchronous() and self.tracker.view.epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:
             self.tracker.stop_waiting_for_stragglers(self.epoch)

@@ -42,7 +42,7 @@ class StateSync:
         if can_replay and self.state_averager.local_epoch + 1 == min_epoch:
             if self._replay_missed_step():
                 return "made the step to"
-            if self.tracker.global_epoch < self.backoff.min_epoch:
+            if self.tracker.view.epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
         if loaded := self.download(min_epoch, donors, is_synchronous):
@@ -99,7 +99,7 @@ class StateSync:
     def check_staleness(self) -> None:
         """Compare the loaded state with the swarm. If this peer can never catch up, log why, and try less often."""
         self.tracker.refresh_now()
-        epochs = self.tracker.global_epoch - self.state_averager.local_epoch
+        epochs = self.tracker.view.epoch - self.state_averager.local_epoch
         if epochs <= 0:
             self.backoff.stale_downloads = 0
             return
@@ -109,7 +109,7 @@ class StateSync:
         infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
         step_share = min(1.0, count_bits(params, self.state_averager.state_compression, infos) / 8e6 / megabytes)
         is_too_slow = step_share * epochs > 1
-        pause = self.backoff.record_stale_download(self.tracker.global_epoch, seconds, is_too_slow, time.monotonic())
+        pause = self.backoff.record_stale_download(self.tracker.view.epoch, seconds, is_too_slow, time.monotonic())
         if pause:
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "

@@ -5,8 +5,6 @@ These are the rules about reports of peers, and about their behavior in rounds; 
 
 import logging
 import math
-import statistics
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +14,9 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from common.console import format_count
-from swarm.dht import format_peer_list
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
-from utils import LocalMetrics, filter_plausible_records, make_worker_key
+from utils import filter_plausible_records
 
 logger = logging.getLogger("swarm")
 
@@ -34,7 +30,6 @@ FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next 
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
-MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
 # A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
@@ -43,46 +38,6 @@ TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
 REVERSED_PART, REVERSED_AVERAGE = -0.5, -0.3  # of one peer's part, and of the whole average, which is not used then
 
 Records = Mapping[bytes, LocalTrainingProgress]  # by peer id
-
-
-class ContributorRegistry:
-    """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
-
-    Contributors name the peers with which they averaged, which makes these contributors too. All peers that publish
-    metrics count at the start, and again if no contributor has finished an epoch for a while.
-    """
-
-    def __init__(self, ids: Iterable[bytes] = ()):
-        #: ids of all contributors, some of them from a trusted source, and of those with live metrics
-        self.ids, self.present = set(ids), set()
-        self.epochs: dict[bytes, int] = {}
-        self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
-        self.until = 0.0  # the time at which the contributors are dropped, unless one of them finishes an epoch
-
-    def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
-        """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
-        now = time.monotonic()
-        epochs = {peer_id: metrics.epoch for peer_id, metrics in records.items()}
-        present = self.ids & epochs.keys()
-        has_epoch = any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present)
-        if not has_epoch and now >= self.until:
-            self.ids = present = set(epochs)
-        if present and (has_epoch or now >= self.until):
-            seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
-            self.until = now + max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds)
-        self.epochs = epochs
-        newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
-        current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
-        names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
-        self.named_by = defaultdict(set, {peer_id: self.named_by[peer_id] for peer_id in epochs})
-        for peer_id in current:
-            for partner in names.keys() & set(records[peer_id].partners or ()):
-                self.named_by[names[partner]].add(peer_id)
-        # A single malicious contributor could name its other keys, so two must name a peer if there are two or more.
-        quorum = max(1, min(2, len(current)))
-        self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
-        self.present = self.ids & epochs.keys()
-        return self.present
 
 
 @dataclass
@@ -104,8 +59,6 @@ class PeerTrust:
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}
         self.missed_rounds = Counter()
-        #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
-        self._updated_at = 0.0
 
     # --- records to believe
 
@@ -165,7 +118,7 @@ class PeerTrust:
 
     # --- events
 
-    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
         now = get_dht_time()
         self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}
@@ -215,11 +168,6 @@ class PeerTrust:
                 self.absent.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until > self._updated_at}
-        if silent := [peer_id for peer_id in records if peer_id in silent]:
-            others = format_count(len(self.select_present(records)), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
-        self._updated_at = now
 
 
 class RoundTrust:

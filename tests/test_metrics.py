@@ -18,8 +18,7 @@ from records import attack, make_metrics, run_dhts, sign
 
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
 from swarm.contract import RunContract, RunSchema
-from swarm.trust import ContributorRegistry
-from training.figures import aggregate_metrics, fetch_records
+from training.figures import ContributorRegistry, aggregate_metrics, fetch_records
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
@@ -242,7 +241,7 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
     assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
     # if none of them has finished an epoch for a while, any peer may start
-    monkeypatch.setattr("swarm.trust.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
+    monkeypatch.setattr("training.figures.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
     known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})

@@ -4,12 +4,14 @@ import dataclasses
 import math
 import re
 import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from swarm.contract import RunContract
-from swarm.trust import ContributorRegistry
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -17,11 +19,53 @@ from utils import (
     fetch_dictionary,
     filter_plausible_records,
     find_peer_id,
+    make_worker_key,
     peer_label,
 )
 
 NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 MAX_LOSS_DEVIATION = 0.25  # relative to the median; for the mean loss over the few batches of an honest peer
+MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
+
+
+class ContributorRegistry:
+    """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
+
+    Contributors name the peers with which they averaged, which makes these contributors too. All peers that publish
+    metrics count at the start, and again if no contributor has finished an epoch for a while.
+    """
+
+    def __init__(self, ids: Iterable[bytes] = ()):
+        #: ids of all contributors, some of them from a trusted source, and of those with live metrics
+        self.ids, self.present = set(ids), set()
+        self.epochs: dict[bytes, int] = {}
+        self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
+        self.until = 0.0  # the time at which the contributors are dropped, unless one of them finishes an epoch
+
+    def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
+        """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
+        now = time.monotonic()
+        epochs = {peer_id: metrics.epoch for peer_id, metrics in records.items()}
+        present = self.ids & epochs.keys()
+        has_epoch = any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present)
+        if not has_epoch and now >= self.until:
+            self.ids = present = set(epochs)
+        if present and (has_epoch or now >= self.until):
+            seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
+            self.until = now + max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds)
+        self.epochs = epochs
+        newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
+        current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
+        names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
+        self.named_by = defaultdict(set, {peer_id: self.named_by[peer_id] for peer_id in epochs})
+        for peer_id in current:
+            for partner in names.keys() & set(records[peer_id].partners or ()):
+                self.named_by[names[partner]].add(peer_id)
+        # A single malicious contributor could name its other keys, so two must name a peer if there are two or more.
+        quorum = max(1, min(2, len(current)))
+        self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
+        self.present = self.ids & epochs.keys()
+        return self.present
 
 
 def fetch_records(

@@ -17,10 +17,12 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
+from hivemind.utils.multiaddr import Multiaddr
+
 from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from common.flags import format_flag, list_values
-from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.addresses import get_host_port, get_peer_id
 from swarm.attestation import RunAttestation, contact_initial_peers, merge_attestations
 from swarm.config import SwarmConfig, make_config
 from swarm.identity import make_identity
@@ -39,6 +41,20 @@ def begin(groups: tuple, kept_at: Path | None = None) -> tuple[Membership | None
     line (SwarmArguments first) with the settings of the run."""
     membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
     return membership, apply_settings(groups, discover_settings(groups[0], membership))
+
+
+def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
+    """Raise a UserError with an example if an address is malformed, or lacks its peer id, or else its port."""
+    example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
+    for maddr in maddrs:
+        try:
+            Multiaddr(maddr)
+            if needs_peer_id:
+                get_peer_id(maddr)
+            elif not re.search(r"/(tcp|udp)/\d+", maddr):
+                raise ValueError("it has no port")
+        except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
+            raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
 def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:

@@ -83,7 +83,7 @@ def make_gradient_optimizer(
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
-        local_steps=TopKCompression(density) if density < 1 else None,
+        local_steps=TopKCompression(density),
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
@@ -236,7 +236,7 @@ def main() -> None:
             args.others = 0  # once
         if args.matchmaking:
             dht.uplink.fix_timeouts(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
-        while optimizer.local_epoch == args.skips and optimizer.tracker.global_epoch == args.skips:
+        while optimizer.local_epoch == args.skips and optimizer.tracker.view.epoch == args.skips:
             optimizer.tracker.announce()
             time.sleep(0.2)
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
@@ -254,8 +254,7 @@ def main() -> None:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
             optimizer.state_averager.lineage = "leapt"
-            with optimizer.tracker.pause_updates():
-                optimizer.tracker.update_epoch(optimizer.local_epoch)
+            optimizer.tracker.update_epoch(optimizer.local_epoch)
             optimizer.epoch = Epoch(optimizer.local_epoch)
             optimizer.epoch.is_compared = True
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)

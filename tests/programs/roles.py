@@ -18,9 +18,9 @@ from arguments import (
 )
 from callback import CollaborativeCallback
 from experiment.model import make_model
-from experiment.optimizer import make_optimizer, make_param_groups
+from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
 from swarm.config import SwarmConfig
-from swarm.contract import RunContract, describe_averaging
+from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.processes import clean_end
 from training.checkpoint import apply_state

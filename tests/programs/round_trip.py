@@ -81,7 +81,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     after = everything(other_model, other)
     facts |= {part: equal(before[part], after[part]) for part in before}
     facts |= {
-        "tracker": [other.tracker.local_progress.epoch, other.tracker.global_epoch],
+        "tracker": [other.tracker.local_progress.epoch, other.tracker.view.epoch],
         "priority": other.state_averager.state_sharing_priority,
         "scale": other_scaler.get_scale(),
         "draws": equal(draws, draw()),

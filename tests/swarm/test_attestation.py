@@ -179,8 +179,8 @@ def test_untrusted_samples_do_not_count():
         one.trust.partners.add(dhts[1].peer_id.to_bytes())
         stranger.report_local_progress(5, 10_000)
         wait_until(lambda: one.view.samples == 40, 20, "those of peers that have worked")
-        with one.pause_updates():
-            one.refresh_now()
+        one.refresh_now()
+        with one.lock:
             # a new peer knows the length of an epoch by the contributors' records
             grace = dhts[0].uplink.timeouts.partition_grace
             assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second

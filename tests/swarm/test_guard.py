@@ -23,6 +23,8 @@ from swarm.guard import (
     compute_sketch,
     find_outliers,
 )
+from swarm.log_records import unpack
+from swarm.matchmaking import RoundState, sign_round_state
 from swarm.trust import REVERSED_AVERAGE
 
 
@@ -169,6 +171,8 @@ def test_diverged_parameters_are_detected():
     )
     assert find_outliers([near[0], sketch_at(1e-3, constant=1e-4), near[1]]) == [], "rounding that goes one way"
     assert find_outliers([near[0], [math.inf] * SKETCH_SIZE, *near[1:], far]) == [1, 4]
+    broken = compute_sketch([torch.tensor([1.0, math.nan])])
+    assert unpack(RoundState, sign_round_state(5, True, "", broken)).sketch == (math.inf,) * SKETCH_SIZE
 
 
 def test_diverged_peer_loads_state(start):

@@ -177,7 +177,7 @@ async def collect_garbage(*_) -> None:
 
 @pytest.mark.parametrize("kind, is_held", [(hivemind.DHT, False), (DHT, True)])
 def test_dht_leaks_read_coroutine(kind, is_held):
-    """Note 86; hold_task in swarm/dht.py."""
+    """Note 86; make_event_loop in swarm/patches.py."""
     dht = kind(host_maddrs=[LOOPBACK[1]], start=True)
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -16,7 +16,7 @@ from processes import LOOPBACK, make_prefix, run_python
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
-from swarm.addresses import add_quic, check_multiaddrs, get_host_port, list_shareable_maddrs
+from swarm.addresses import add_quic, get_host_port, list_shareable_maddrs
 from swarm.reachability import (
     DIAL_BACK,
     MAX_CALLERS,
@@ -25,7 +25,7 @@ from swarm.reachability import (
     measure_rate,
     register_dial_back_handler,
 )
-from training.settings import announce_public_address
+from training.settings import announce_public_address, check_multiaddrs
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
 MEASURER = """

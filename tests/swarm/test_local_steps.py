@@ -1,4 +1,4 @@
-"""Steps of a peer's own between two rounds: how far each has come is averaged, and nothing is lost of it."""
+"""Local steps of one peer, and the outer step."""
 
 from functools import partial
 
@@ -6,54 +6,18 @@ import pytest
 import torch
 from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
-from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
-from experiment.optimizer import make_local_optimizer
+from experiment.optimizer import describe_averaging, make_local_optimizer
+from swarm.aggregation import Contribution, Numbers, encode
 from swarm.config import AveragingConfig, make_config
-from swarm.contract import RunContract, describe_averaging
+from swarm.contract import RunContract
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
+from swarm.sparse import TopKCompression
 from training.figures import TrainingSchedule, parse_schedule
 
-BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
-
-
-def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> list[tuple[float, float]]:
-    """Return the anchor's step and the expected step of each epoch since the first one with local steps.
-
-    :param of: epochs of the peer that is looked at
-    :param peers: of all peers their gradient, which is also how far a step of their own goes, and their epochs
-    """
-    momentum, steps = 0.0, []
-    for epoch in range(FROM + 1, max(of) + 1):
-        samples = [lines[epoch]["samples"] for _, lines in peers]
-        kept = [lines[epoch]["unsent"] - lines[epoch - 1]["unsent"] for _, lines in peers]
-        sent = [s / BATCH * gradient - k for s, k, (gradient, _) in zip(samples, kept, peers, strict=True)]
-        come = sum(s * went for s, went in zip(samples, sent, strict=True)) / sum(samples)
-        momentum = 0.5 * momentum + come
-        steps.append((of[epoch]["anchor"] - of[epoch - 1]["anchor"], -(come + 0.5 * momentum)))
-    return steps
-
-
-@pytest.mark.slow
-def test_pseudo_gradient_moves_anchor(start):
-    prefix, flags = make_prefix(), ("--local_steps", 4, "--target_batch_size", 64, "--others", 1)
-    one = start_peer(start, "one", prefix, 1.0, BATCH, flags=flags)
-    two = start_peer(start, "two", prefix, 3.0, BATCH, [one], flags)
-    wait_until(lambda: min(map(max, (epochs(one) or [0], epochs(two) or [0]))) >= FROM + 4, 90, "epochs of local steps")
-    stop(one, two)
-    last = min(max(epochs(one)), max(epochs(two)))
-    lines = [{e: line for e, line in epochs(peer).items() if e <= last} for peer in (one, two)]
-    assert all(line["averaged_with"] == 2 for of in lines for e, line in of.items() if e > FROM)
-    together = [sum(of[e]["samples"] for of in lines) for e in range(1, last + 1)]
-    assert min(together[:FROM]) >= 64 and min(together[FROM:]) >= 4 * 64
-    for of in lines:
-        assert [of[e]["parameter"][1] for e in of] == [pytest.approx(of[e]["anchor"]) for e in of]
-        for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
-            assert step == pytest.approx(expected, rel=1e-4)  # the values that were not averaged are still pending
-    for epoch in range(1, last + 1):
-        assert lines[0][epoch]["anchor"] == pytest.approx(lines[1][epoch]["anchor"], rel=1e-6)
+BATCH = 16  # samples of a step
 
 
 def test_local_steps_count_samples():
@@ -76,7 +40,7 @@ def test_epoch_ends_at_current_target():
             other.report_local_progress(5, 2 * BATCH)
             one.report_local_progress(5, 0)
             wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
-            with one.pause_updates():
+            with one.lock:
                 one.set_target(10**9)
                 assert not one.ready_to_update_epoch
                 assert one.view.samples == 2 * BATCH
@@ -152,12 +116,13 @@ def test_first_local_step_uses_shared_moments():
     step = 0.01 * first / (1 - 0.9**10) / (second / (1 - 0.999**10)) ** 0.5
     assert model.tolist() == pytest.approx([-step] * 5, rel=1e-4)
     before = outer.state[host]["exp_avg"].clone()
-    outer.is_outer, host.grad = True, torch.full_like(host, 0.2)
+    update, residual = Numbers([torch.full((5,), 0.25)]), Numbers([torch.zeros(5)])
+    outer.contributions = [Contribution(b"peer", BATCH, 0, encode(update, residual, TopKCompression(density=1.0)))]
     outer.step()
-    assert host.tolist() == pytest.approx([-0.9 - 0.5 * 0.2] * 5)
-    assert outer.state[host]["exp_avg"].equal(before) and outer.grad_norm == pytest.approx(0.2 * 5**0.5)
+    assert host.tolist() == pytest.approx([-0.9 - 0.5 * 0.25] * 5)
+    assert outer.state[host]["exp_avg"].equal(before) and outer.grad_norm == pytest.approx(0.25 * 5**0.5)
     state = outer.state_dict()
     model2, outer2, _ = make_local_steps()
     outer2.load_state_dict(state)
     (host2,) = outer2.param_groups[0]["params"]
-    assert outer2.state[host2]["outer_momentum"].tolist() == pytest.approx([0.2] * 5)
+    assert outer2.state[host2]["outer_momentum"].tolist() == pytest.approx([0.25] * 5)

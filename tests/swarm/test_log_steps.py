@@ -137,7 +137,7 @@ def test_clients_commit_through_aux_peer(start):
 
 @pytest.mark.slow
 def test_trainers_end_with_same_model(start, tiny_data, tmp_path):
-    local = {"--local_steps": 4, "--local_steps_from": 2, "--compression": "sparse", "--total_steps": 14}
+    local = {"--local_steps": 4, "--local_steps_from": 2, "--total_steps": 14}
     swarm = Swarm(start, tmp_path, {**tiny_data, **local, "--target_batch_size": 48})
     swarm.start_monitor()
     names = ["a", "b", "c"]

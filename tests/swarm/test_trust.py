@@ -12,7 +12,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from processes import wait_until
 from records import run_dhts, run_trackers
 
-from swarm.averager import PeersUnreachableError
+from swarm.averager import PeersSilentError
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
 from swarm.rounds import Rounds
@@ -111,7 +111,7 @@ def test_speed_is_limited_by_median(speeds, max_speed):
 
 def test_ban_doubles_and_ends_with_report():
     trust, peer = make_trust(*NAMES), PeerID(b"a")
-    trust.mark_unresponsive([b"a"])
+    trust.mark_silent([b"a"])
     for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
         trust.ban({peer: "has sent nonsense"})
         trust.ban({peer: "is banned already"})
@@ -201,7 +201,7 @@ def test_looks_become_rare_without_changes(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
         tracker.report_local_progress(0, 40)
         entry, now, pauses = ValueWithExpiration({}, math.inf), time.monotonic(), []
-        with tracker.pause_updates():
+        with tracker.lock:
             for seconds in (0.0, 20.0, 600.0):
                 tracker.apply_records(entry, now + seconds)
                 pauses.append(tracker._next_read - time.monotonic())
@@ -217,8 +217,7 @@ def test_reports_and_steps_without_a_pause_are_seen(dhts):
         wait_until(lambda: [it.samples_accumulated for it in one.others.values()] == [15], 20, "the last report")
         for epoch in range(5):
             other.report_local_progress(epoch, 16)
-            with other.pause_updates():
-                other.update_epoch(epoch + 1)
+            other.update_epoch(epoch + 1)
         wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
 
 
@@ -235,10 +234,10 @@ def test_record_is_published_again_in_long_step(dhts):
 
 def test_dht_without_an_answer_changes_nothing(dhts):
     """No peer is forgiven, and the quorum stays, until the records that are known would have expired."""
-    with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 40, metadata_expiration=30.0) as [tracker], tracker.lock:
         tracker.update_epoch(5)
         tracker.others = {name: make_record(name, ago=5.0) for name in NAMES}
-        tracker.trust.mark_unresponsive([b"a"])
+        tracker.trust.mark_silent([b"a"])
         for _ in range(2):
             tracker.apply_records(None, 0.0)
             assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
@@ -250,7 +249,7 @@ def test_dht_without_an_answer_changes_nothing(dhts):
 
 def test_claimed_batch_does_not_end_epoch(dhts):
     """A known peer that claims a batch counts as four others at most, and an unknown one does not count."""
-    with run_trackers(dhts[:1], 400) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 400) as [tracker], tracker.lock:
         tracker.trust.attested = {b"a", b"b", b"c"}
         tracker.update_epoch(1)
         tracker._epoch_began -= 10.0
@@ -266,12 +265,12 @@ def test_aux_peer_excludes_unresponsive_peers(dhts):
         tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
         gradients = SimpleNamespace(restore_pending=lambda: None)
         rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
-        rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
+        rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
         assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 
 
 def test_straggler_is_awaited_again_some_epochs_later(dhts):
-    with run_trackers(dhts[:1], 40) as [tracker], tracker.pause_updates():
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.lock:
         tracker.update_epoch(5)
         tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
         assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
