@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from models.build import find_causal_class, find_masked_class
+from models.build import find_causal_class, find_masked_class, find_pairs_class
 from models.lean_albert import to_float32
 from text.instances import BLOCKS, CHAT, PAIRS, TEXT, InstanceKind
 
@@ -32,14 +32,12 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     return losses
 
 
-def take_own_losses(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
-    """Return the losses that the model computes itself from a whole batch, see AlbertForPreTraining."""
-    outputs = model(**batch)
-    return {name: outputs[name] for name in ("loss", "mlm_loss", "sop_loss")}, outputs["prediction_logits"]
-
-
 def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
-    """Compute the loss of a model with logits [batch, length, vocabulary], if possible only at labelled positions."""
+    """Compute the loss of the labelled tokens, and for pairs that of their order.
+
+    If possible, the model computes logits at labelled positions only. Those of all positions would take most of a small
+    model's time and memory.
+    """
     positions, objective = batch["labelled_positions"], model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
     if model.keeps_documents_apart and "position_ids" in batch:
@@ -47,7 +45,7 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if objective.is_causal:
         inputs["use_cache"] = False
-    head = model.get_output_embeddings()  # None if the model does not name this layer
+    head = find_head(model)
     if head is not None:
         head.labelled_positions = positions
     try:
@@ -55,7 +53,7 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     finally:
         if head is not None:
             head.labelled_positions = None
-    logits = outputs.logits
+    logits = outputs["prediction_logits" if objective.kind.has_pairs else "logits"]
     if logits.dim() == 3:
         logits = logits.flatten(0, 1)[positions - int(objective.is_causal)]
     # sum / count, because the mean would be 0 / 0 without a label
@@ -63,11 +61,19 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     losses = {"loss": loss, objective.token_loss: loss.detach()}
     if getattr(outputs, "aux_loss", None) is not None:  # load balancing of a mixture of experts
         losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
+    if objective.kind.has_pairs:
+        sop_loss = cross_entropy(to_float32(outputs.sop_logits), batch["sentence_order_label"])
+        losses |= {"loss": loss + sop_loss, "sop_loss": sop_loss.detach()}
     return losses, logits
 
 
+def find_head(model: PreTrainedModel) -> torch.nn.Module | None:
+    """Return the layers that compute the logits, or None if the model does not name them."""
+    return getattr(model, "predictions", None) or model.get_output_embeddings()
+
+
 def select_labelled_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
-    """Limit the input of a model's output layer to labelled positions, for logits [labels, vocabulary]."""
+    """Limit the input of a model's head to labelled positions, for logits [labels, vocabulary]."""
     labelled = getattr(head, "labelled_positions", None)
     return None if labelled is None else (inputs[0].flatten(0, 1)[labelled - head.label_distance], *inputs[1:])
 
@@ -100,9 +106,7 @@ class Objective:
 
 #: the default is the first objective for which the model type has a class
 OBJECTIVES = {
-    "mlm_sop": Objective(
-        "mlm_sop", PAIRS, lambda _: None, "masked words and sentence order", losses_of=take_own_losses
-    ),
+    "mlm_sop": Objective("mlm_sop", PAIRS, find_pairs_class, "masked words and sentence order"),
     "mlm": Objective("mlm", BLOCKS, find_masked_class, "masked words"),
     "clm": Objective(
         "clm",
