@@ -194,7 +194,6 @@ class Source:
     text_column: str = "text"
     weight: float = pydantic.Field(1.0, gt=0, allow_inf_nan=False)
     language: str = "english"
-    sentence_splitter: Literal["auto", "punkt", "razdel"] = "auto"
     config: str | None = None
     split: str = "train"
 
@@ -355,7 +354,7 @@ def read_sources(path: str | Path) -> list[Source]:
             raise UserError(f"{where}: {problem['msg']}: {name}{hint}") from None
         if source.format == "hub" and (isinstance(source.path, list) or is_url(source.path)):
             raise UserError(f"{where}: the path does not show the format: give jsonl, text or parquet")
-        load_sentence_splitter(source.language, source.sentence_splitter)
+        load_sentence_splitter(source.language)
         if source.name in [other.name for other in sources]:
             raise UserError(f"{where}: two sources have this name: give each its own name")
         sources.append(source)
@@ -488,8 +487,7 @@ class ChunkTokenizer:
             return state, *cut_blocks(ids, length, kind, tokenizer, keep_rest=True)
         sources = [dataset.sources[index] for _, index, _ in chunk]
         documents = [
-            split_sentences(paragraphs, source.language, source.sentence_splitter)
-            for paragraphs, source in zip(documents, sources, strict=True)
+            split_sentences(paragraphs, source.language) for paragraphs, source in zip(documents, sources, strict=True)
         ]
         generators = [make_document_random(dataset.seed, "stream", number) for number, _, _ in chunk]
         return state, *make_instances(documents, generators, length, tokenizer, self.encoder)
