@@ -70,7 +70,8 @@ class FileHandler(BaseHTTPRequestHandler):
         body, start, version = path.read_bytes(), 0, f'"{owner.version}"'
         modified = formatdate(path.stat().st_mtime, usegmt=True)
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
-        if match and owner.has_ranges:
+        is_same = self.headers["If-Range"] in (None, {"ETag": version, "Last-Modified": modified}.get(owner.validator))
+        if match and owner.has_ranges and is_same:
             start = int(match[1])
             if start >= len(body):
                 return self.send_error(416)

@@ -83,6 +83,7 @@ def flood(*pieces: bytes) -> Callable:
             yield pieces[-1]
 
     return answer
+    "part": (send(b"HTTP/1.1 206 No\r\nContent-Range: bytes 0-1/2\r\n\r\nab"), "has changed in the meantime", []),
 
 
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
