@@ -258,14 +258,6 @@ def test_upload_failure_warns_and_retries(hub, save, caplog, monkeypatch, capfd,
     assert TOKEN not in output and "%|" not in output
 
 
-def test_upload_resumes_after_broken_connection(hub, save, caplog):
-    folder = save(5)
-    fault = hub.fail("PUT", "large/", "cut")
-    run_until_uploaded(Publisher(REPOSITORY, 0.2, folder.parent), folder)
-    assert fault.met == 1 and not caplog.records
-    assert hub.commits(REPOSITORY)[0].files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
-
-
 def test_upload_without_network_is_warning(hub, save, caplog, monkeypatch):
     folder = save(5)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
