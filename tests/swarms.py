@@ -29,6 +29,11 @@ TRAINER = {
 }
 
 # for a single peer
+# words of a trainer in a run of its own, with epochs of 64 samples; the flags that follow override them
+TINY = "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 2 --total_steps 50 "
+TINY += "--target_batch_size 64 --per_device_train_batch_size 16 --gradient_accumulation_steps 1 --matchmaking_time 2 "
+TINY = [*(TINY + "--dataloader_num_workers 0 --bandwidth 1000").split(), *LOOPBACK]
+
 ALONE = {
     **TRAINER,
     "--target_batch_size": 64,

@@ -16,7 +16,8 @@ import pytest
 import torch
 from file_server import FileServer
 from mains import expect_user_error, refuse
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import ROOT, make_prefix, wait_until
+from swarms import TINY, stop
 
 import run_trainer
 from arguments import DataArguments
@@ -424,12 +425,9 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     """Each rank continues at its own position."""
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
-        *("--config_path", "configs/demo.json", "--max_sequence_length", "128", "--optim", "adamw"),
-        *("--learning_rate", "1e-3", "--warmup_steps", "2"),
-        *("--total_steps", "1000", "--target_batch_size", "32", "--per_device_train_batch_size", "16"),
-        *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "2"),
-        *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),
-        *("--device", "cpu", "--num_devices", num_devices),
+        *(*TINY, "--max_sequence_length", "128", "--total_steps", "1000", "--target_batch_size", "32"),
+        *("--dataloader_num_workers", "1", "--save_steps", "2", "--device", "cpu", "--num_devices", num_devices),
+        *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out"),
     ]
     files = [tmp_path / "out" / name for name in ("stream.json", "stream_1.json")[:num_devices]]
     trainer = start("first", "run_trainer.py", *flags)
@@ -441,8 +439,7 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
     trainer.wait_for("epoch 6/", 90)
-    trainer.interrupt()
-    trainer.assert_clean_end()
+    stop(trainer)
     for file, before in zip(files, befores, strict=True):
         after = json.loads(file.read_text())
         assert after["seed"] == before["seed"]
@@ -466,5 +463,4 @@ def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
         sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
         script = start("script", "-m", "tests.programs.interrupted_stream", tiny_data["--tokenizer_path"], sources)
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
-        script.interrupt()
-        script.assert_clean_end(20)
+        stop(script)
