@@ -89,7 +89,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     losses = compute_losses(model, move_batch(batch, CPU))
     losses["loss"].backward()
     assert losses["loss"].item() == pytest.approx(outputs.loss.item(), rel=1e-5)
-    assert losses["lm_loss" if is_causal else "mlm_loss"].item() == losses["loss"].item()
+    assert losses["token_loss"].item() == losses["loss"].item()
     for (key, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (param.grad is None) == (other.grad is None), key
         if param.grad is not None:
@@ -160,7 +160,7 @@ def test_masked_head_matches_full_logits(model):
 
     losses = compute_losses(model, move_batch(batch, CPU))
     losses["loss"].backward()
-    assert losses["mlm_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
+    assert losses["token_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
     assert losses["sop_loss"].item() == pytest.approx(sop_loss.item(), rel=1e-5)
     # an evaluation is of the masked words alone
     result = evaluate(model, [batch, batch], CPU)
@@ -174,7 +174,7 @@ def test_masked_head_matches_full_logits(model):
 def test_batch_without_labels_has_zero_loss(model):
     batch = make_model_batch() | {"labels": torch.full((4, 16), -100)}
     losses = compute_losses(model, move_batch(batch, CPU))
-    assert losses["mlm_loss"].item() == 0
+    assert losses["token_loss"].item() == 0
     assert losses["loss"].isfinite()
 
 
@@ -302,7 +302,7 @@ def test_mixture_of_experts_adds_router_loss(write):
     losses = compute_losses(model, move_batch(batch, CPU))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     torch.testing.assert_close(losses["loss"], model(**inputs).loss)
-    assert losses["loss"] > losses["lm_loss"] + 0.1
+    assert losses["loss"] > losses["token_loss"] + 0.1
 
 
 def make_word_tokenizer(**more: str) -> PreTrainedTokenizerFast:
