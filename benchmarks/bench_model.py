@@ -20,8 +20,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experiment.model import AlbertForPreTraining
-from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining, find_labelled_positions
+from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 
 SHAPES = {
     "yardstick": dict(
@@ -35,10 +34,10 @@ LENGTH = 512
 NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout_prob=0)
 
 
-def make_albert(shape: dict, attention: str, kind: type) -> torch.nn.Module:
+def make_albert(shape: dict, attention: str) -> torch.nn.Module:
     config = transformers.AlbertConfig(**shape, **NO_DROPOUT, embedding_size=128, max_position_embeddings=LENGTH)
     config._attn_implementation = attention
-    return kind(config)
+    return transformers.AlbertForPreTraining(config)
 
 
 def make_lean(shape: dict, checkpointing: bool = False, **options) -> torch.nn.Module:
@@ -51,9 +50,8 @@ def make_lean(shape: dict, checkpointing: bool = False, **options) -> torch.nn.M
 
 
 MODELS = {
-    "transformers_sdpa": lambda shape: make_albert(shape, "sdpa", transformers.AlbertForPreTraining),
-    "transformers_eager": lambda shape: make_albert(shape, "eager", transformers.AlbertForPreTraining),
-    "transformers_labels": lambda shape: make_albert(shape, "sdpa", AlbertForPreTraining),
+    "transformers_sdpa": lambda shape: make_albert(shape, "sdpa"),
+    "transformers_eager": lambda shape: make_albert(shape, "eager"),
     "lean": make_lean,
     "lean_checkpointing": lambda shape: make_lean(shape, checkpointing=True),
     "lean_gated_sandwich": lambda shape: make_lean(shape, hidden_act_gated=True, sandwich_norm=True),
@@ -70,7 +68,6 @@ def make_batch(vocab_size: int, batch_size: int) -> dict[str, torch.Tensor]:
         "token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(batch_size, -1).contiguous(),
         "labels": labels,
         "sentence_order_label": torch.arange(batch_size) % 2,
-        "labelled_positions": find_labelled_positions(labels),
     }
 
 
@@ -108,16 +105,11 @@ def main() -> None:
     for name in args.models:
         torch.manual_seed(0)
         models[name] = model = MODELS[name](shape).train()
-        own = {
-            k: v
-            for k, v in batch.items()
-            if k != "labelled_positions" or "transformers_" not in name or "labels" in name
-        }
         call = torch.compile(model) if args.compile else model
 
-        def run_forward(call=call, own=own):
+        def run_forward(call=call):
             with torch.autocast("cpu", torch.bfloat16) if args.bf16 else contextlib.nullcontext():
-                return call(**own)["loss"]
+                return call(**batch)["loss"]
 
         def step(model=model, run_forward=run_forward):
             run_forward().backward()

@@ -115,7 +115,7 @@ class Worker:
         with torch.autocast("cpu", torch.bfloat16):
             losses = compute_losses(self.model, move_batch(next(self.batches[peer]), CPU))
         losses["loss"].backward()
-        return float(losses["mlm_loss"])
+        return float(losses["token_loss"])
 
     def evaluate(self, weights: torch.Tensor) -> float:
         self.weights.copy_(weights)

@@ -38,6 +38,7 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     from arguments import DataArguments, ModelArguments, OptimizerArguments
     from experiment.data import make_train_batches
     from experiment.model import make_model
+    from experiment.objectives import compute_losses
     from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
     from text.stored import load_tokenized_dataset
     from text.tokenizers import load_tokenizer
@@ -52,7 +53,8 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     batches = make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=BATCH_SIZE, seed=1)
     samples = start = 0
     for number, batch in enumerate(batches, start=1):
-        (model(**move_batch(batch, torch.device("cpu")))["loss"] * BATCH_SIZE / args.target_batch_size).backward()
+        loss = compute_losses(model, move_batch(batch, torch.device("cpu")))["loss"]
+        (loss * BATCH_SIZE / args.target_batch_size).backward()
         samples += BATCH_SIZE
         if number % (args.target_batch_size // BATCH_SIZE) == 0:
             optimizer.step()

@@ -10,53 +10,18 @@ and add it to OWN_MODELS (docs/new_experiment.md).
 import inspect
 import logging
 
-import torch
-import transformers
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments
 from common.console import UserError
-from experiment.objectives import OBJECTIVES, Objective, select_labelled_positions
+from experiment.objectives import OBJECTIVES, Objective, find_head, select_labelled_positions
 from models.build import build_model, digest, is_text_alone, keeps_documents_apart, load_config, take_over_tokens
-from models.lean_albert import LeanAlbertForPreTraining, masked_lm_loss, to_float32
 
 logger = logging.getLogger("model")
 
 
-class AlbertForPreTraining(transformers.AlbertForPreTraining):
-    """HF's ALBERT with masked-LM and sentence-order heads, but with vocabulary logits only at labelled positions.
-
-    About 15 % of the positions have a label. The unused logits of the others would take most of a small model's time
-    and memory. It is saved and loaded like HF's AlbertForPreTraining.
-    """
-
-    def forward(
-        self, input_ids, token_type_ids, labels, sentence_order_label, attention_mask=None, labelled_positions=None
-    ) -> dict[str, torch.Tensor]:
-        """Compute the losses of one batch.
-
-        :param input_ids: [batch, length] int64, like token_type_ids, labels (-100: no label) and attention_mask (None
-            if there is no padding)
-        :param sentence_order_label: [batch] int64, 1 if the two segments were swapped
-        :param labelled_positions: [labels] int64 indices into the flattened labels from `move_batch`, because a GPU
-            would have to wait for the host here
-        :returns: loss (the sum, to train on), mlm_loss and sop_loss, scalars in nats, and prediction_logits [labels,
-            vocabulary]
-        """
-        outputs = self.albert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        mlm_loss, logits = masked_lm_loss(outputs.last_hidden_state, self.predictions, labels, labelled_positions)
-        sop_loss = cross_entropy(to_float32(self.sop_classifier(outputs.pooler_output)), sentence_order_label)
-        losses = {"loss": mlm_loss + sop_loss, "mlm_loss": mlm_loss.detach(), "sop_loss": sop_loss.detach()}
-        return {**losses, "prediction_logits": logits}
-
-
-#: Classes that replace those of transformers, by objective and model_type. Classes for mlm_sop take a whole batch and
-#: return loss, mlm_loss, sop_loss and prediction_logits [labels, vocabulary]. Classes for mlm and clm return logits.
-OWN_MODELS = {
-    ("mlm_sop", "albert"): AlbertForPreTraining,
-    ("mlm_sop", "lean_albert"): LeanAlbertForPreTraining,
-}
+#: Classes that replace those of transformers, by objective and model_type. They have the same inputs and outputs.
+OWN_MODELS: dict[tuple[str, str], type[PreTrainedModel]] = {}
 
 
 def find_class(objective: Objective, config: PreTrainedConfig) -> type | None:
@@ -102,7 +67,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
         logger.warning(f"a {config.model_type} reads the documents that share a sequence as one text")
     if objective.kind.has_turns:
         model.chat_template = digest(tokenizer.chat_template)
-    if (head := model.get_output_embeddings()) is not None:
+    if (head := find_head(model)) is not None:
         head.label_distance = int(objective.is_causal)
         head.register_forward_pre_hook(select_labelled_positions)
     if not isinstance(tokenizer, int):

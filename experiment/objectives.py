@@ -10,36 +10,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
-from models.build import find_causal_class, find_masked_class
+from models.build import find_causal_class, find_masked_class, find_pairs_class
 from models.lean_albert import to_float32
 from text.instances import BLOCKS, CHAT, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
 
-Losses = tuple[dict[str, Tensor], Tensor]  # losses by name, with "loss" to train on; and logits [labels, vocabulary]
-
 
 def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the losses of a batch of `move_batch`, scalars in nats: `loss`, to train on, and the objective's terms.
+    """Compute the losses of a batch of `move_batch`, scalars in nats: `loss`, to train on, and its terms.
 
-    These are means over labels or sequences, without gradient. In evaluation mode, `correct` counts correct labels.
+    These are means over labels (`token_loss`) or sequences (`sop_loss`, of the order of pairs), without gradient. In
+    evaluation mode, `correct` counts correct labels.
     """
+    outputs, logits = compute_logits(model, batch)
     targets = batch["labels"].flatten()[batch["labelled_positions"]]
-    losses, logits = model.objective.losses_of(model, batch, targets)
+    # sum / count, because the mean would be 0 / 0 without a label
+    loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(targets))
+    losses = {"loss": loss, "token_loss": loss.detach()}
+    if getattr(outputs, "aux_loss", None) is not None:  # load balancing of a mixture of experts
+        losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
+    if model.objective.kind.has_pairs:
+        sop_loss = cross_entropy(to_float32(outputs.sop_logits), batch["sentence_order_label"])
+        losses |= {"loss": loss + sop_loss, "sop_loss": sop_loss.detach()}
     if not model.training:
         losses["correct"] = (logits.argmax(-1) == targets).sum()
     return losses
 
 
-def take_own_losses(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
-    """Return the losses that the model computes itself from a whole batch, see AlbertForPreTraining."""
-    outputs = model(**batch)
-    return {name: outputs[name] for name in ("loss", "mlm_loss", "sop_loss")}, outputs["prediction_logits"]
+def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[ModelOutput, Tensor]:
+    """Return the model's outputs for a batch, and the logits [labels, vocabulary] at `labelled_positions`.
 
-
-def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
-    """Compute the loss of a model with logits [batch, length, vocabulary], if possible only at labelled positions."""
+    If possible, the model computes no others. Those of all positions would take most of a small model's time and
+    memory.
+    """
     positions, objective = batch["labelled_positions"], model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
     if model.keeps_documents_apart and "position_ids" in batch:
@@ -47,7 +53,7 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     if objective.is_causal:
         inputs["use_cache"] = False
-    head = model.get_output_embeddings()  # None if the model does not name this layer
+    head = find_head(model)
     if head is not None:
         head.labelled_positions = positions
     try:
@@ -55,19 +61,19 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     finally:
         if head is not None:
             head.labelled_positions = None
-    logits = outputs.logits
+    logits = outputs["prediction_logits" if objective.kind.has_pairs else "logits"]
     if logits.dim() == 3:
         logits = logits.flatten(0, 1)[positions - int(objective.is_causal)]
-    # sum / count, because the mean would be 0 / 0 without a label
-    loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(targets))
-    losses = {"loss": loss, objective.token_loss: loss.detach()}
-    if getattr(outputs, "aux_loss", None) is not None:  # load balancing of a mixture of experts
-        losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
-    return losses, logits
+    return outputs, logits
+
+
+def find_head(model: PreTrainedModel) -> torch.nn.Module | None:
+    """Return the layers that compute the logits, or None if the model does not name them."""
+    return getattr(model, "predictions", None) or model.get_output_embeddings()
 
 
 def select_labelled_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
-    """Limit the input of a model's output layer to labelled positions, for logits [labels, vocabulary]."""
+    """Limit the input of a model's head to labelled positions, for logits [labels, vocabulary]."""
     labelled = getattr(head, "labelled_positions", None)
     return None if labelled is None else (inputs[0].flatten(0, 1)[labelled - head.label_distance], *inputs[1:])
 
@@ -77,7 +83,7 @@ def select_labelled_positions(head: torch.nn.Module, inputs: tuple) -> tuple | N
 
 @dataclass(frozen=True)
 class Objective:
-    """A training objective: its kind of sequences, its model class and its losses."""
+    """A training objective: its kind of sequences and its model class; the losses follow from the kind."""
 
     name: str
     kind: InstanceKind
@@ -87,10 +93,6 @@ class Objective:
     description: str
     pipeline: str = "fill-mask"
     example: str = 'f"The captain was {predict.tokenizer.mask_token}."'
-    #: takes a model, a batch, and its labels without ignored ones
-    losses_of: Callable[[PreTrainedModel, dict[str, Tensor], Tensor], Losses] = compute_token_loss
-    #: the name of the loss that is the mean over the labels
-    token_loss: str = "mlm_loss"
 
     @property
     def is_causal(self) -> bool:
@@ -100,9 +102,7 @@ class Objective:
 
 #: the default is the first objective for which the model type has a class
 OBJECTIVES = {
-    "mlm_sop": Objective(
-        "mlm_sop", PAIRS, lambda _: None, "masked words and sentence order", losses_of=take_own_losses
-    ),
+    "mlm_sop": Objective("mlm_sop", PAIRS, find_pairs_class, "masked words and sentence order"),
     "mlm": Objective("mlm", BLOCKS, find_masked_class, "masked words"),
     "clm": Objective(
         "clm",
@@ -111,7 +111,6 @@ OBJECTIVES = {
         "the next word",
         pipeline="text-generation",
         example='"The captain was", max_new_tokens=20, add_special_tokens=False',
-        token_loss="lm_loss",
     ),
     "sft": Objective(
         "sft",
@@ -120,6 +119,5 @@ OBJECTIVES = {
         "the assistant's next word",
         pipeline="text-generation",
         example='[{"role": "user", "content": "Who was the captain?"}], max_new_tokens=20',
-        token_loss="lm_loss",
     ),
 }

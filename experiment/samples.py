@@ -6,6 +6,7 @@ Causal models continue PROMPTS, and chat models answer them. Masked models fill 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from experiment.objectives import compute_logits
 from models.build import find_longest_sequence
 
 PROMPTS = ("The captain was", "In the morning, she", "It is a truth universally acknowledged, that")
@@ -53,11 +54,8 @@ def fill_blank(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sente
     batch = dict(tokenizer(sentence.replace("___", tokenizer.mask_token), return_tensors="pt"))
     if batch["input_ids"].shape[1] > find_longest_sequence(model):
         return sentence
-    is_blank = batch["input_ids"] == tokenizer.mask_token_id
-    batch |= {"labels": torch.where(is_blank, 0, -100), "labelled_positions": is_blank.flatten().nonzero()[:, 0]}
-    batch.setdefault("token_type_ids", torch.zeros_like(batch["input_ids"]))
+    batch["labelled_positions"] = (batch["input_ids"] == tokenizer.mask_token_id).flatten().nonzero()[:, 0]
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    batch["sentence_order_label"] = torch.zeros(1, dtype=torch.long, device=model.device)
     with torch.compiler.set_stance("force_eager"):
-        _, logits = model.objective.losses_of(model, batch, batch["labels"][is_blank])
+        _, logits = compute_logits(model, batch)
     return sentence.replace("___", f"[{tokenizer.decode(logits[0].argmax()).strip()}]")

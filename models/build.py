@@ -72,6 +72,11 @@ def is_text_alone(config: PreTrainedConfig) -> bool:
         return False
 
 
+def find_pairs_class(config: PreTrainedConfig) -> type | None:
+    """Return transformers' Auto class for masked words and sentence order, or None if the model type has none."""
+    return transformers.AutoModelForPreTraining if config.model_type in ("albert", "lean_albert") else None
+
+
 def find_masked_class(config: PreTrainedConfig) -> type | None:
     """Return transformers' Auto class for masked words, or None if the model type has none."""
     return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None

@@ -15,7 +15,6 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import transformers
@@ -412,21 +411,6 @@ def find_labelled_positions(labels: Tensor) -> Tensor:
     return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
-def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the logits [labels, vocabulary] of labelled positions only.
-
-    The logits of all positions would take most of a small model's work and memory, and are not used.
-
-    :param positions: the result of `find_labelled_positions`; None: find them here, where a GPU waits for the host
-    :returns: the mean over the labels in nats, or 0 without labels
-    """
-    positions = find_labelled_positions(labels) if positions is None else positions
-    logits = head(hidden.flatten(0, 1)[positions])
-    # not the mean, which would be 0 / 0 without labels
-    loss = cross_entropy(to_float32(logits), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
-    return loss, logits
-
-
 class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
     """The base class of models with `predictions`, whose decoder is the transposed word embeddings."""
 
@@ -437,14 +421,15 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
         self.albert = LeanAlbertModel(config, add_pooling_layer)
         self.predictions = LeanAlbertMLMHead(config)
 
-    def predict(
-        self, hidden: Tensor, labels: Tensor | None, positions: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return loss and logits; in training, or with positions, only the logits of labelled positions."""
+    def predict(self, hidden: Tensor, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Return the mean loss over the labels, and the logits; in training, only those of labelled positions."""
         if labels is None:
             return None, self.predictions(hidden)
-        loss, logits = masked_lm_loss(hidden, self.predictions, labels, positions)
-        return loss, logits if self.training or positions is not None else self.predictions(hidden)
+        positions = find_labelled_positions(labels)
+        logits, targets = self.predictions(hidden.flatten(0, 1)[positions]), labels.flatten()[positions]
+        # not the mean, which would be 0 / 0 without labels
+        loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(positions))
+        return loss, logits if self.training else self.predictions(hidden)
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the layer that computes the logits."""
@@ -453,14 +438,6 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
     def set_output_embeddings(self, decoder: nn.Linear) -> None:
         """Replace the layer that computes the logits, as transformers does for another vocabulary."""
         self.predictions.decoder = decoder
-
-
-@dataclass
-class LeanAlbertForPreTrainingOutput(AlbertForPreTrainingOutput):
-    """The output of LeanAlbertForPreTraining: `loss` is the sum of the other two losses, which have no gradient."""
-
-    mlm_loss: Tensor | None = None
-    sop_loss: Tensor | None = None
 
 
 class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
@@ -479,27 +456,19 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         sentence_order_label: Tensor | None = None,
-        labelled_positions: Tensor | None = None,
-    ) -> LeanAlbertForPreTrainingOutput:
-        """
-        :param labels: [batch, length] int64, -100: no label. In training, or with labelled_positions, prediction_logits
-            are [labels, vocabulary], those of the labels only; otherwise [batch, length, vocabulary]
+    ) -> AlbertForPreTrainingOutput:
+        """Return the logits, and the sum of the losses of the labels that are given.
+
+        :param labels: [batch, length] int64, -100: no label. In training, prediction_logits are [labels, vocabulary],
+            those of the labels only; otherwise [batch, length, vocabulary]
         :param sentence_order_label: [batch] int64, 1: the two segments are swapped
-        :param labelled_positions: see `masked_lm_loss`
         """
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
-        sop_logits, losses = self.sop_classifier(outputs.pooler_output), {}
-        loss, logits = self.predict(outputs.last_hidden_state, labels, labelled_positions)
-        if labels is not None:
-            losses["mlm_loss"] = loss
+        sop_logits = self.sop_classifier(outputs.pooler_output)
+        loss, logits = self.predict(outputs.last_hidden_state, labels)
         if sentence_order_label is not None:
-            losses["sop_loss"] = cross_entropy(to_float32(sop_logits), sentence_order_label)
-        return LeanAlbertForPreTrainingOutput(
-            loss=sum(losses.values()) if losses else None,
-            **{name: loss.detach() for name, loss in losses.items()},
-            prediction_logits=logits,
-            sop_logits=sop_logits,
-        )
+            loss = (0 if loss is None else loss) + cross_entropy(to_float32(sop_logits), sentence_order_label)
+        return AlbertForPreTrainingOutput(loss=loss, prediction_logits=logits, sop_logits=sop_logits)
 
 
 class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):

@@ -1,8 +1,12 @@
-"""A web server on loopback that serves a folder, with the faults of real ones, and counts what it sends."""
+"""Web servers on loopback: one serves a folder, with the faults of real ones, and counts what it sends; another sends
+any bytes."""
 
+import contextlib
 import re
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -70,7 +74,8 @@ class FileHandler(BaseHTTPRequestHandler):
         body, start, version = path.read_bytes(), 0, f'"{owner.version}"'
         modified = formatdate(path.stat().st_mtime, usegmt=True)
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
-        if match and owner.has_ranges:
+        is_same = self.headers["If-Range"] in (None, {"ETag": version, "Last-Modified": modified}.get(owner.validator))
+        if match and owner.has_ranges and is_same:
             start = int(match[1])
             if start >= len(body):
                 return self.send_error(416)
@@ -101,3 +106,63 @@ class FileHandler(BaseHTTPRequestHandler):
             entry[1] += min(end, position + 65_536) - position
         if end < len(body) and owner.is_stalling:
             owner.left.wait()
+
+
+# --- answers of any bytes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serve(*answers: Callable[[bytes], Iterator[bytes]]) -> Iterator[str]:
+    """Yield the address of a server that answers by these functions in turn, and then by the last one.
+
+    Each takes the request, and yields the bytes of the answer.
+    """
+    left, ended = list(answers), threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            request = connection.recv(65_536)
+            while request.startswith(b"GET") and b"\r\n\r\n" not in request:
+                request += connection.recv(65_536)
+            for piece in (left.pop(0) if len(left) > 1 else left[0])(request):
+                connection.sendall(piece)
+                if ended.is_set():
+                    return
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+        ended.set()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def send(*pieces: bytes) -> Callable:
+    return lambda request: iter(pieces)
+
+
+def drip(*pieces: bytes) -> Callable:
+    """Send these pieces, and then a byte every 0.1 s without end."""
+
+    def answer(request: bytes) -> Iterator[bytes]:
+        yield from pieces
+        while True:
+            time.sleep(0.1)
+            yield b"x"
+
+    return answer
+
+
+def flood(*pieces: bytes) -> Callable:
+    """Send these pieces, and repeat the last one without end."""
+
+    def answer(request: bytes) -> Iterator[bytes]:
+        yield from pieces
+        while True:
+            yield pieces[-1]
+
+    return answer

@@ -36,6 +36,11 @@ def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder by their paths."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def make_prefix() -> str:
     """Return a unique run name, so that swarms of different tests never meet."""
     return f"test_{uuid.uuid4().hex[:12]}"

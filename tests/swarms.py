@@ -1,11 +1,12 @@
 """Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network, and their output."""
 
 import json
+import re
 import time
 from pathlib import Path
 
 import netlab
-from processes import LOOPBACK, Script, make_prefix, wait_until
+from processes import LOOPBACK, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
 
 # a small ALBERT, and rounds that start at once when all are there
@@ -27,6 +28,11 @@ TRAINER = {
     # or each measures it for seconds, in which loopback takes both cores
     "--bandwidth": 1000,
 }
+
+# words of a trainer in a run of its own, with epochs of 64 samples; the flags that follow override them
+TINY = "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 2 --total_steps 50 "
+TINY += "--target_batch_size 64 --per_device_train_batch_size 16 --gradient_accumulation_steps 1 --matchmaking_time 2 "
+TINY = [*(TINY + "--dataloader_num_workers 0 --bandwidth 1000").split(), *LOOPBACK]
 
 # for a single peer
 ALONE = {
@@ -95,6 +101,13 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
     """Return the largest difference between a weight of the first trainer's model and of another's."""
     first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
     return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
+
+
+def run_card(checkpoint: Path) -> str:
+    """Return the output of the code in an archive's card, which opens this checkpoint."""
+    code = re.search(r"```python\n(.*?)```", (checkpoint / "README.md").read_text(), re.DOTALL)[1]
+    offline = "import huggingface_hub\nhuggingface_hub.constants.HF_HUB_OFFLINE = True\n"
+    return run_python("-c", offline + code, cwd=checkpoint.parent, expect=0).stdout
 
 
 def start_alone(

@@ -1,8 +1,5 @@
 """An auxiliary peer: averages for clients, passes their states on, and may die."""
 
-import hashlib
-import json
-
 import pytest
 from processes import LOOPBACK, make_prefix, run_python, wait_until
 from swarms import (
@@ -10,15 +7,11 @@ from swarms import (
     TRAINER,
     epochs,
     flags,
-    history,
-    largest_difference,
     start_monitor,
     start_peer,
     start_trainer,
     stop,
 )
-
-from training.checkpoint import find_checkpoints
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
@@ -107,45 +100,6 @@ def test_clients_average_through_aux_peers(start):
     wait_until(lambda: joint_rounds(*trainers)[-1] > last + 1, 90, "joint rounds without the first aux peer")
     assert_equal_parameters(*trainers)
     stop(*trainers, other_aux)
-
-
-@pytest.mark.slow
-def test_client_trainers_learn_through_archiving_aux_peer(start, tmp_path, tiny_data):
-    """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
-    connection. It saves a state that one of them has given it."""
-    prefix, data = make_prefix(), {name: str(path) for name, path in tiny_data.items()}
-    together = {"--max_steps": 10, "--target_group_size": 4, "--target_batch_size": 256}
-    archive = ["--store_checkpoints", "--save_checkpoint_epoch_interval", 4, "--output_dir", tmp_path / "aux"]
-    aux = start(
-        "aux",
-        *("run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5, "--report_to", "none"),
-        *flags({name: value for name, value in TRAINER.items() if name in SHARED}, {"--target_group_size": 4}),
-        *("--tokenizer_path", data["--tokenizer_path"]),
-        *("--target_batch_size", 256, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
-        is_real=True,
-    )
-    peers = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
-    names = ["first", "second"]
-    client = {"--client_mode": [], **together, **data, "--average_state_every": 4}
-    trainers = [start_trainer(start, tmp_path, name, prefix, peers, client, pace=0.1) for name in names]
-    for trainer in trainers:
-        trainer.assert_clean_end(240)
-    aux.wait_for(r"helped in \d+ rounds", 30)
-    aux.interrupt()
-    aux.assert_clean_end()
-
-    for name in names:
-        lines = history(tmp_path, name)
-        joint = [epoch for epoch, line in lines.items() if line["averaged_with"] == 2]
-        # one of them may have begun alone
-        assert len(joint) >= 0.95 * len([epoch for epoch in lines if epoch >= joint[0]]) and len(joint) >= 6, name
-    assert largest_difference(tmp_path, *names) < 1e-6
-    checkpoint = find_checkpoints(tmp_path / "aux")[0]
-    stamp = json.loads((checkpoint / "training_state.json").read_text())
-    assert stamp["epoch"] == int(checkpoint.name.split("-")[1])
-    ids = [json.loads((tmp_path / name / "summary.json").read_text())["peer_id"] for name in names]
-    digests = [hashlib.sha256(peer_id.encode()).hexdigest()[:8] for peer_id in ids]
-    assert len(stamp["given_by"]) == 1 and stamp["given_by"][0] in digests
 
 
 def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):

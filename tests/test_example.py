@@ -6,6 +6,7 @@ import re
 import pytest
 from conventions import MODULES
 from processes import LOOPBACK, ROOT, Script, wait_until
+from swarms import stop
 
 EXAMPLE = ROOT / "examples" / "minimal_trainer.py"
 ROUND = "Averaged gradients with 2 peers"
@@ -28,10 +29,7 @@ def test_example_peers_learn_together(start):
         return sorted(e for e in epochs[0].keys() & epochs[1] if all(own[e]["peers"] == 2 for own in epochs))
 
     wait_until(lambda: len(find_joint_epochs()) >= 4, 120, f"four joint epochs:\n{first.text}\n{second.text}")
-    for peer in (first, second):
-        peer.interrupt()
-    for peer in (first, second):
-        peer.assert_clean_end()
+    stop(first, second)
 
     joint, (one, two) = find_joint_epochs(), (read_epochs(first), read_epochs(second))
     # Ctrl-C may interrupt one peer's last epoch

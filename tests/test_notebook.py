@@ -17,25 +17,14 @@ import pytest
 from file_server import FileServer
 from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from swarms import history, start_monitor, start_trainer
 
 from arguments import TRAINER_ARGS, parse_arguments
 from text.hosting import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
-SWARM = [
-    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
-    *("--total_steps", "2000", "--target_batch_size", "1024", "--average_state_every", "4"),
-]
 # flags of each peer, because all are on one machine
-OWN = [
-    *("--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"),
-]
-
-
-def read_history(folder: Path) -> list[dict]:
-    path = folder / "history.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+OWN = ["--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"]
 
 
 def find_processes(word: str) -> list[psutil.Process]:
@@ -71,20 +60,15 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     hosted = tmp_path / "hosted"
     hosted.mkdir()
     make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], hosted / "tiny.tar.gz")
-    monitor = start(
-        *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
-        *("--output_dir", tmp_path / "monitor", "--status_port", 0),
-        *(["--authorize", "--authority_key", tmp_path / "authority.pem"] if is_closed else []),
-    )
-    address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
-    own = sum(([name, str(path)] for name, path in tiny_data.items()), [])
-    command = ["--experiment_prefix", prefix, "--initial_peers", address, *LOOPBACK, *SWARM, *OWN, *own]
+    closed = ["--authorize", "--authority_key", tmp_path / "authority.pem"] if is_closed else []
+    more = ["--report_to", "none", "--status_port", 0, *closed]
+    monitor, address = start_monitor(start, prefix, tmp_path / "monitor", *more)
+    own = {"--total_steps": 2000, "--target_batch_size": 1024, "--per_device_train_batch_size": 32, **tiny_data}
     if is_closed:
-        command += ["--invite", make_invitation(tmp_path, prefix, "other")]
+        own["--invite"] = make_invitation(tmp_path, prefix, "other")
         invitation = Path(make_invitation(tmp_path, prefix, "guest")).read_text()
         monkeypatch.setenv("INVITATION", invitation)
-    small = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
-    other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
+    other = start_trainer(start, tmp_path, "other", prefix, address, own)
 
     other.wait_for("epoch 2/")  # now it is known by which flags
     page = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
@@ -96,21 +80,23 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
         monkeypatch.setenv("OUTPUT_DIR", str(output_dir))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         notebook = nbformat.read(NOTEBOOK, as_version=4)
-        asyncio.run(
-            execute(notebook, lambda: sum(line["averaged_with"] > 1 for line in read_history(output_dir)) >= 5, 240)
-        )
+
+        def has_averaged() -> bool:
+            return sum(line["averaged_with"] > 1 for line in history(tmp_path, "notebook").values()) >= 5
+
+        asyncio.run(execute(notebook, has_averaged, 240))
     other.interrupt()
     monitor.interrupt()
     if folder := os.environ.get("KEEP_NOTEBOOK"):
         nbformat.write(notebook, Path(folder) / "executed.ipynb")
 
-    history = read_history(output_dir)
-    together = [line for line in history if line["averaged_with"] > 1]
-    assert len(together) >= 5 and len(together) >= 0.8 * len(history)
-    samples = history[-1]["total_samples"]
-    assert samples > 0 and all(line["client_mode"] for line in history)
+    lines = list(history(tmp_path, "notebook").values())
+    together = [line for line in lines if line["averaged_with"] > 1]
+    assert len(together) >= 5 and len(together) >= 0.8 * len(lines)
+    samples = lines[-1]["total_samples"]
+    assert samples > 0 and all(line["client_mode"] for line in lines)
     # both report the same gradient of an epoch
-    norms = {line["epoch"]: line["grad_norm"] for line in read_history(tmp_path / "other")}
+    norms = {epoch: line["grad_norm"] for epoch, line in history(tmp_path, "other").items()}
     assert sum(abs(norms[line["epoch"]] / line["grad_norm"] - 1) < 1e-3 for line in together if line["epoch"] in norms)
     summary = json.loads((output_dir / "summary.json").read_text())
     assert summary["samples"] >= samples  # it has ended in order
@@ -118,8 +104,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     assert (output_dir / "model" / "model.safetensors").exists()
 
     if is_closed:
-        metrics = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
-        assert metrics[-1]["username"] == "guest"
+        assert lines[-1]["username"] == "guest"
         written = [path.read_text(errors="replace") for path in output_dir.rglob("*") if path.is_file()]
         assert not any(part in text for text in (json.dumps(notebook), *written) for part in secret_parts(invitation))
 
@@ -128,7 +113,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     sizes = re.search(r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+) suit this device", log)
     batch_size, accumulation = map(int, sizes.groups())
     assert 1 <= batch_size * accumulation <= 1024 // 8
-    assert history[-1]["samples_accumulated"] % (batch_size * accumulation) == 0
+    assert lines[-1]["samples_accumulated"] % (batch_size * accumulation) == 0
     # only the last picture of the progress remains
     assert sum("image/png" in output.get("data", {}) for output in join.outputs) == 1
     shown = int(re.search(r"you have contributed ([\d,]+) samples", text_of(join))[1].replace(",", ""))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import load_dataset
 from processes import LOOPBACK, ROOT, run_python
-from swarms import flags
+from swarms import flags, stop
 
 PAGE = (ROOT / "docs" / "speedrun.md").read_text()
 COMMANDS = re.findall(r"(?m)^    python (.*)$", re.sub(r"\\\n\s*", "", PAGE))
@@ -67,5 +67,4 @@ def test_speedrun_commands_run(start, stand_in, tmp_path):
     for trainer in trainers:
         trainer.assert_clean_end(180)
     assert_learned(tmp_path / "first")
-    monitor.interrupt()
-    monitor.assert_clean_end(30)
+    stop(monitor)

@@ -5,18 +5,12 @@ import re
 from subprocess import CompletedProcess
 
 import pytest
-from processes import LOOPBACK, make_prefix, run_python
+from processes import make_prefix, run_python
 from safetensors.torch import load_file
-from swarms import Swarm
+from swarms import TINY, Swarm
 
 from arguments import DataArguments
 from text.batches import sequence_length_at
-
-TINY = [
-    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
-    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
-    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", "--max_steps", "4"),
-]
 
 
 def run(program: str, *arguments: object) -> CompletedProcess:
@@ -24,9 +18,8 @@ def run(program: str, *arguments: object) -> CompletedProcess:
 
 
 def test_nonfinite_steps_are_skipped_and_counted(tmp_path, tiny_data):
-    data = [str(word) for flag in tiny_data.items() for word in flag]
-    where = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path]
-    run("faulty_trainer", *TINY, *LOOPBACK, *data, *where)
+    where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path]
+    run("changed_trainer", "faulty", *TINY, *where, "--max_steps", 4)
     summary = json.loads((tmp_path / "summary.json").read_text())
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     # 4 epochs of 64 samples in steps of 16: 16 good steps, and every fifth of all is bad
@@ -42,7 +35,7 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
     growing = dict(initial_sequence_length=16, max_sequence_length=32, sequence_length_warmup_steps=4)
     where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     more = ["--dataloader_num_workers", 2, "--max_steps", 8, *(w for n, v in growing.items() for w in (f"--{n}", v))]
-    result = run("measured_trainer", *TINY, *LOOPBACK, *where, *more)
+    result = run("changed_trainer", "measured", *TINY, *where, *more)
     widths, tokens = {}, 0
     for line in result.stdout.splitlines():
         epoch, width, count = json.loads(line)

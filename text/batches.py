@@ -16,7 +16,7 @@ from arguments import DataArguments
 from common.console import UserError
 from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, cut_rows, to_tensors
 from text.instances import KINDS, PAIRS
-from text.streams import ChunkTokenizer, list_instances, stream_documents
+from text.streams import ChunkTokenizer, Position, list_instances, stream_documents
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
@@ -256,9 +256,10 @@ def load_stream_state(path: Path) -> dict | None:
         return None
     try:
         state = json.loads(path.read_text())
-        count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        count, positions, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        [Position(*position) for position in positions.values()]
         logger.info(f"{path}: continuing after document {count:,}")
         return state
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         logger.warning(f"{path} is damaged ({type(e).__name__}): starting over at the beginning of the text")
         return None

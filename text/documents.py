@@ -187,13 +187,12 @@ def take_conversation(record: object) -> list[str]:
 
 
 @functools.cache
-def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[str], list[str]]:
+def load_sentence_splitter(language: str) -> Callable[[str], list[str]]:
     """Return a function that splits a paragraph into sentences; raise a UserError if the language is unknown.
 
-    :param splitter: punkt (Kiss and Strunk, 2006), with a model of each language; razdel, with rules for Russian and
-        its abbreviations; or auto: razdel for Russian, punkt for other languages
+    It is punkt (Kiss and Strunk, 2006), with a model of each language, or razdel, with rules for Russian abbreviations.
     """
-    if splitter == "razdel" or (splitter == "auto" and language == "russian"):
+    if language == "russian":
         import razdel
 
         return lambda paragraph: [sentence.text for sentence in razdel.sentenize(paragraph)]
@@ -204,9 +203,9 @@ def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[s
     return punkt.PunktSentenceTokenizer(punkt.load_model(language)).tokenize
 
 
-def split_sentences(paragraphs: Iterable[str], language: str = "english", splitter: str = "auto") -> list[str]:
+def split_sentences(paragraphs: Iterable[str], language: str = "english") -> list[str]:
     """Split the paragraphs of one document into sentences."""
-    split = load_sentence_splitter(language, splitter)
+    split = load_sentence_splitter(language)
     return [sentence for paragraph in paragraphs for sentence in split(paragraph)]
 
 

@@ -25,17 +25,12 @@ LEAST_SPEED = 1000  # bytes per second
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between two attempts
 TEMPORARY_ANSWERS = {408, 425, 429}  # also 500 to 599
 MOST_REDIRECTS = 10
-MOST_RESTARTS = 3  # of a download whose file changes
 KEEP_FREE = 10**9  # bytes of the disk that stay free for other programs
 HEADERS = {"User-Agent": "collaborative-training", "Accept-Encoding": "identity"}
 
 
 class HttpError(Exception):
     """The error of a file that cannot be downloaded; its text is the reason."""
-
-
-class ChangedError(Exception):
-    """The error of a file that has changed since an earlier request."""
 
 
 def is_url(source: str) -> bool:
@@ -58,7 +53,7 @@ async def download(url: str, partial: Path, patience: float) -> None:
     :param patience: the seconds without a byte, over all attempts, before it fails; slower than LEAST_SPEED counts
     :raises HttpError: the file cannot be downloaded
     """
-    delay, restarts, reason = FIRST_DELAY, 0, f"fewer than {LEAST_SPEED:,} bytes a second came"
+    delay, reason = FIRST_DELAY, f"fewer than {LEAST_SPEED:,} bytes a second came"
     client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
     try:
         # httpx's own timeouts restart at each byte
@@ -67,13 +62,6 @@ async def download(url: str, partial: Path, patience: float) -> None:
                 while True:
                     try:
                         return await receive(client, url, partial, patience, limit, bar)
-                    except ChangedError as e:
-                        reason = str(e)
-                        discard(partial)
-                        restarts += 1
-                        if restarts > MOST_RESTARTS:
-                            raise HttpError(f"{reason}: try again later") from e
-                        continue
                     except httpx2.HTTPStatusError as e:
                         reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
                         if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
@@ -100,17 +88,23 @@ async def receive(
     begin = partial.stat().st_size if facts and partial.exists() else 0
     if begin and begin == facts["size"]:
         return
-    response = await request(client, url, {"Range": f"bytes={begin}-"} if begin else {})
+    headers = {"Range": f"bytes={begin}-"} if begin else {}
+    if begin and facts["etag"] and not facts["etag"].startswith("W/"):
+        headers["If-Range"] = facts["etag"]  # a file that has changed comes from its beginning
+    response = await request(client, url, headers)
     try:
         if response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
-            raise ChangedError("is shorter than it was before")
+            discard(partial)
+            raise HttpError("is shorter than it was before: try again")
         response.raise_for_status()
         tag = response.headers.get("ETag", response.headers.get("Last-Modified"))
         if response.status_code == httpx2.codes.PARTIAL_CONTENT:
             place = response.headers.get("Content-Range", "")
-            total = f"/{facts['size']}" if facts["size"] else ""
-            if tag != facts["etag"] or not place.startswith(f"bytes {begin}-") or not place.endswith(total):
-                raise ChangedError("has changed in the meantime")
+            total = f"/{facts['size']}" if begin and facts["size"] else ""
+            is_next = place.startswith(f"bytes {begin}-") and place.endswith(total)
+            if not begin or tag != facts["etag"] or not is_next:
+                discard(partial)
+                raise HttpError("has changed in the meantime: try again")
         else:
             length = response.headers.get("Content-Length")
             begin, facts = 0, {"size": int(length) if length else None, "etag": tag}

@@ -82,7 +82,6 @@ READ_ERRORS = (
     *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
 )
-RawRecord = tuple[object, int]  # a record as its file holds it, and the offset after it
 
 
 class Position(NamedTuple):
@@ -92,8 +91,7 @@ class Position(NamedTuple):
     files: int = 0  # number of the source's files; 0: the pass has not begun
     place: int = 0  # index in the order of the files in this pass
     part: int = 0  # index in the order of this file's parts
-    offset: int = 0  # bytes of text from the file's beginning, or records of the part; 0: not begun
-    record: int = 0  # number of the part's records that were read
+    record: int = 0  # number of the part's records that were read; to continue, they are read again
 
 
 # ---------------------------------------------------------------- files, local and http
@@ -134,16 +132,13 @@ def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
     return [(begin, begin + PART_BYTES) for begin in range(0, file.seek(0, io.SEEK_END), PART_BYTES)]
 
 
-def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (line, offset after it) for lines that begin in the part, from the offset `start` on if it is not 0."""
+def read_lines(file: BinaryIO, path: str, part: tuple[int, int]) -> Iterator[bytes]:
+    """Yield the lines that begin in the part."""
     begin, end = part
-    position = start or max(begin - 1, 0)
-    if path.endswith(PACKED):
-        if sum(len(file.read(min(2**20, position - at))) for at in range(0, position, 2**20)) < position:
-            raise Broken("shorter than it was before")
-    else:
+    position = max(begin - 1, 0)
+    if not path.endswith(PACKED):
         file.seek(position)
-    if begin and not start:
+    if begin:
         position += len(file.readline())  # a line of the previous part, or only its line break
     while position < end and (line := file.readline(LONGEST_LINE)):
         text = line.removeprefix(codecs.BOM_UTF8) if position == 0 else line
@@ -152,38 +147,36 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
             text = b""  # broken, because it is not JSON
             while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
                 position += len(line)
-        yield text, position
+        yield text
 
 
-def join_lines(lines: Iterator[tuple[bytes, int]]) -> Iterator[RawRecord]:
+def join_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
     """Yield documents of at least TEXT_BYTES, to a blank line, or twice as many."""
-    kept, size, offset = [], 0, 0
-    for line, offset in lines:
+    kept, size = [], 0
+    for line in lines:
         kept.append(line)
         size += len(line)
         if size >= TEXT_BYTES and (line.isspace() or size >= 2 * TEXT_BYTES):
-            yield b"".join(kept), offset
+            yield b"".join(kept)
             kept, size = [], 0
     if kept:
-        yield b"".join(kept), offset
+        yield b"".join(kept)
 
 
-def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[RawRecord]:
-    """Yield the values in a column of one row group, from row `start` on."""
+def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int) -> Iterator[pyarrow.Scalar]:
+    """Yield the values in a column of one row group."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
     batches = table.iter_batches(batch_size=256, row_groups=[group], columns=[column])
-    values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-    for row, value in enumerate(itertools.islice(values, start, None), start=start + 1):
-        yield value, row
+    return itertools.chain.from_iterable(batch.column(0) for batch in batches)
 
 
-def read_examples(shard, start: int) -> Iterator[RawRecord]:
-    """Yield the records of a datasets.IterableDataset, from record `start` on."""
+def read_examples(shard) -> Iterator[dict]:
+    """Yield the records of a datasets.IterableDataset."""
     from datasets.exceptions import DatasetsError
 
     try:
-        yield from zip(shard.skip(start), itertools.count(start + 1))
+        yield from shard
     except DatasetsError as e:
         raise Broken(str(e)) from e
 
@@ -201,7 +194,6 @@ class Source:
     text_column: str = "text"
     weight: float = pydantic.Field(1.0, gt=0, allow_inf_nan=False)
     language: str = "english"
-    sentence_splitter: Literal["auto", "punkt", "razdel"] = "auto"
     config: str | None = None
     split: str = "train"
 
@@ -218,26 +210,22 @@ class Source:
 
     @contextlib.contextmanager
     def open(self, index: int) -> Iterator[tuple[list, Callable]]:
-        """Open a file; yield its parts, and a function (part, position in it) that yields its RawRecords."""
+        """Open a file; yield its parts, and a function that yields the records of a part as the file holds them."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
-            yield [0], lambda _, position: read_examples(shard, position.record)
+            yield [shard], read_examples
             return
         path = self.files[index]
         with open_file(path) as file:
             if self.format == "parquet":
                 table = pyarrow.parquet.ParquetFile(file)
-                read = functools.partial(read_parquet, table, self.text_column)
-                yield range(table.num_row_groups), lambda group, position: read(group, position.record)
+                yield range(table.num_row_groups), functools.partial(read_parquet, table, self.text_column)
             else:
                 join = join_lines if self.format == "text" else iter
-                yield (
-                    list_line_parts(file, path),
-                    lambda part, position: join(read_lines(file, path, part, position.offset)),
-                )
+                yield list_line_parts(file, path), lambda part: join(read_lines(file, path, part))
 
     def decode(self, record: object) -> str:
-        """Return the text of a RawRecord; raise a ValueError or RecursionError if it is broken."""
+        """Return the text of a record of `open`; raise a ValueError or RecursionError if it is broken."""
         if self.format == "text":
             return record.decode()
         if self.format == "parquet":
@@ -301,8 +289,8 @@ class Source:
                 if part != position.part:
                     position = Position(position.number, position.files, position.place, part)
                 which = int(order[part])
-                for found, offset in read(parts[which], position):
-                    position = position._replace(offset=offset, record=position.record + 1)
+                for found in itertools.islice(read(parts[which]), position.record, None):
+                    position = position._replace(record=position.record + 1)
                     try:
                         text = self.decode(found)
                     except (ValueError, RecursionError) as e:
@@ -366,7 +354,7 @@ def read_sources(path: str | Path) -> list[Source]:
             raise UserError(f"{where}: {problem['msg']}: {name}{hint}") from None
         if source.format == "hub" and (isinstance(source.path, list) or is_url(source.path)):
             raise UserError(f"{where}: the path does not show the format: give jsonl, text or parquet")
-        load_sentence_splitter(source.language, source.sentence_splitter)
+        load_sentence_splitter(source.language)
         if source.name in [other.name for other in sources]:
             raise UserError(f"{where}: two sources have this name: give each its own name")
         sources.append(source)
@@ -499,8 +487,7 @@ class ChunkTokenizer:
             return state, *cut_blocks(ids, length, kind, tokenizer, keep_rest=True)
         sources = [dataset.sources[index] for _, index, _ in chunk]
         documents = [
-            split_sentences(paragraphs, source.language, source.sentence_splitter)
-            for paragraphs, source in zip(documents, sources, strict=True)
+            split_sentences(paragraphs, source.language) for paragraphs, source in zip(documents, sources, strict=True)
         ]
         generators = [make_document_random(dataset.seed, "stream", number) for number, _, _ in chunk]
         return state, *make_instances(documents, generators, length, tokenizer, self.encoder)

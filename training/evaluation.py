@@ -50,7 +50,7 @@ def evaluate(
                 sums["bytes"] += count_bytes(batch["labels"], tokenizer)
             batch = move_batch(batch, device)
             losses, labels = compute_losses(model, batch), len(batch["labelled_positions"])
-            sums["loss"] += losses[model.objective.token_loss] * labels
+            sums["loss"] += losses["token_loss"] * labels
             sums["correct"] += losses["correct"]
             sums["labels"] += labels
             sums["samples"] += len(batch["input_ids"])

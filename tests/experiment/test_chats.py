@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from mains import expect_user_error, refuse, run_main
-from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
-from swarms import TRAINER, choose_trainer, flags, history
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from swarms import TRAINER, choose_trainer, flags, history, run_card, stop
 
 import tokenize_wikitext103
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments
@@ -241,11 +241,8 @@ def test_chat_swarm_matches_single_process(start, files, lora_r):
     first, late = (open_weights(files / name / "model") for name in ("first", "late"))
     assert find_difference(first, late) < 1e-5 and min(history(files, "late")) >= 6
 
-    aux.interrupt()
-    aux.assert_clean_end(30)
+    stop(aux)
     folder = find_checkpoints(archive)[-1]
     assert open_weights(folder).keys() == first.keys()
-    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
-    offline = "import huggingface_hub\nhuggingface_hub.constants.HF_HUB_OFFLINE = True\n"
-    answer = run_python("-c", offline + code, cwd=archive, expect=0).stdout
+    answer = run_card(folder)
     assert "Who was the captain?" in answer and "'role': 'assistant'" in answer

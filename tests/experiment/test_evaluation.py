@@ -12,9 +12,9 @@ import torch
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import ROOT, make_prefix, wait_until
 from records import make_metrics, make_tracker, run_dhts
-from swarms import read_epochs, start_monitor
+from swarms import TINY, read_epochs, start_monitor, stop
 from transformers import AutoModelForPreTraining
 
 from arguments import TRAINER_ARGS, DataArguments, ModelArguments, parse_arguments
@@ -35,12 +35,6 @@ from training.progress import measure_progress
 from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
-TRAINER = [
-    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
-    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
-    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", *LOOPBACK),
-    *("--bandwidth", "1000"),
-]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -230,7 +224,7 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     port = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
     trainer = start(
         "trainer",
-        *("run_trainer.py", *TRAINER, "--experiment_prefix", prefix, "--initial_peers", address),
+        *("run_trainer.py", *TINY, "--experiment_prefix", prefix, "--initial_peers", address),
         *(*sum(tiny_data.items(), ()), "--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5),
         *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1),
     )
@@ -269,8 +263,7 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     page = read_page()
     assert (page["peers"], page["samples_per_second"], page["validation_loss"]) == (0, 0, last["validation_loss"])
     assert abs(page["ended"] - last["time"]) < 10
-    monitor.interrupt()
-    monitor.assert_clean_end(30)
+    stop(monitor)
     seen = {line["validation_epoch"]: line for line in read_epochs(monitor_dir) if "validation_loss" in line}
     # the monitor may have missed one in between
     assert {5} <= seen.keys() <= {0, 2, 4, 5}
@@ -288,7 +281,7 @@ def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkey
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])
     passes = 328 / size
-    command = ["run_trainer.py", *TRAINER, *sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out"]
+    command = ["run_trainer.py", *TINY, *sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out"]
     command += ["--experiment_prefix", make_prefix(), "--num_train_epochs", passes]
     computed = []
     for name in ("first", "again"):

@@ -7,8 +7,9 @@ import numpy
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from processes import LOOPBACK, make_prefix
+from processes import make_prefix
 from records import make_metrics, read_wandb_history
+from swarms import TINY
 
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
@@ -139,14 +140,10 @@ def test_unreadable_summary_is_kept(tmp_path):
 def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
     """The log file has the first epoch, and the run is named after the peer."""
     output_dir, logs = tmp_path / "out", tmp_path / "logs"
-    flags = ["--config_path", "configs/demo.json", "--optim", "adamw", "--warmup_steps", "2", "--total_steps", "50"]
-    flags += ["--target_batch_size", "64", "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
-    flags += ["--dataloader_num_workers", "0", "--logging_steps", "100", "--logging_first_step", "--logging_dir", logs]
-    flags += [word for pair in tiny_data.items() for word in pair]
+    flags = ["--logging_steps", "100", "--logging_first_step", "--logging_dir", logs, *sum(tiny_data.items(), ())]
     prefix = make_prefix()
     trainer = start(
-        "trainer",
-        *("run_trainer.py", "--experiment_prefix", prefix, *LOOPBACK, "--output_dir", output_dir, *flags),
+        *("trainer", "run_trainer.py", *TINY, "--experiment_prefix", prefix, "--output_dir", output_dir, *flags),
         *("--max_steps", 4),
         env={"WANDB_MODE": "offline", "WANDB_PROJECT": "mine"},
     )

@@ -16,7 +16,7 @@ import pytest
 from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
 from records import ask, make_metrics
-from swarms import choose_trainer, flags, history, start_monitor, start_trainer
+from swarms import choose_trainer, flags, history, start_monitor, start_trainer, stop
 
 import run_trainer
 from monitoring.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, History
@@ -185,10 +185,7 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
 
         # all trainers leave: the page shows the end and the result
         assert tab.run("status.ended") is None
-        for script in (trainer, other):
-            script.interrupt()
-        for script in (trainer, other):
-            script.assert_clean_end(60)
+        stop(trainer, other)
         tab.wait_for("status.ended", 60)
         assert time.time() - 60 < tab.run("status.ended") < time.time()
         news, figures = tab.run("$('news').innerText"), tab.run("$('figures').innerText")
@@ -201,5 +198,4 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
         assert "ends in" not in figures and tab.run("document.title").startswith("ended")
         tab.run("status.final_epoch = status.epoch; show()")
         assert re.match(r"Ended .* at epoch ([\d,]+) of \1\. Result: training loss ", tab.run("$('news').innerText"))
-    monitor.interrupt()
-    monitor.assert_clean_end(60)
+    stop(monitor)

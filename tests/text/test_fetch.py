@@ -1,16 +1,14 @@
 """Servers that mean no good, on real sockets: each ends in one line, and nothing of theirs is taken for data."""
 
-import contextlib
 import io
 import shutil
-import socket
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_server import drip, flood, send, serve
 
 from common.console import UserError
 from text import fetch, http
@@ -29,60 +27,6 @@ def short_patience(monkeypatch):
 @pytest.fixture
 def cache(tmp_path) -> Path:
     return tmp_path / "cache"
-
-
-@contextlib.contextmanager
-def serve(*answers: Callable[[bytes], Iterator[bytes]]) -> Iterator[str]:
-    """Yield the address of a server that answers by these functions in turn, and then by the last one."""
-    left, ended = list(answers), threading.Event()
-
-    def answer(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            request = b""
-            while b"\r\n\r\n" not in request:
-                request += connection.recv(65_536)
-            for piece in (left.pop(0) if len(left) > 1 else left[0])(request):
-                connection.sendall(piece)
-                if ended.is_set():
-                    return
-
-    def listen() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=listen, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/data.tar"
-        ended.set()
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def send(*pieces: bytes) -> Callable:
-    return lambda request: iter(pieces)
-
-
-def drip(*pieces: bytes) -> Callable:
-    """Send these pieces, and then a byte every 0.1 s without end."""
-
-    def answer(request: bytes) -> Iterator[bytes]:
-        yield from pieces
-        while True:
-            time.sleep(0.1)
-            yield b"x"
-
-    return answer
-
-
-def flood(*pieces: bytes) -> Callable:
-    """Send these pieces, and repeat the last one without end."""
-
-    def answer(request: bytes) -> Iterator[bytes]:
-        yield from pieces
-        while True:
-            yield pieces[-1]
-
-    return answer
 
 
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
@@ -139,6 +83,7 @@ ATTACKS = {
     "fewer": (send_length("Content-Length: 500"), "is damaged, not a .tar", []),
     "negative": (send_length("Content-Length: -5"), "bad Content-Length", []),
     "no number": (send_length("Content-Length: many"), "bad Content-Length", []),
+    "part": (send(b"HTTP/1.1 206 No\r\nContent-Range: bytes 0-1/2\r\n\r\nab"), "has changed in the meantime", []),
     "shorter": (lambda request: iter([NO_RANGE if b"Range" in request else SHORT]), "is shorter than it was", []),
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from file_server import FileServer
 from mains import expect_user_error, run_main
-from processes import wait_until
+from processes import read_files, wait_until
 
 import tokenize_wikitext103
 from arguments import ModelArguments
@@ -46,10 +46,6 @@ def server(hosted):
 @pytest.fixture
 def cache(tmp_path) -> Path:
     return tmp_path / "cache"
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def left_in(cache: Path) -> list[str]:

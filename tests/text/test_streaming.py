@@ -16,7 +16,8 @@ import pytest
 import torch
 from file_server import FileServer
 from mains import expect_user_error, refuse
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import ROOT, make_prefix, wait_until
+from swarms import TINY, stop
 
 import run_trainer
 from arguments import DataArguments
@@ -370,22 +371,8 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
 def test_russian_uses_razdel():
     paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
     sentences = split_sentences(paragraph, "russian")
-    assert sentences == split_sentences(paragraph, "russian", "razdel")
     assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
-    assert split_sentences(paragraph, "russian", "punkt")[0] != sentences[0]
-    english = ["Dr. Smith went home. He slept."]
-    expected = ["Dr. Smith went home.", "He slept."]
-    assert split_sentences(english) == split_sentences(english, splitter="punkt") == expected
-
-
-def test_source_splitter_overrides_default(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["A."])
-    entries = [
-        {"path": path, "name": "1", "language": "russian"},
-        {"path": path, "name": "2", "sentence_splitter": "razdel"},
-    ]
-    sources = read_sources(write_sources(tmp_path / "s.json", *entries))
-    assert [source.sentence_splitter for source in sources] == ["auto", "razdel"]
+    assert split_sentences(paragraph)[0] != sentences[0]
 
 
 # ---------------------------------------------------------------- errors that the user can fix
@@ -407,7 +394,6 @@ def test_source_splitter_overrides_default(tmp_path):
         ({"path": "a.jsonl", "wieght": 2}, ["wieght, did you mean weight?"]),
         ({"path": "a.jsonl", "weight": 0}, ["weight", "greater than 0"]),
         ({"path": "a.jsonl", "language": "elvish"}, ["elvish", "english"]),
-        ({"path": "a.jsonl", "sentence_splitter": "nltk"}, ["sentence_splitter", "razdel"]),
         ({"path": 3}, ["path"]),
     ],
     ids=lambda value: value.get("path") if isinstance(value, dict) else "",
@@ -439,12 +425,9 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     """Each rank continues at its own position."""
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
-        *("--config_path", "configs/demo.json", "--max_sequence_length", "128", "--optim", "adamw"),
-        *("--learning_rate", "1e-3", "--warmup_steps", "2"),
-        *("--total_steps", "1000", "--target_batch_size", "32", "--per_device_train_batch_size", "16"),
-        *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "2"),
-        *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),
-        *("--device", "cpu", "--num_devices", num_devices),
+        *(*TINY, "--max_sequence_length", "128", "--total_steps", "1000", "--target_batch_size", "32"),
+        *("--dataloader_num_workers", "1", "--save_steps", "2", "--device", "cpu", "--num_devices", num_devices),
+        *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out"),
     ]
     files = [tmp_path / "out" / name for name in ("stream.json", "stream_1.json")[:num_devices]]
     trainer = start("first", "run_trainer.py", *flags)
@@ -456,8 +439,7 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
     trainer.wait_for("epoch 6/", 90)
-    trainer.interrupt()
-    trainer.assert_clean_end()
+    stop(trainer)
     for file, before in zip(files, befores, strict=True):
         after = json.loads(file.read_text())
         assert after["seed"] == before["seed"]
@@ -481,5 +463,4 @@ def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
         sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
         script = start("script", "-m", "tests.programs.interrupted_stream", tiny_data["--tokenizer_path"], sources)
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
-        script.interrupt()
-        script.assert_clean_end(20)
+        stop(script)

@@ -8,7 +8,8 @@ import statistics
 import psutil
 import pytest
 import torch
-from processes import LOOPBACK, make_prefix, run_python, wait_until
+from processes import make_prefix, run_python, wait_until
+from swarms import TINY, stop
 from transformers import AlbertForPreTraining
 
 from arguments import DataArguments, ModelArguments, TrainerArguments
@@ -22,12 +23,7 @@ from training.ranks import NUMBER_VARIABLE, join_ranks
 
 CPU = torch.device("cpu")
 PACE = 0.15  # seconds of a batch, in which the cores are free for the others
-TINY = [
-    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
-    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
-    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
-    *("--bandwidth", "1000", *LOOPBACK),
-]
+TINY = [*TINY, "--per_device_train_batch_size", 8, "--dataloader_num_workers", 1]
 
 
 @pytest.fixture
@@ -87,14 +83,14 @@ def test_two_ranks_train_with_half_precision_peer(tmp_path, start, data):
         folder.mkdir()
     half = start(
         "half",
-        *("-m", "tests.programs.half_precision_trainer", PACE, folders["half"]),
+        *("-m", "tests.programs.changed_trainer", "half", PACE, folders["half"]),
         *(*common, "--output_dir", folders["half"], "--fp16"),
     )
     address = half.wait_for(r"--initial_peers (\S+)")[1]
     two = start(
         "two",
-        *("-m", "tests.programs.observed_trainer", PACE, folders["two"], *common, "--output_dir", folders["two"]),
-        *("--num_devices", 2, "--initial_peers", address),
+        *("-m", "tests.programs.changed_trainer", "observed", PACE, folders["two"], *common),
+        *("--output_dir", folders["two"], "--num_devices", 2, "--initial_peers", address),
     )
     two.assert_clean_end(150)
     half.assert_clean_end(60)
@@ -136,8 +132,7 @@ def start_two_ranks(tmp_path, start, data, options=()):
 
 def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
-    script.interrupt()
-    script.assert_clean_end()
+    stop(script)
     wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
     assert read(tmp_path / "out" / "summary.json")["samples"] % 16 == 0  # a step of both ranks
 
@@ -186,7 +181,7 @@ def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     """The slow data loader is also measured and reported."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     common += ["--device", "cpu", "--num_devices", num_devices]
-    script = start("greedy", "-m", "tests.programs.greedy_trainer", *common, "--dataloader_num_workers", 0)
+    script = start("greedy", "-m", "tests.programs.changed_trainer", "greedy", *common, "--dataloader_num_workers", 0)
     assert script.wait(120) == 2
     assert "Traceback" not in script.text
     assert script.text.count(" error: ") == 1

@@ -3,13 +3,14 @@
 import contextlib
 import json
 import socket
-import threading
 import time
 
 import pytest
+from file_server import drip, send, serve
 from mains import expect_user_error, refuse
 from processes import LOOPBACK, make_prefix, wait_until
 from records import ask, make_metrics, run_peers
+from swarms import stop
 
 import run_trainer
 import run_training_monitor
@@ -28,62 +29,30 @@ def page(prefix: str, *maddrs: object, status: str = "200 OK", **more) -> bytes:
     return f"HTTP/1.0 {status}\r\n\r\n{body}".encode()
 
 
-@contextlib.contextmanager
-def serve(answer: bytes, hang_up: bool = True):
-    """Run a server that gives this answer to each request, and yield its HOST:PORT."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        visitors = []
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):  # the listener is closed at the end
-                while True:
-                    visitors.append(listener.accept()[0])
-                    with contextlib.suppress(OSError):
-                        visitors[-1].recv(1000)
-                        visitors[-1].sendall(answer)
-                    if hang_up:
-                        visitors[-1].close()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        for visitor in visitors:
-            visitor.close()
-
-
-def test_host_port_resolves_to_multiaddrs():
-    maddr = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
-    with serve(page("run", maddr)) as address:
-        assert find_maddrs(address, "run") == [maddr]
-
-
 @pytest.mark.parametrize(
-    "answer, hang_up, words",
+    "answer, words",
     [
-        (b"HTTP/1.0 200 OK\r\n\r\nHello", True, "no status page"),
-        (b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe\x00", True, "no status page"),
-        (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000, True, "no status page"),
-        (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES, False, f"longer than {MAX_PAGE_BYTES} bytes"),
-        (b"HTTP/1.0 200 OK\r\n\r\n{", False, "no answer within"),
-        (b"\x13/multistream/1.0.0\n", False, "a peer listens there, but does not reveal its id"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", True, "it answers b'SSH-2.0"),
-        (page("run", "/ip4/1.2.3.4", status="404 Not Found"), True, "404"),
-        (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "shows run 'another', not 'run'"),
-        (page("run", "/ip4/127.0.0.1/tcp/1"), True, "which is not a multiaddr"),
-        (
-            page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}"),
-            True,
-            "which is not a multiaddr",
-        ),
-        (page("run", {"a": 1}), True, "which is not a multiaddr"),
-        (page("run"), True, "accepts no connections"),
-        (page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}", client_mode=True), True, "accepts no connections"),
-        (b"HTTP/1.0 200 OK\r\n\r\n[1]", True, "lists no multiaddrs"),
-        (b"", True, "no status page"),
+        (send(b"HTTP/1.0 200 OK\r\n\r\nHello"), "no status page"),
+        (send(b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe\x00"), "no status page"),
+        (send(b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000), "no status page"),
+        (drip(b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES), f"longer than {MAX_PAGE_BYTES} bytes"),
+        (drip(b"HTTP/1.0 200 OK\r\n\r\n{"), "no answer within"),
+        (drip(b"\x13/multistream/1.0.0\n"), "a peer listens there, but does not reveal its id"),
+        (send(b"SSH-2.0-OpenSSH_9.2\r\n"), "it answers b'SSH-2.0"),
+        (send(page("run", "/ip4/1.2.3.4", status="404 Not Found")), "404"),
+        (send(page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}")), "shows run 'another', not 'run'"),
+        (send(page("run", "/ip4/127.0.0.1/tcp/1")), "which is not a multiaddr"),
+        (send(page("run", f"/ip4/1.1.1.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}")), "which is not a multiaddr"),
+        (send(page("run", {"a": 1})), "which is not a multiaddr"),
+        (send(page("run")), "accepts no connections"),
+        (send(page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}", client_mode=True)), "accepts no connections"),
+        (send(b"HTTP/1.0 200 OK\r\n\r\n[1]"), "lists no multiaddrs"),
+        (send(b""), "no status page"),
     ],
 )
-def test_wrong_page_is_one_line(answer, hang_up, words):
+def test_wrong_page_is_one_line(answer, words):
     start = time.monotonic()
-    with serve(answer, hang_up) as address, expect_user_error(address, words, "--status_port"):
+    with serve(answer) as address, expect_user_error(address, words, "--status_port"):
         find_maddrs(address, "run")
     assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
 
@@ -178,5 +147,4 @@ def test_monitor_page_survives_hostile_visitors(start, tmp_path):
         (["--client_mode"], "--client_mode"),
     ):
         assert words in refuse(run_training_monitor, *command[1:], *flags, "--output_dir", tmp_path / "other")
-    monitor.interrupt()
-    monitor.assert_clean_end(30)
+    stop(monitor)

@@ -10,7 +10,7 @@ import socket
 
 from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
-from swarms import TRAINER, flags, start_monitor
+from swarms import TRAINER, flags, start_monitor, stop
 
 import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
@@ -114,8 +114,7 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
         if len(waiting) == 2:  # not all at once: they load torch
             check_one_line(waiting)
     check_one_line(waiting)
-    monitor.interrupt()
-    monitor.assert_clean_end(30)
+    stop(monitor)
 
 
 def check_one_line(waiting: list) -> None:
@@ -146,5 +145,4 @@ def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
 
     assert "Traceback" not in good.text
     wait_until(lambda: not good.left_processes(), 5, f"no process left: {good.left_processes()}")
-    monitor.interrupt()
-    monitor.assert_clean_end(30)
+    stop(monitor)
