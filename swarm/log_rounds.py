@@ -34,7 +34,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from common.files import write_file
 from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
-from swarm.log import Action, Log, State, Timeouts
+from swarm.log import Action, Log, State
 from swarm.log_records import Number, Offer, Status, decode, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
@@ -173,7 +173,7 @@ class LogRounds:
         with self._lock:
             self.log_id, self._seen = log_id, {}
             self.log = Log(
-                state, self.identity, self._compute_timeouts(), self.store.has, get_dht_time(), memory, applied=applied
+                state, self.identity, self._compute_timeout(), self.store.has, get_dht_time(), memory, applied=applied
             )
         self._wake.set()
 
@@ -197,7 +197,7 @@ class LogRounds:
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:
-            return self.log.head.head == head and self.log.most_time is not None
+            return self.log.head.head == head and self.log.head.has_quorum(self.log.select_current())
 
     def find_voters(self, head: bytes) -> tuple[bytes, ...]:
         """Return the voters after a commit."""
@@ -209,7 +209,7 @@ class LogRounds:
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
-            self.log.timeouts = self._compute_timeouts(num_bytes)
+            self.log.timeout = self._compute_timeout(num_bytes)
             actions = self.log.add_offer(
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
@@ -461,14 +461,10 @@ class LogRounds:
         fetching = self.exchange.fetch(offer.blob, owner, holders, offer.num_bytes, self.exchange_seconds)
         fetching.add_done_callback(lambda done: (self._answers.append((offer.peer, done, offer)), self._wake.set()))
 
-    def _compute_timeouts(self, num_bytes: int = 0) -> Timeouts:
-        """Return the log's timeouts.
-
-        :param num_bytes: of this peer's update
-        """
-        times, peers = self.dht.uplink.timeouts, len(self.tracker.present) + 1
-        transfer = self.dht.uplink.compute_transfer_timeout(peers * num_bytes) / 3
-        return Timeouts(times.matchmaking + transfer, 3 * times.matchmaking + transfer, times.request + transfer)
+    def _compute_timeout(self, num_bytes: int = 0) -> float:
+        """Return the log's timeout, where the update of each peer has this number of bytes."""
+        uplink, peers = self.dht.uplink, len(self.tracker.present) + 1
+        return uplink.timeouts.response + uplink.compute_transfer_timeout(peers * num_bytes) / 3
 
     def _compare_logs(self) -> None:
         """Tell the training loop if more peers have another log."""

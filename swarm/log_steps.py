@@ -22,7 +22,7 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import Genesis
+from swarm.log import SLOT, Genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -304,8 +304,7 @@ class LogSteps:
 
     def _wait_for_commit(self, head: bytes) -> None:
         """Wait until the model has another commit, or it is too late for one."""
-        timeouts = self.rounds.log.timeouts
-        deadline = time.monotonic() + timeouts.longest + timeouts.commit
+        deadline = time.monotonic() + 2 * self.rounds.log.timeout + SLOT
         announced = time.monotonic()
         while self.head == head and self.is_open and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             self.rounds.news.wait(0.1)
