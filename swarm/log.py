@@ -467,8 +467,8 @@ class Log:
         """Start the choice of the commit after a state."""
         self.head = state
         self.since, self.is_dirty = self.now, True
-        #: when this peer knew a voter's offer, had the updates of most voters, and had all that a list waits for
-        self.first_time = self.most_time = self.ready_time = math.inf
+        #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
+        self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
         self.records = {}
         for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values()), *self.memory.choice):
@@ -560,15 +560,11 @@ class Log:
 
         A quarter is for other peers than voters, and not more, because new keys cost nothing.
         """
-        state = self.head
-        newest = {peer: index for index, peers in enumerate(state.owners) for peer in peers}
-
-        def rank_offer(offer: Offer) -> tuple:
-            return offer.base == state.head, newest.get(offer.peer, -1), compute_hash(state.head, offer.peer)
-
-        ranked = sorted({offer.key: offer for offer in offers}.values(), key=rank_offer)
-        voters = [offer for offer in ranked if offer.peer in state.voters]
-        others = [offer for offer in ranked if offer.peer not in state.voters]
+        head, newest = self.head.head, {peer: at for at, peers in enumerate(self.head.owners) for peer in peers}
+        ranked = list({offer.key: offer for offer in offers}.values())
+        ranked.sort(key=lambda it: (it.base == head, newest.get(it.peer, -1), compute_hash(head, it.peer)))
+        voters = [offer for offer in ranked if offer.peer in self.head.voters]
+        others = [offer for offer in ranked if offer.peer not in self.head.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
@@ -657,7 +653,12 @@ class Log:
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in answers}
         held = [it for it in answers if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
         fair = [it for it in held if it.last < 0 or self.is_fair(named[it].commit)]
-        return tuple(fair if self.head.has_quorum(fair) else held)
+        return tuple(held if self.may_be_chosen(attempt) and not self.head.has_quorum(fair) else fair)
+
+    def may_be_chosen(self, attempt: int) -> bool:
+        """Return whether a list of an earlier attempt may have a quorum: most voters had time to deny a vote."""
+        denials = [it for it in self.select(Vote) if it.attempt == attempt - 1 and it.last < 0]
+        return self.now >= self.answer_time + min(self.timeout, SLOT / 2) and not self.head.has_quorum(denials)
 
     def vote(self) -> None:
         """Vote for the newest proposal, if this peer may and holds its blobs."""
@@ -665,8 +666,8 @@ class Log:
         if not newest or newest.attempt < memory.promised or newest.attempt <= memory.last:
             return
         attempt, commit = newest.attempt, newest.commit
-        # more than one step: an earlier leader may have got a quorum for the list
-        is_due = len(newest.steps) > 1 or self.is_fair(commit) and (attempt or self.ready_time <= self.now)
+        is_due = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
+        is_due = is_due or len(newest.steps) > 1 and self.may_be_chosen(attempt)
         if is_due and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, choice=(newest,)))
             self.send_vote(attempt, attempt, commit.hash)
@@ -675,6 +676,7 @@ class Log:
         """Once attempt 0 had its time, promise in each slot not to vote in earlier ones, and say the last vote."""
         memory, attempt = self.memory, self.find_slot()
         if self.now >= self.ready_time + self.timeout and memory.promised < attempt:
+            self.answer_time = self.now
             self.remember(replace(memory, promised=attempt))
             self.send_vote(attempt - 1, memory.last, b"".join(it.commit.hash for it in memory.choice))
 

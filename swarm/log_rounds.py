@@ -76,22 +76,14 @@ class Identity:
     """The key of this process, and the public keys of other peers, whose digests are the peer ids."""
 
     def __init__(self, key: RSAPrivateKey):
-        self.key = key
         public_key = RecordValidator(key).local_public_key
         self.peer = find_peer_id(public_key)
         self.public_keys = {self.peer: public_key}
-
-    def sign(self, data: bytes) -> bytes:
-        """Return this peer's signature."""
-        return self.key.sign(data)
+        self.sign, self.find_key = key.sign, self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
         """Return whether a signature is that of a peer with a known key."""
         return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)
-
-    def find_key(self, peer: bytes) -> bytes | None:
-        """Return the public key of a peer, or None if it is unknown."""
-        return self.public_keys.get(peer)
 
     def add_key(self, peer: bytes, key: bytes) -> None:
         """Keep a public key if the peer is its owner; beyond MAX_KEYS, instead of the oldest one. The log requests that
@@ -199,10 +191,10 @@ class LogRounds:
         with self._lock:
             return self.log.head.head == head and self.log.head.has_quorum(self.log.select_current())
 
-    def find_voters(self, head: bytes) -> tuple[bytes, ...]:
-        """Return the voters after a commit."""
+    def find_state(self, head: bytes) -> State:
+        """Return the log's state after a commit."""
         with self._lock:
-            return self.log.chain[head].state.voters
+            return self.log.chain[head].state
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
         """Store and publish an update of this peer."""

@@ -1,6 +1,7 @@
 """The replicated log: each rule, and random faults. `python tests/swarm/test_log.py 1000` runs more of them."""
 
 import contextlib
+import statistics
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -105,6 +106,31 @@ def test_withheld_updates_delay_one_commit(seed):
         run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
         spans.append(network.now - start)
     assert spans[0] <= 2 * TIMEOUT + 7 and max(spans[1:]) <= 7
+
+
+class LonelyLog(Log):
+    """A liar: as a leader, it proposes its own offer only, at once."""
+
+    def make_list(self) -> Commit | None:
+        commit = super().make_list()
+        own = tuple(offer for offer in commit.offers if offer.peer == self.me) if commit else ()
+        return replace(commit, offers=own) if own else None
+
+    def take_times(self) -> None:
+        self.ready_time = min(self.ready_time, self.now)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_leader_that_proposes_own_offer_gets_no_votes(seed):
+    network = Network(seed, 4, pace=4.0)
+    network.trainers[PEERS[seed]].log.__class__ = LonelyLog
+    observer, spans = network.honest[seed - 1].log, []
+    for epoch in range(1, 31):
+        start = network.now
+        run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
+        spans.append(network.now - start)
+    assert {len(entry.commit.offers) for entry in observer.list_entries(0)} == {4}
+    assert statistics.median(spans) <= 6 and sum(span > TIMEOUT + 7 for span in spans) <= 1
 
 
 @pytest.mark.parametrize("seed", range(3))
