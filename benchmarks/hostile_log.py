@@ -162,7 +162,7 @@ def drip() -> None:
 
 def propose_alone() -> None:
     """As a leader, propose this peer's offer only, at once."""
-    make_list, is_complete = Log.make_list, Log.is_complete
+    make_list, take_times = Log.make_list, Log.take_times
 
     def make_own_list(self) -> Commit | None:
         commit = make_list(self)
@@ -172,8 +172,12 @@ def propose_alone() -> None:
             return replace(commit, offers=own) if own else None
         return commit
 
-    Log.make_list = make_own_list
-    Log.is_complete = lambda self, *args: is_time() or is_complete(self, *args)
+    def take_times_early(self) -> None:
+        take_times(self)
+        if is_time():
+            self.ready_time = min(self.ready_time, self.now)
+
+    Log.make_list, Log.take_times = make_own_list, take_times_early
 
 
 def vote_twice() -> None:
@@ -235,6 +239,7 @@ ATTACKS = {
     "log_direction": lambda: spoil("a fixed direction", make_fixed),
     "log_copy": copy_offer,
     "log_samples": lambda: change_offer(samples=lambda _: 2**40),
+    "log_none": lambda: None,
     "log_withhold": withhold,
     "log_drip": drip,
     "log_alone": propose_alone,

@@ -55,10 +55,10 @@ MAX_MESSAGE_BYTES = 2**17
 MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 
-MIN_STALL, MAX_STALL = 6.0, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
+MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
-UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 3.0, 0.2  # seconds; others may have heard of a blob before this peer
+UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds

@@ -23,12 +23,14 @@ of this process: it cannot have voted on what follows.
 **Liars.** A liar in two quorums can cause a fork. Votes and answers are signed. Two that contradict each other are a
 proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
-propose. Voters vote for a new list once they hold the offers of all peers that the last two commits have, or after a
-deadline, which new keys cannot move. The list must have half of the voters' offers that they hold: a leader alone could
-send an update that no other one bounds. A list that omits fewer passes: the next one can have them. Branches compare by
-their content, because certificates differ from peer to peer: more voters whose offers build on the branch, then the
-smaller hash of the first commit. A leave record counts from the commit that holds it, so a leaving peer votes until
-then. If half of the voters are gone, the log ends.
+propose. Voters vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a
+deadline that follows from the usual time between commits. Awaited are voters with offers in both of the last two
+commits. So a voter whose update does not arrive delays one commit. After that it is not awaited, and leads few
+attempts, until two commits have its offers again. New keys cannot delay any. The list must have half of the voters'
+offers that they hold: a leader alone could send an update that no other one bounds. A list that omits fewer passes: the
+next one can have them. Branches compare by their content, because certificates differ from peer to peer: more voters
+whose offers build on the branch, then the smaller hash of the first commit. A leave record counts from the commit that
+holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -36,7 +38,8 @@ counted offers have limits of their own for bytes, and thus for signatures to ch
 """
 
 import math
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -83,6 +86,8 @@ MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which the
 SLOT = 15.0  # seconds of an attempt; all peers must agree
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
 STATUS_INTERVAL = 5.0  # seconds
+LATE_SHARE = 1 / 8  # of the usual time between commits, for which a list waits for the last voters
+MAX_LATE = 16  # times this wait, for most voters
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,8 @@ class State:
 
     @property
     def awaited(self) -> set[bytes]:
-        """The peers for whose offers a list waits: those that have one in the head or its parent, voters or not."""
-        return {peer for peers in self.owners[-2:] for peer in peers}
+        """The voters with an offer in both of the last two commits. Lists wait for their offers, and they lead."""
+        return {*self.voters}.intersection(*self.owners[-2:])
 
     @property
     def participants(self) -> set[bytes]:
@@ -110,10 +115,13 @@ class State:
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
 
     def find_leader(self, attempt: int) -> bytes:
-        """Return the only peer that may propose in an attempt; in even ones, only if the head has an offer of it."""
+        """Return the only peer that may propose in an attempt. If the leader of attempt 0 fails, others follow in turn:
+        it and the voters that are not awaited have one turn where the others have four."""
         able = [peer for peer in self.voters if peer not in self.clients] or self.voters
-        active = [peer for peer in able if peer in self.owners[-1] or attempt % 2]
-        return min(active or able, key=lambda peer: compute_hash(self.head, attempt, peer))
+        awaited = self.awaited
+        first, *others = sorted(able, key=lambda peer: (peer not in awaited, compute_hash(self.head, peer)))
+        turns = [first, *others, *3 * [peer for peer in others if peer in awaited]]
+        return turns[attempt % len(turns)]
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
         """Return whether more than half of the voters have one of these records."""
@@ -213,24 +221,16 @@ class Action(NamedTuple):
     """An order to the caller, in the order of the list.
 
     `send`: the message to `peers`, or to all peers if there are none (as the response if the peer has just called).
-    `save`: write the memory to disk before any later action. `fetch`: the blob of an offer, from these peers or any
-    other participant, then call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it. `apply`: a
-    commit, of which this peer holds all blobs, to the model. `fork`: the model has commits that lost: download one with
-    this commit or a later one, keep the residual, and call `mark_applied`. `return`: add the blob of this peer's offer
-    to the residual: no commit will count it.
+    `save`: write the memory to disk before any later action. `fetch`: the blob of an offer, from any participant, then
+    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it. `apply`: a commit, of which this peer
+    holds all blobs, to the model. `fork`: the model has commits that lost: download one with this commit or a later
+    one, keep the residual, and call `mark_applied`. `return`: add the blob of this peer's offer to the residual: no
+    commit will count it.
     """
 
     kind: str
     content: object
     peers: tuple[bytes, ...] = ()
-
-
-class Timeouts(NamedTuple):
-    """Seconds that follow from the sizes of blobs and the uplinks; peers may differ in them."""
-
-    collect: float  # from the offers of most voters until a list without the others
-    longest: float  # the same from the first offer
-    commit: float  # from then until the leader counts as failed
 
 
 class Entry(NamedTuple):
@@ -250,7 +250,7 @@ class Log:
         self,
         state: State,
         identity,
-        timeouts: Timeouts,
+        timeout: float,
         holds: Callable[[bytes], bool],
         now: float,
         memory: bytes | None = b"",
@@ -260,11 +260,12 @@ class Log:
         :param state: that of a Genesis, of a checkpoint, or of a peer that this one trusts
         :param identity: has `peer`, `sign(data)`, `verify(peer, data, signature)`, `find_key(peer)`, which is None for
             an unknown key, and `add_key(peer, key)`, which checks the digest. Keys of past voters must stay known
+        :param timeout: seconds in which updates and votes arrive; follows from bytes and uplinks, so peers may differ
         :param holds: returns whether a blob is here, complete and valid
         :param memory: of the last action `save`; None if this peer may have voted in this log and not know it
         :param applied: the hash of the commit that the model has, by default that of the state
         """
-        self.identity, self.timeouts, self.holds = identity, timeouts, holds
+        self.identity, self.timeout, self.holds = identity, timeout, holds
         self.me, self.now = identity.peer, now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         self.applied: int | None = state.epoch if applied in (b"", state.head) else None  # None during a download
@@ -277,6 +278,7 @@ class Log:
         self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
         self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
+        self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
         self.actions: list[Action] = []
         self.is_leaving, self.status_time = False, now
         self.start_height(state)
@@ -423,7 +425,7 @@ class Log:
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
         """Keep a valid offer, the first one for each key. Another peer may keep another one; a commit has one."""
-        offers, expected = self.select(Offer), {*self.head.voters, *self.head.awaited}
+        offers, expected = self.select(Offer), self.head.participants
         is_known = offer.key in {other.key for other in offers}
         is_full = offer.peer not in expected and sum(other.peer not in expected for other in offers) >= MAX_POOL
         if not is_known and not is_full and self.head.fits(offer) and self.is_signed(offer):
@@ -444,8 +446,7 @@ class Log:
         wanted = {offer.blob: offer for offers in lists for offer in offers if not self.holds(offer.blob)}
         for blob, offer in wanted.items():
             if blob not in self.fetching:
-                peers = {offer.peer, *self.head.voters} - {self.me}
-                self.actions.append(Action("fetch", offer, tuple(sorted(peers))))
+                self.actions.append(Action("fetch", offer))
         self.fetching = wanted
 
     # The chain
@@ -465,7 +466,9 @@ class Log:
     def start_height(self, state: State) -> None:
         """Start the choice of the commit after a state."""
         self.head = state
-        self.since, self.first_time, self.most_time, self.is_dirty = self.now, None, None, True
+        self.since, self.is_dirty = self.now, True
+        #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
+        self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
         self.records = {}
         for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values()), *self.memory.choice):
@@ -509,6 +512,7 @@ class Log:
         if lost and (self.applied is None or self.applied > fork.epoch):
             self.applied = None
             self.actions.append(Action("fork", commit))
+        self.spans.append(self.now - self.since)
         self.start_height(state)
         if len(self.chain) > MAX_COMMITS:
             del self.chain[next(iter(self.chain))]
@@ -556,15 +560,11 @@ class Log:
 
         A quarter is for other peers than voters, and not more, because new keys cost nothing.
         """
-        state = self.head
-        newest = {peer: index for index, peers in enumerate(state.owners) for peer in peers}
-
-        def rank_offer(offer: Offer) -> tuple:
-            return offer.base == state.head, newest.get(offer.peer, -1), compute_hash(state.head, offer.peer)
-
-        ranked = sorted({offer.key: offer for offer in offers}.values(), key=rank_offer)
-        voters = [offer for offer in ranked if offer.peer in state.voters]
-        others = [offer for offer in ranked if offer.peer not in state.voters]
+        head, newest = self.head.head, {peer: at for at, peers in enumerate(self.head.owners) for peer in peers}
+        ranked = list({offer.key: offer for offer in offers}.values())
+        ranked.sort(key=lambda it: (it.base == head, newest.get(it.peer, -1), compute_hash(head, it.peer)))
+        voters = [offer for offer in ranked if offer.peer in self.head.voters]
+        others = [offer for offer in ranked if offer.peer not in self.head.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
@@ -577,11 +577,23 @@ class Log:
         ordered = tuple(sorted(self.choose(offers), key=lambda offer: offer.key))
         return Commit(self.head.head, self.head.epoch + 1, ordered, *map(tuple, notices))
 
-    def is_complete(self, commit: Commit) -> bool:
-        """Return whether the offers of all peers that a list waits for are here, or the time for them is over."""
-        offers = [*commit.offers, *(offer for offer in self.select(Offer) if self.holds(offer.blob))]
-        owners = {offer.peer for offer in offers if offer.base == self.head.head}
-        return self.now >= self.deadline or owners | {it.peer for it in self.select(Leave)} >= self.head.awaited
+    def select_current(self) -> list[Offer]:
+        """Return the voters' offers that build on the head."""
+        return [it for it in self.select(Offer) if it.base == self.head.head and it.peer in self.head.voters]
+
+    def take_times(self) -> None:
+        """Keep when the choice came further. Until a deadline, a list waits for the updates of most voters, and of all
+        that are awaited. It does not wait for peers that leave, nor for updates without a place in it."""
+        chosen, current = {*self.choose(self.select(Offer))}, self.select_current()
+        here = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
+        if current:
+            self.first_time = min(self.first_time, self.now)
+        if self.head.has_quorum(here):
+            self.most_time = min(self.most_time, self.now)
+        has_all = self.most_time <= self.now and {it.peer for it in here} >= self.head.awaited
+        late = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
+        if has_all or self.now >= min(self.most_time + late, self.first_time + MAX_LATE * late):
+            self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has half of the voters' offers that are here: its leader must not decide alone."""
@@ -589,20 +601,9 @@ class Log:
         expected = {offer.key for offer in self.choose(offers)}
         return 2 * len(expected & {offer.key for offer in commit.offers}) >= len(expected)
 
-    @property
-    def deadline(self) -> float:
-        """The time after which lists may miss offers of voters."""
-        first, most = self.first_time, self.most_time
-        after_first = math.inf if first is None else first + self.timeouts.longest
-        return after_first if most is None else min(after_first, most + self.timeouts.collect)
-
     def settle(self) -> None:
         """Take all steps that the records allow."""
-        offers = self.select(Offer)
-        if offers and self.first_time is None:
-            self.first_time = self.now
-        if self.most_time is None and self.head.has_quorum(offers):
-            self.most_time = self.now
+        self.take_times()
         if self.me in self.head.voters and self.head.epoch + 1 >= self.voting_epoch:
             self.answer()
             self.lead()
@@ -614,13 +615,12 @@ class Log:
 
     def find_commit(self) -> Commit | None:
         """Return a list that a quorum has voted for, with the votes."""
-        votes: dict[tuple, list[Vote]] = defaultdict(list)
-        for vote in self.select(Vote):
-            if vote.last == vote.attempt:
-                votes[vote.proposal, vote.attempt].append(vote)
-        lists = {proposal.commit.hash: proposal.commit for proposal in self.select(Proposal)}
-        chosen = [key for key in votes if key[0] in lists and self.head.has_quorum(votes[key])]
-        return replace(lists[chosen[0][0]], votes=tuple(votes[chosen[0]])) if chosen else None
+        for (attempt, name), proposal in self.list_proposals().items():
+            terms = attempt, attempt, name
+            votes = tuple(it for it in self.select(Vote) if (it.attempt, it.last, it.proposal) == terms)
+            if self.head.has_quorum(votes):
+                return replace(proposal.commit, votes=votes)
+        return None
 
     def lead(self) -> None:
         """Propose a list, if it is this peer's turn."""
@@ -636,7 +636,7 @@ class Log:
             if newest.last >= 0:
                 proposal = self.list_proposals()[newest.last, newest.proposal]
                 commit, steps = proposal.commit, proposal.steps[:1]
-        if commit and (attempt > 0 or self.is_complete(commit)):
+        if commit and (attempt > 0 or self.ready_time <= self.now):
             vote = self.sign(Vote, self.head.head, attempt, attempt, commit.hash, self.me)
             proposal = Proposal(commit, (*steps, Step(vote, answers)))
             self.remember(replace(memory, choice=(proposal,)))
@@ -653,7 +653,12 @@ class Log:
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in answers}
         held = [it for it in answers if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
         fair = [it for it in held if it.last < 0 or self.is_fair(named[it].commit)]
-        return tuple(fair if self.head.has_quorum(fair) else held)
+        return tuple(held if self.may_be_chosen(attempt) and not self.head.has_quorum(fair) else fair)
+
+    def may_be_chosen(self, attempt: int) -> bool:
+        """Return whether a list of an earlier attempt may have a quorum: most voters had time to deny a vote."""
+        denials = [it for it in self.select(Vote) if it.attempt == attempt - 1 and it.last < 0]
+        return self.now >= self.answer_time + min(self.timeout, SLOT / 2) and not self.head.has_quorum(denials)
 
     def vote(self) -> None:
         """Vote for the newest proposal, if this peer may and holds its blobs."""
@@ -661,8 +666,8 @@ class Log:
         if not newest or newest.attempt < memory.promised or newest.attempt <= memory.last:
             return
         attempt, commit = newest.attempt, newest.commit
-        # more than one step: an earlier leader may have got a quorum for the list
-        is_due = len(newest.steps) > 1 or self.is_fair(commit) and (attempt or self.is_complete(commit))
+        is_due = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
+        is_due = is_due or len(newest.steps) > 1 and self.may_be_chosen(attempt)
         if is_due and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, choice=(newest,)))
             self.send_vote(attempt, attempt, commit.hash)
@@ -670,7 +675,8 @@ class Log:
     def answer(self) -> None:
         """Once attempt 0 had its time, promise in each slot not to vote in earlier ones, and say the last vote."""
         memory, attempt = self.memory, self.find_slot()
-        if self.now >= self.deadline + self.timeouts.commit and memory.promised < attempt:
+        if self.now >= self.ready_time + self.timeout and memory.promised < attempt:
+            self.answer_time = self.now
             self.remember(replace(memory, promised=attempt))
             self.send_vote(attempt - 1, memory.last, b"".join(it.commit.hash for it in memory.choice))
 
@@ -698,6 +704,8 @@ class Log:
         if len(known) >= MAX_PROPOSALS:
             self.drop_record(min(known, key=lambda other: other.attempt))
         self.add_record(proposal)
+        for offer in commit.offers:
+            self.take_offer(sender, offer)
         for vote in votes:
             self.take_vote(sender, vote)
 

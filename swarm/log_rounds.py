@@ -34,7 +34,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from common.files import write_file
 from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
-from swarm.log import Action, Log, State, Timeouts
+from swarm.log import Action, Log, State
 from swarm.log_records import Number, Offer, Status, decode, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
@@ -76,22 +76,14 @@ class Identity:
     """The key of this process, and the public keys of other peers, whose digests are the peer ids."""
 
     def __init__(self, key: RSAPrivateKey):
-        self.key = key
         public_key = RecordValidator(key).local_public_key
         self.peer = find_peer_id(public_key)
         self.public_keys = {self.peer: public_key}
-
-    def sign(self, data: bytes) -> bytes:
-        """Return this peer's signature."""
-        return self.key.sign(data)
+        self.sign, self.find_key = key.sign, self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
         """Return whether a signature is that of a peer with a known key."""
         return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)
-
-    def find_key(self, peer: bytes) -> bytes | None:
-        """Return the public key of a peer, or None if it is unknown."""
-        return self.public_keys.get(peer)
 
     def add_key(self, peer: bytes, key: bytes) -> None:
         """Keep a public key if the peer is its owner; beyond MAX_KEYS, instead of the oldest one. The log requests that
@@ -173,7 +165,7 @@ class LogRounds:
         with self._lock:
             self.log_id, self._seen = log_id, {}
             self.log = Log(
-                state, self.identity, self._compute_timeouts(), self.store.has, get_dht_time(), memory, applied=applied
+                state, self.identity, self._compute_timeout(), self.store.has, get_dht_time(), memory, applied=applied
             )
         self._wake.set()
 
@@ -197,19 +189,19 @@ class LogRounds:
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:
-            return self.log.head.head == head and self.log.most_time is not None
+            return self.log.head.head == head and self.log.head.has_quorum(self.log.select_current())
 
-    def find_voters(self, head: bytes) -> tuple[bytes, ...]:
-        """Return the voters after a commit."""
+    def find_state(self, head: bytes) -> State:
+        """Return the log's state after a commit."""
         with self._lock:
-            return self.log.chain[head].state.voters
+            return self.log.chain[head].state
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
         """Store and publish an update of this peer."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
-            self.log.timeouts = self._compute_timeouts(num_bytes)
+            self.log.timeout = self._compute_timeout(num_bytes)
             actions = self.log.add_offer(
                 get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
             )
@@ -461,14 +453,10 @@ class LogRounds:
         fetching = self.exchange.fetch(offer.blob, owner, holders, offer.num_bytes, self.exchange_seconds)
         fetching.add_done_callback(lambda done: (self._answers.append((offer.peer, done, offer)), self._wake.set()))
 
-    def _compute_timeouts(self, num_bytes: int = 0) -> Timeouts:
-        """Return the log's timeouts.
-
-        :param num_bytes: of this peer's update
-        """
-        times, peers = self.dht.uplink.timeouts, len(self.tracker.present) + 1
-        transfer = self.dht.uplink.compute_transfer_timeout(peers * num_bytes) / 3
-        return Timeouts(times.matchmaking + transfer, 3 * times.matchmaking + transfer, times.request + transfer)
+    def _compute_timeout(self, num_bytes: int = 0) -> float:
+        """Return the log's timeout, where the update of each peer has this number of bytes."""
+        uplink, peers = self.dht.uplink, len(self.tracker.present) + 1
+        return uplink.timeouts.response + uplink.compute_transfer_timeout(peers * num_bytes) / 3
 
     def _compare_logs(self) -> None:
         """Tell the training loop if more peers have another log."""

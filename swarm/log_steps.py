@@ -22,7 +22,7 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import Genesis
+from swarm.log import SLOT, Genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -246,6 +246,7 @@ class LogSteps:
         for offer in self.rounds.close():
             self._take_back(offer)
         self.offers.clear()
+        self.tracker.trust.owners = set()
         self._next_join = 0.0
 
     def _load_later_state(self) -> None:
@@ -304,8 +305,7 @@ class LogSteps:
 
     def _wait_for_commit(self, head: bytes) -> None:
         """Wait until the model has another commit, or it is too late for one."""
-        timeouts = self.rounds.log.timeouts
-        deadline = time.monotonic() + timeouts.longest + timeouts.commit
+        deadline = time.monotonic() + 2 * self.rounds.log.timeout + SLOT
         announced = time.monotonic()
         while self.head == head and self.is_open and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
             self.rounds.news.wait(0.1)
@@ -324,6 +324,7 @@ class LogSteps:
             self._load_later_state()
             return
         me, owners = self.tracker.dht.peer_id.to_bytes(), {it.peer for it in commit.offers}
+        self.tracker.trust.owners = {*owners, *self.rounds.find_state(commit.parent).owners[-1]}
         counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
         samples = sum(self.offers.pop(base).samples for base in counted)
         with self._outer_step(commit), self.tracker.pause_updates():
@@ -357,7 +358,7 @@ class LogSteps:
     @contextlib.contextmanager
     def _outer_step(self, commit: Commit) -> Iterator[None]:
         """Let the outer optimizer's next step apply a commit."""
-        outer, store, voters = self.optimizer.opt, self.rounds.store, self.rounds.find_voters(commit.parent)
+        outer, store, voters = self.optimizer.opt, self.rounds.store, self.rounds.find_state(commit.parent).voters
         outer.contributions = [
             Contribution(it.peer, it.samples, it.base != commit.parent, StoredBlob(store, it.blob), it.peer in voters)
             for it in commit.offers

@@ -365,7 +365,8 @@ class PeerTracker:
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
         # all other peers count from their first round on, or as long as there are no known contributors
-        counted = [own, *self.trust.select_known(present).values()]
+        known, owners = self.trust.select_known(present), self.trust.owners
+        counted = [own, *(record for peer_id, record in known.items() if peer_id in owners or not owners)]
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
         speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}

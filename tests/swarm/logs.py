@@ -5,9 +5,10 @@ import heapq
 import random
 from dataclasses import replace
 
-from swarm.log import Action, Genesis, Log, State, Timeouts
+from swarm.log import Action, Genesis, Log, State
+from swarm.log_records import Offer
 
-TIMEOUTS = Timeouts(collect=5.0, longest=40.0, commit=10.0)
+TIMEOUT = 5.0
 DIGEST = bytes(32)
 
 
@@ -55,7 +56,7 @@ class Trainer:
         """Start the process at the beginning of the log."""
         network, holds = self.network, self.store.__contains__
         identity = FakeIdentity(self.peer, network.names)
-        self.log = self.kind(self.genesis, identity, network.timeouts, holds, network.now, self.memory)
+        self.log = self.kind(self.genesis, identity, TIMEOUT, holds, network.now, self.memory)
         self.state = self.genesis.head  # stands for the model
         self.pending: set[int] = set()  # samples in the residual
         self.offer_time: float | None = network.now + network.random.uniform(1, network.pace)
@@ -102,7 +103,7 @@ class Trainer:
             elif kind == "save":
                 self.memory = content
             elif kind == "fetch":
-                network.post(self.peer, self.peer, (content, peers))
+                network.post(self.peer, self.peer, content)
             elif kind == "apply":
                 network.check_apply(self, content)
                 self.state, self.offer_time = content.hash, network.now + network.random.uniform(1, network.pace)
@@ -116,10 +117,11 @@ class Trainer:
 class Network:
     """Trainers, and the messages between them."""
 
-    def __init__(self, seed: int, num_peers: int, clients=(), liars=(), members=None, timeouts=TIMEOUTS, pace=15.0):
-        self.random, self.now, self.timeouts, self.pace = random.Random(seed), 1e6, timeouts, pace
+    def __init__(self, seed: int, num_peers: int, clients=(), liars=(), members=None, pace=15.0):
+        self.random, self.now, self.pace = random.Random(seed), 1e6, pace
         self.names = [name_peer(index) for index in range(num_peers)]
         self.clients, self.queue, self.order = {name_peer(index) for index in clients}, [], 0
+        self.withholders: set[bytes] = set()  # peers that serve no blob
         self.samples: dict[bytes, set[int]] = {}
         self.num_samples, self.lost, self.forks = 0, set(), 0
         self.loss, self.copies, self.delay, self.groups = 0.0, 0.0, 0.5, {}
@@ -164,13 +166,12 @@ class Network:
         trainer = self.trainers[receiver]
         if not self.is_connected(sender, receiver):
             return
-        if isinstance(content, tuple):  # a blob that this peer fetches
-            offer, holders = content
-            peers = {peer for peer in holders if self.is_connected(peer, receiver)}
-            if any(offer.blob in self.trainers[peer].store for peer in peers) and self.random.random() >= self.loss:
-                trainer.store.add(offer.blob)
+        if isinstance(content, Offer):  # of which this peer fetches the blob
+            peers = {peer for peer in self.names if self.is_connected(peer, receiver)} - self.withholders
+            if any(content.blob in self.trainers[peer].store for peer in peers) and self.random.random() >= self.loss:
+                trainer.store.add(content.blob)
                 trainer.run(trainer.log.mark_complete(self.now))
-            elif offer.blob in trainer.log.fetching:
+            elif content.blob in trainer.log.fetching:
                 self.order += 1
                 heapq.heappush(self.queue, (self.now + 1, self.order, sender, receiver, content))
         elif sender == receiver:  # a downloaded state
@@ -235,7 +236,7 @@ class Network:
                 trainer.restart()
 
 
-def run_schedule(seed: int, has_liar: bool = False, forgets: bool = False) -> Network:
+def run_schedule(seed: int, has_liar: bool = False, forgets: bool = False, withholds: bool = False) -> Network:
     """Run 3 to 7 peers through random faults; then they must agree, and commit unless peers have lost their votes."""
     choice = random.Random(seed)
     num_peers = choice.randint(3, 7)
@@ -243,6 +244,7 @@ def run_schedule(seed: int, has_liar: bool = False, forgets: bool = False) -> Ne
     liars = [choice.randrange(num_peers)] if has_liar else []
     network = Network(seed, num_peers, clients, liars)
     network.forgets = forgets
+    network.withholders = set(choice.sample(network.names, 1)) if withholds else set()
     for _ in range(choice.randint(2, 8)):
         network.add_fault()
         network.run(choice.choice([5, 20, 60, 150]))

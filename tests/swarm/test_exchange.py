@@ -29,7 +29,7 @@ from swarm.exchange import (
     choose_source,
     plan_loads,
 )
-from swarm.log import Genesis, Log, State, Timeouts
+from swarm.log import Genesis, Log, State
 from utils import RecordValidator, find_peer_id
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
@@ -317,8 +317,7 @@ class LogPeer:
         self.identity, self.lock, self.client = Identity(dht.key), threading.RLock(), client
         self.heads, self.offered, self.outbox = [state.head], set(), defaultdict(list)
         self.exchange = start(dht, on_message=self.answer)
-        timeouts = Timeouts(collect=5.0, longest=20.0, commit=5.0)
-        self.log = Log(state, self.identity, timeouts, self.exchange.store.has, get_dht_time())
+        self.log = Log(state, self.identity, 5.0, self.exchange.store.has, get_dht_time())
 
     def answer(self, sender: PeerID, message: bytes) -> bytes:
         with self.lock:

@@ -1,14 +1,16 @@
 """The replicated log: each rule, and random faults. `python tests/swarm/test_log.py 1000` runs more of them."""
 
 import contextlib
+import statistics
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Annotated
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logs import DIGEST, TIMEOUTS, FakeIdentity, Network, name_peer, run_schedule
+from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
 from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Entry, Genesis, Log, State, rank
 from swarm.log_records import (
@@ -39,7 +41,7 @@ def make_state(num_members: int = 4) -> State:
 def make_log(num_members: int = 4, state: State | None = None, index: int = 0) -> Log:
     """A log that holds all blobs."""
     state = state or make_state(num_members)
-    return Log(state, FakeIdentity(PEERS[index], PEERS), TIMEOUTS, lambda blob: True, now=1e6)
+    return Log(state, FakeIdentity(PEERS[index], PEERS), TIMEOUT, lambda blob: True, now=1e6)
 
 
 def sign(record: object) -> object:
@@ -82,13 +84,53 @@ def run_until(network: Network, condition, seconds: int = 120) -> None:
     raise AssertionError(f"not within {seconds} s")
 
 
-def test_dead_voter_leads_odd_attempts_only():
-    state, dead = make_state(3), PEERS[0]
-    assert dead in {state.find_leader(attempt) for attempt in range(0, 40, 2)}
-    state = advance(state, PEERS[1:3])
-    assert dead in state.voters
-    assert {state.find_leader(attempt) for attempt in range(0, 40, 2)} == {*PEERS[1:3]}
-    assert {state.find_leader(attempt) for attempt in range(1, 41, 2)} == {*PEERS[:3]}
+def test_voter_without_offer_leads_few_attempts():
+    state = advance(make_state(4), PEERS[1:4])
+    assert state.voters == tuple(PEERS[:4]) and state.awaited == {*PEERS[1:4]}
+    attempts = Counter(state.find_leader(attempt) for attempt in range(10))
+    assert sorted(attempts.values()) == [1, 1, 4, 4] and attempts[PEERS[0]] == 1
+    assert attempts[state.find_leader(0)] == 1
+    state = advance(state, PEERS[:4])
+    assert PEERS[0] not in state.awaited and PEERS[0] in advance(state, PEERS[:4]).awaited
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_withheld_updates_delay_one_commit(seed):
+    """The withholder is a voter, and leads the first attempt in one of these schedules."""
+    network = Network(seed, 4, pace=4.0)
+    run_until(network, lambda: network.honest[0].log.head.epoch == 3)
+    network.withholders = {PEERS[seed]}
+    observer, spans = network.honest[seed - 1].log, []
+    for epoch in range(4, 14):
+        start = network.now
+        run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
+        spans.append(network.now - start)
+    assert spans[0] <= 2 * TIMEOUT + 7 and max(spans[1:]) <= 7
+
+
+class LonelyLog(Log):
+    """A liar: as a leader, it proposes its own offer only, at once."""
+
+    def make_list(self) -> Commit | None:
+        commit = super().make_list()
+        own = tuple(offer for offer in commit.offers if offer.peer == self.me) if commit else ()
+        return replace(commit, offers=own) if own else None
+
+    def take_times(self) -> None:
+        self.ready_time = min(self.ready_time, self.now)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_leader_that_proposes_own_offer_gets_no_votes(seed):
+    network = Network(seed, 4, pace=4.0)
+    network.trainers[PEERS[seed]].log.__class__ = LonelyLog
+    observer, spans = network.honest[seed - 1].log, []
+    for epoch in range(1, 31):
+        start = network.now
+        run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
+        spans.append(network.now - start)
+    assert {len(entry.commit.offers) for entry in observer.list_entries(0)} == {4}
+    assert statistics.median(spans) <= 6 and sum(span > TIMEOUT + 7 for span in spans) <= 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,10 +144,15 @@ def test_log_with_many_faults_stays_one(seed):
     run_schedule(seed)
     run_schedule(seed, has_liar=True)
     run_schedule(seed, forgets=True)
+    run_schedule(seed, withholds=True)
 
 
 def test_log_with_liar_converges():
     run_schedule(1, has_liar=True)
+
+
+def test_log_with_withheld_updates_stays_one():
+    run_schedule(1, withholds=True)
 
 
 def test_log_of_forgetful_peers_stays_one():
@@ -199,14 +246,14 @@ def test_second_offer_of_one_base_is_ignored():
 
 
 def test_leader_cannot_decide_alone():
-    """It proposes its own offer only, after the deadline."""
+    """It proposes its own offer only."""
     leader = find_leader(3, 0)
     log = make_log(3, index=next(index for index in range(3) if PEERS[index] != leader))
     base, commit = log.head.head, make_commit(log.head, [leader])
     for peer in PEERS[:3]:
         log.receive(1e6, peer, encode(make_offer(peer, base)))
     proposal = Proposal(commit, (Step(make_vote(0, 0, commit.hash, leader, base), ()),))
-    actions = log.tick(1e6 + TIMEOUTS.collect + 1) + log.receive(log.now, leader, encode(proposal))
+    actions = log.tick(1e6 + 1) + log.receive(log.now, leader, encode(proposal))
     assert len(log.select(Proposal)) == 1 and not list_sent(actions, Vote)
 
 
@@ -219,7 +266,8 @@ def test_list_that_liar_withholds_does_not_block():
     vote = make_vote(0, 0, commit.hash, liar, base)
     log.receive(1e6, liar, encode(Proposal(commit, (Step(vote, ()),)), vote))
     log.add_offer(1e6, base, DIGEST, 1, b"d" * 32, 1, True, 1.0)
-    slot = next(slot for slot in range(int(1e6 // SLOT) + 5, 10**6) if find_leader(3, slot) == log.me)
+    log.tick(1e6 + 16 * TIMEOUT)
+    slot = next(slot for slot in range(int(log.now // SLOT) + 1, 10**6) if find_leader(3, slot) == log.me)
     actions = log.tick(slot * SLOT)
     for peer in PEERS[:3]:
         last = (0, commit.hash) if peer == liar else (-1, b"")
@@ -228,22 +276,43 @@ def test_list_that_liar_withholds_does_not_block():
     assert [offer.blob for offer in proposal.commit.offers] == [b"d" * 32]
 
 
-def test_list_waits_for_new_peer_of_last_commits():
-    """A late offer of it does not end the wait, or the next one would be late again. Fresh keys do not cause a wait."""
-    state = advance(make_state(1), PEERS[:2])
+def test_list_waits_for_voters_of_last_commits():
+    """A late offer of one does not end the wait, or the next one would be late again. New peers do not cause a wait."""
+    state = advance(make_state(3), PEERS[:4], times=2)
     log = make_log(state=state)
     log.add_offer(1e6, state.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
-    for peer, base in ((PEERS[1], state.parent), (PEERS[2], state.head)):
-        log.receive(1e6, peer, encode(make_offer(peer, base)))
-    log.tick(1e6 + TIMEOUTS.collect - 1)
-    assert log.head == state
-    log.receive(1e6 + TIMEOUTS.collect - 1, PEERS[1], encode(make_offer(PEERS[1], state.head)))
-    assert log.head.owners[-1] == tuple(PEERS[:3])
-    log.add_offer(log.now, log.head.head, DIGEST, 1, b"e" * 32, 1, True, 1.0)
-    log.receive(log.now, PEERS[1], encode(*(sign(Leave(log.head.head, peer, b"")) for peer in PEERS[1:3])))
-    assert log.head.epoch == state.epoch + 2 and log.head.awaited == {PEERS[0]}
-    log.add_offer(log.now, log.head.head, DIGEST, 1, b"f" * 32, 1, True, 1.0)
-    assert log.head.epoch == state.epoch + 3
+    log.tick(1e6 + TIMEOUT + 1)
+    log.receive(log.now, PEERS[1], encode(make_offer(PEERS[1], state.head), make_offer(PEERS[2], state.parent)))
+    log.tick(log.now + TIMEOUT - 1)
+    assert log.ready_time > log.now
+    log.receive(log.now, PEERS[1], encode(make_offer(PEERS[2], state.head)))
+    assert log.ready_time == log.now == 1e6 + 2 * TIMEOUT
+
+
+def test_list_does_not_wait_for_offers_without_a_place():
+    log = make_log(20)
+    offers = [make_offer(peer, log.head.head, blob=peer.ljust(32)) for peer in PEERS[1:20]]
+    blobs = {offer.blob for offer in log.choose(offers)}
+    log.holds = blobs.__contains__
+    log.receive(1e6, PEERS[1], encode(*offers))
+    assert log.ready_time > log.now
+    log.holds = {*blobs, bytes(32)}.__contains__
+    log.receive(1e6, PEERS[1], encode(make_offer(PEERS[0], log.head.head)))
+    assert len(blobs) == 16 and log.ready_time == log.now
+
+
+def test_list_waits_no_longer_than_share_of_epoch():
+    """For the last voters, and for most voters, whatever other peers offer."""
+    state = make_state(3)
+    for peers, shares in ((PEERS[:2], 1), ((PEERS[0], PEERS[3]), 16)):
+        log = make_log(state=state)
+        log.spans.append(80.0)
+        for peer in peers:
+            log.receive(1e6, peer, encode(make_offer(peer, state.head)))
+        log.tick(1e6 + shares * (TIMEOUT + 10) - 0.1)
+        assert log.ready_time > log.now
+        log.tick(1e6 + shares * (TIMEOUT + 10))
+        assert log.ready_time == log.now
 
 
 def test_late_offer_counts_once_or_returns():
@@ -299,7 +368,7 @@ def test_restarted_voters_choose_same_list():
 def test_restarted_voter_waits_for_its_last_epoch():
     """Its checkpoint is older than its last vote, so it has forgotten its votes in between."""
     log, memory = make_log(1), Memory(bytes(32), 3)
-    old = Log(log.head, log.identity, TIMEOUTS, log.holds, 1e6, pack((memory,)))
+    old = Log(log.head, log.identity, TIMEOUT, log.holds, 1e6, pack((memory,)))
     for it in (log, old):
         it.add_offer(1e6, it.head.head, DIGEST, 1, b"a" * 32, 1, True, 1.0)
         it.tick(1e6 + 60)
@@ -429,3 +498,4 @@ if __name__ == "__main__":
         run_schedule(number)
         run_schedule(number, has_liar=True)
         run_schedule(number, forgets=True)
+        run_schedule(number, withholds=True)

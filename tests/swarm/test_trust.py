@@ -258,6 +258,9 @@ def test_claimed_batch_does_not_end_epoch(dhts):
         tracker.apply_records(None, 0.0)
         assert tracker.view.samples == 42 and not tracker.ready_to_update_epoch
         assert tracker.view.ends_at - get_dht_time() == pytest.approx(358 / 6, rel=0.1)
+        tracker.trust.owners = {b"a"}  # the last commits of a log have no update of the others
+        tracker.apply_records(None, 0.0)
+        assert tracker.view.samples == 1
 
 
 def test_aux_peer_excludes_unresponsive_peers(dhts):
