@@ -23,6 +23,7 @@ logger = logging.getLogger("swarm")
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
 PAYLOAD_SHARE = 0.93
 BURST = 0.002  # seconds ahead of its time that a message may go, because sleeping is not more precise
+CATCH_UP = 0.02  # seconds of sending that a busy core has missed, and which are made up for
 ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
 PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
@@ -152,12 +153,12 @@ class Uplink:
                 return 0.0
             if now > self._free_at.value + PAUSE:
                 self._began.value = now
-            start = max(now, self._free_at.value)
+            start = max(now - CATCH_UP, self._free_at.value)
             rate *= min(1.0, 2 ** ((start - self._began.value) / 0.15 - 2))  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
             if not is_round:
                 pause = size / rate * (ROUND_SHARE if now < self._round_at.value + PAUSE else 1)
-                self._background_at.value = max(self._background_at.value, now - pause) + pause
+                self._background_at.value = max(self._background_at.value, now - CATCH_UP) + pause
             return max(0.0, start - now - BURST)
 
     async def send(self, messages, is_round: bool):

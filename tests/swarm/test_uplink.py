@@ -234,25 +234,25 @@ def test_slow_uplink_sends_partial_gradients(start):
 
 
 class TimelessLoop(asyncio.SelectorEventLoop):
-    """Its clock leaps to whatever it waits for: on a busy machine, sleeping would take longer."""
+    """Its clock leaps to whatever it waits for, or past that: on a busy machine, sleeping would take longer."""
 
-    now = 100.0
+    now, late = 100.0, 0.0
 
     def time(self) -> float:
         return self.now
 
     def _run_once(self) -> None:
         if self._scheduled and not self._ready:
-            self.now = max(self.now, self._scheduled[0].when())
+            self.now = max(self.now, self._scheduled[0].when() + self.late)
         super()._run_once()
 
 
-def test_streams_share_rate_and_rounds_have_priority(monkeypatch):
-    """At 8 Mbit/s, two streams of a round and one in the background, which gets a fifth."""
-    uplink = Uplink()
-    uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)
+@pytest.fixture
+def send_streams(monkeypatch):
+    """send_streams(Mbit/s, *periods) -> the bytes of each stream in each period of 3 s, in which there is a stream of a
+    round for each True, and one in the background for each False."""
 
-    async def pump(is_round: bool, passed: list[int]) -> None:
+    async def pump(uplink: Uplink, is_round: bool, passed: list[int]) -> None:
         async def messages():
             while True:
                 yield BytesValue(value=bytes(10_000))
@@ -260,24 +260,41 @@ def test_streams_share_rate_and_rounds_have_priority(monkeypatch):
         async for message in uplink.send(messages(), is_round):
             passed.append(message.ByteSize())
 
-    async def run(kinds: list[bool], seconds: float) -> list[int]:
+    async def run(uplink: Uplink, kinds: list[bool]) -> list[int]:
         passed = [[] for _ in kinds]
-        tasks = [asyncio.create_task(pump(kind, p)) for kind, p in zip(kinds, passed, strict=True)]
-        await asyncio.sleep(seconds)
+        tasks = [asyncio.create_task(pump(uplink, kind, p)) for kind, p in zip(kinds, passed, strict=True)]
+        await asyncio.sleep(3.0)
         for task in tasks:
             task.cancel()
         return [sum(p) for p in passed]
 
-    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
-        monkeypatch.setattr("swarm.uplink.time", SimpleNamespace(monotonic=runner.get_loop().time))
-        first, second, background = runner.run(run([True, True, False], 3.0))
-        (alone,) = runner.run(run([False], 2.0))
+    def send(mbits: float, *periods: list[bool], late: float = 0.0) -> list[list[int]]:
+        uplink = Uplink()
+        uplink.set_bandwidth(mbits / PAYLOAD_SHARE, is_fixed=True)
+        with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+            runner.get_loop().late = late
+            monkeypatch.setattr("swarm.uplink.time", SimpleNamespace(monotonic=runner.get_loop().time))
+            return [runner.run(run(uplink, kinds)) for kinds in periods]
+
+    return send
+
+
+def test_streams_share_rate_and_rounds_have_priority(send_streams):
+    """At 8 Mbit/s, two streams of a round and one in the background, which gets a fifth."""
+    (first, second, background), (alone,) = send_streams(8, [True, True, False], [False])
     # less what it begins with: a quarter of the rate, and the double of that twice
     assert first + second + background == pytest.approx(3.0 * 1e6, rel=0.15)
     assert first == pytest.approx(second, rel=0.1)
     assert background == pytest.approx((first + second + background) / 5, rel=0.25)
     # for half a second it still leaves room for the round
-    assert alone == pytest.approx(1.6 * 1e6, rel=0.2)
+    assert alone == pytest.approx(2.6 * 1e6, rel=0.1)
+
+
+@pytest.mark.parametrize("is_round", [True, False])
+def test_busy_core_lowers_no_rate(send_streams, is_round):
+    """A message takes 4 ms, and each sleep 8 ms longer than it should."""
+    [[usual]], [[late]] = send_streams(20, [is_round]), send_streams(20, [is_round], late=0.008)
+    assert 0.9 < late / usual < 1.02
 
 
 def test_queueing_delay_lowers_rate():
