@@ -21,7 +21,6 @@ from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
-from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
@@ -60,27 +59,6 @@ class RoundStats:
 
 
 @dataclass
-class StopTimeout:
-    """The time after which a peer that was asked to stop no longer waits for its rounds."""
-
-    uplink: Uplink
-    timeout: float = STOP_TIMEOUT
-    requested_at: float = 0.0
-    last_traffic_at: float = 0.0
-    traffic: tuple[int, int] | None = None
-
-    def is_over(self) -> bool:
-        """Return whether a round should be given up because this peer was asked to stop."""
-        if not STOP_REQUESTED.is_set():
-            return False
-        now = time.monotonic()
-        self.requested_at = self.requested_at or now
-        if self.traffic != self.uplink.traffic:
-            self.traffic, self.last_traffic_at = self.uplink.traffic, now
-        return now > min(self.last_traffic_at + self.timeout, self.requested_at + MAX_STOP_TIMEOUT)
-
-
-@dataclass
 class Rounds:
     """The last round of gradients, whose group is searched for in advance, and the last round of parameters."""
 
@@ -94,7 +72,8 @@ class Rounds:
 
     def __post_init__(self):
         self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
-        self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
+        # the bytes so far, when they changed, and when a stop request was seen, see `must_stop`
+        self._traffic, self._traffic_at, self._stop_seen_at = (0, 0), 0.0, 0.0
 
     @property
     def overlap(self) -> bool:
@@ -214,6 +193,18 @@ class Rounds:
 
     # --- the end of rounds
 
+    def must_stop(self) -> bool:
+        """Return whether to give up a round because this peer was asked to stop."""
+        if not STOP_REQUESTED.is_set():
+            return False
+        now, traffic = time.monotonic(), self.uplink.traffic
+        if not self._stop_seen_at:
+            self._stop_seen_at = self._traffic_at = now
+        if traffic != self._traffic:
+            self._traffic, self._traffic_at = traffic, now
+        timeout = STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT
+        return now > min(self._traffic_at + timeout, self._stop_seen_at + MAX_STOP_TIMEOUT)
+
     def leave(self, timeout: float, is_excluded: bool = False) -> None:
         """Let a round of gradients whose group has formed go on, without data of this peer, and wait for its end.
 
@@ -245,7 +236,7 @@ class Rounds:
     def _wait_for(self, futures: Collection[Future], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not all(future.done() for future in futures) and time.monotonic() < deadline:
-            if self.stop_timeout.is_over():
+            if self.must_stop():
                 break
             concurrent.futures.wait(futures, POLL_INTERVAL)
 
@@ -272,7 +263,7 @@ class RoundWait:
         pause = POLL_INTERVAL
         while not self.control.done():
             now, stage = time.monotonic(), self.control.stage
-            if self.rounds.stop_timeout.is_over():
+            if self.rounds.must_stop():
                 raise AllreduceException("this peer was asked to stop")
             if now > self.started + self.rounds.uplink.timeouts.averaging:  # which follows the group's bandwidths
                 if stage == AveragingStage.LOOKING_FOR_GROUP and self.rounds.is_synchronous():
