@@ -283,13 +283,8 @@ class Log:
         self.is_leaving, self.status_time = False, now
         self.start_height(state)
 
-    def add_offer(self, now: float, base: bytes, *values) -> list[Action]:
-        """Publish this peer's offer.
-
-        :param values: the other fields of an Offer apart from the peer and the signature
-        """
-        digest, *others = values
-        offer = self.sign(Offer, base, digest, self.me, *others)
+    def add_offer(self, now: float, offer: Offer) -> list[Action]:
+        """Publish this peer's offer, see `sign`."""
         self.now, self.own[offer.key] = now, offer
         if self.head.fits(offer):
             self.add_record(offer)
