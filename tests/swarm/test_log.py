@@ -94,13 +94,13 @@ def test_voter_without_offer_leads_few_attempts():
     assert PEERS[0] not in state.awaited and PEERS[0] in advance(state, PEERS[:4]).awaited
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_withheld_updates_delay_one_commit(seed):
-    """The withholder is a voter, and leads the first attempt in one of these schedules."""
-    network = Network(seed, 4, pace=4.0)
+@pytest.mark.parametrize(("num_peers", "withholders"), [(4, [0]), (4, [1]), (5, [0, 1]), (7, [0, 1])])
+def test_withheld_updates_delay_one_commit(num_peers, withholders):
+    """The withholders are voters, and lead the first attempt in some of these schedules."""
+    network = Network(1, num_peers, pace=4.0)
     run_until(network, lambda: network.honest[0].log.head.epoch == 3)
-    network.withholders = {PEERS[seed]}
-    observer, spans = network.honest[seed - 1].log, []
+    network.withholders = {PEERS[index] for index in withholders}
+    observer, spans = network.honest[-1].log, []
     for epoch in range(4, 14):
         start = network.now
         run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
