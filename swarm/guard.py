@@ -93,7 +93,7 @@ class RobustReducer(TensorPartReducer):
         if self.settings.max_weight is not None:
             weight = min(weight, self.settings.max_weight)
             self.sent[sender_index] = tensor_part, weight
-        return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
+        return await super().accumulate_part(sender_index, part_index, tensor_part, weight=max(weight, NO_WEIGHT))
 
     def check_current_part_finished(self) -> None:
         """Finish the current part once all senders have sent it, with a robust average instead of hivemind's mean."""

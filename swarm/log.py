@@ -283,13 +283,8 @@ class Log:
         self.is_leaving, self.status_time = False, now
         self.start_height(state)
 
-    def add_offer(self, now: float, base: bytes, *values) -> list[Action]:
-        """Publish this peer's offer.
-
-        :param values: the other fields of an Offer apart from the peer and the signature
-        """
-        digest, *others = values
-        offer = self.sign(Offer, base, digest, self.me, *others)
+    def add_offer(self, now: float, offer: Offer) -> list[Action]:
+        """Publish this peer's offer, see `sign`."""
         self.now, self.own[offer.key] = now, offer
         if self.head.fits(offer):
             self.add_record(offer)
@@ -646,8 +641,8 @@ class Log:
     def list_answers(self, attempt: int) -> tuple[Vote, ...]:
         """Return the answers with which this peer may lead an attempt. A list that was chosen is in any quorum of them.
 
-        So it may leave out those of a liar, with a list that does not exist, of which a blob is withheld, or, if there
-        is a quorum without it, one that omits most offers.
+        So it may leave out those of a liar, with a list that does not exist, of which a blob is withheld, or, if a
+        quorum denies a vote for it, one that omits most offers.
         """
         lists, answers = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in answers}
@@ -656,7 +651,7 @@ class Log:
         return tuple(held if self.may_be_chosen(attempt) and not self.head.has_quorum(fair) else fair)
 
     def may_be_chosen(self, attempt: int) -> bool:
-        """Return whether a list of an earlier attempt may have a quorum: most voters had time to deny a vote."""
+        """Return whether a list of an earlier attempt may have a quorum: voters had time to deny it, and few did."""
         denials = [it for it in self.select(Vote) if it.attempt == attempt - 1 and it.last < 0]
         return self.now >= self.answer_time + min(self.timeout, SLOT / 2) and not self.head.has_quorum(denials)
 

@@ -196,16 +196,16 @@ class LogRounds:
         with self._lock:
             return self.log.chain[head].state
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
             self.log.timeout = self._compute_timeout(num_bytes)
-            actions = self.log.add_offer(
-                get_dht_time(), base, digest, samples, blob, num_bytes, self.accepts_connections, mbits
-            )
-            self._perform(actions)
+            fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
+            offer = self.log.sign(Offer, *fields)
+            self._perform(self.log.add_offer(get_dht_time(), offer))
+        return offer
 
     def knows(self, head: bytes) -> bool:
         """Return whether a commit is in the chain."""

@@ -14,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -55,13 +54,6 @@ class StoredBlob(Sequence):
         return self.store.get(self.names[index])
 
 
-class Pending(NamedTuple):
-    """An offer of this peer that is neither committed nor returned."""
-
-    digest: bytes
-    samples: int
-
-
 class LogSteps:
     """The offers and the commits of one peer.
 
@@ -75,8 +67,8 @@ class LogSteps:
         dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
         options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
         self.rounds = LogRounds(dht, self.tracker, numbers, codec, folder, **options)
-        #: by base; not by blob, because another peer may offer the same bytes
-        self.offers: dict[bytes, Pending] = {}
+        #: of this peer, neither applied nor returned, by base; another peer may offer the same blob
+        self.offers: dict[bytes, Offer] = {}
         #: whether this peer takes part in a log, or other peers do
         self.exists = False
         #: the log that has ended for this peer, but perhaps not yet for others
@@ -291,13 +283,12 @@ class LogSteps:
         self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
         digest = compute_digest(*self._list_numbers())
         try:
-            self.rounds.add_offer(head, digest, samples, blocks)
+            self.offers[head] = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
             grad_averager.samples += samples
             return
-        self.offers[head] = Pending(digest, samples)
         if not self.overlap:
             with self.tracker.performance_ema.pause():
                 self._wait_for_commit(head)

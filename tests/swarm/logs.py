@@ -88,7 +88,8 @@ class Trainer:
         self.store.add(blob)
         self.offer_time = None
         accepts = self.peer not in network.clients
-        self.run(self.log.add_offer(network.now, self.state, DIGEST, len(samples), blob, 1000, accepts, 20.0))
+        offer = self.log.sign(Offer, self.state, DIGEST, self.peer, len(samples), blob, 1000, accepts, 20.0)
+        self.run(self.log.add_offer(network.now, offer))
 
     def run(self, actions: list[Action]) -> None:
         """Do what the log says."""

@@ -30,6 +30,7 @@ from swarm.exchange import (
     plan_loads,
 )
 from swarm.log import Genesis, Log, State
+from swarm.log_records import Offer
 from utils import RecordValidator, find_peer_id
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
@@ -351,8 +352,8 @@ class LogPeer:
                 self.offered.add(self.heads[-1])
                 size, accepts = NUM_BLOCKS * BLOCK_BYTES, self.log.me != self.client
                 blob = self.exchange.store.add(make_blocks())
-                values = bytes(32), 8, blob, size, accepts, 20.0
-                self.perform(self.log.add_offer(get_dht_time(), self.heads[-1], *values))
+                offer = self.log.sign(Offer, self.heads[-1], bytes(32), self.log.me, 8, blob, size, accepts, 20.0)
+                self.perform(self.log.add_offer(get_dht_time(), offer))
             self.perform(self.log.tick(get_dht_time()))
             peers = {*self.log.head.voters} - {self.log.me, self.client}
             for peer in [it for it in peers if self.outbox[it] or self.log.me == self.client]:

@@ -111,6 +111,12 @@ def test_reducer_bounds_weights_and_takes_median():
             assert average.tolist() == pytest.approx([median] * len(average))
 
 
+def test_average_without_samples_is_finite():
+    for max_weight in (None, 100):
+        parts = {i: [torch.zeros(7), torch.zeros(3)] for i in range(4)}
+        assert all(not average.any() for average in asyncio.run(reduce(parts, [0] * 4, max_weight)))
+
+
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """Return the container after a round in which each peer has averaged one part of the own tensor."""
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)

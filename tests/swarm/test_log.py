@@ -94,13 +94,13 @@ def test_voter_without_offer_leads_few_attempts():
     assert PEERS[0] not in state.awaited and PEERS[0] in advance(state, PEERS[:4]).awaited
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_withheld_updates_delay_one_commit(seed):
-    """The withholder is a voter, and leads the first attempt in one of these schedules."""
-    network = Network(seed, 4, pace=4.0)
+@pytest.mark.parametrize(("num_peers", "withholders"), [(4, [0]), (4, [1]), (5, [0, 1]), (7, [0, 1])])
+def test_withheld_updates_delay_one_commit(num_peers, withholders):
+    """The withholders are voters, and lead the first attempt in some of these schedules."""
+    network = Network(1, num_peers, pace=4.0)
     run_until(network, lambda: network.honest[0].log.head.epoch == 3)
-    network.withholders = {PEERS[seed]}
-    observer, spans = network.honest[seed - 1].log, []
+    network.withholders = {PEERS[index] for index in withholders}
+    observer, spans = network.honest[-1].log, []
     for epoch in range(4, 14):
         start = network.now
         run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
@@ -236,7 +236,7 @@ def test_second_offer_of_one_base_is_ignored():
     log = make_log(1)
     for blob in (b"a" * 32, b"b" * 32):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head, blob)))
-    log.add_offer(1e6, log.head.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, make_offer(log.me, log.head.head, b"d" * 32))
     log.tick(1e6 + 60)
     (entry,) = log.list_entries(0)
     assert [offer.blob for offer in entry.commit.offers] == [b"d" * 32, b"a" * 32]
@@ -265,7 +265,7 @@ def test_list_that_liar_withholds_does_not_block():
     commit = Commit(base, 1, (make_offer(liar, base, b"x" * 32),), (), ())
     vote = make_vote(0, 0, commit.hash, liar, base)
     log.receive(1e6, liar, encode(Proposal(commit, (Step(vote, ()),)), vote))
-    log.add_offer(1e6, base, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, make_offer(log.me, base, b"d" * 32))
     log.tick(1e6 + 16 * TIMEOUT)
     slot = next(slot for slot in range(int(log.now // SLOT) + 1, 10**6) if find_leader(3, slot) == log.me)
     actions = log.tick(slot * SLOT)
@@ -280,7 +280,7 @@ def test_list_waits_for_voters_of_last_commits():
     """A late offer of one does not end the wait, or the next one would be late again. New peers do not cause a wait."""
     state = advance(make_state(3), PEERS[:4], times=2)
     log = make_log(state=state)
-    log.add_offer(1e6, state.head, DIGEST, 1, b"d" * 32, 1, True, 1.0)
+    log.add_offer(1e6, make_offer(log.me, state.head, b"d" * 32))
     log.tick(1e6 + TIMEOUT + 1)
     log.receive(log.now, PEERS[1], encode(make_offer(PEERS[1], state.head), make_offer(PEERS[2], state.parent)))
     log.tick(log.now + TIMEOUT - 1)
@@ -320,12 +320,12 @@ def test_late_offer_counts_once_or_returns():
     genesis, commits = log.head.head, []
     for index in range(3):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
-        actions = log.add_offer(1e6, log.head.head, DIGEST, 1, bytes([index]) * 32, 1, True, 1.0)
+        actions = log.add_offer(1e6, make_offer(log.me, log.head.head, bytes([index]) * 32))
         actions += log.tick(log.now + 60)
         commits += [action.content for action in actions if action.kind == "apply"]
     assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
-    actions = log.add_offer(1e6, genesis, DIGEST, 1, b"z" * 32, 1, True, 1.0) + log.tick(log.now + 1)
-    actions += log.add_offer(log.now, log.head.head, DIGEST, 1, b"y" * 32, 1, True, 1.0) + log.tick(log.now + 60)
+    actions = log.add_offer(1e6, make_offer(log.me, genesis, b"z" * 32)) + log.tick(log.now + 1)
+    actions += log.add_offer(log.now, make_offer(log.me, log.head.head, b"y" * 32)) + log.tick(log.now + 60)
     assert [action.content.blob for action in actions if action.kind == "return"] == [b"z" * 32]
 
 
@@ -370,7 +370,7 @@ def test_restarted_voter_waits_for_its_last_epoch():
     log, memory = make_log(1), Memory(bytes(32), 3)
     old = Log(log.head, log.identity, TIMEOUT, log.holds, 1e6, pack((memory,)))
     for it in (log, old):
-        it.add_offer(1e6, it.head.head, DIGEST, 1, b"a" * 32, 1, True, 1.0)
+        it.add_offer(1e6, make_offer(it.me, it.head.head, b"a" * 32))
         it.tick(1e6 + 60)
     assert log.head.epoch == 1 and old.head.epoch == 0
 
