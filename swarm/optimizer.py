@@ -319,6 +319,7 @@ class CollaborativeOptimizer:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
         self.epoch, averager = Epoch(self.local_epoch), self.grad_averager
         is_local = self._takes_local_steps and (self.log_steps is None or self.log_steps.exists)
+        self.tracker.has_log = is_local and self.log_steps is not None
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)
         if self.averaging.robust_averaging == "clip":

@@ -68,6 +68,8 @@ class PeerTracker:
         self._attestations: MPFuture | None = None
         #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may
         self.impatient_epoch, self.patient_from = -1, 0
+        #: whether commits of a log end the epochs; set by the optimizer
+        self.has_log = False
         #: whether the thread has read the records since this peer's epoch began
         self.is_fresh = False
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
@@ -369,8 +371,10 @@ class PeerTracker:
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
-        # all other peers count from their first round on, or as long as there are no known contributors
-        counted = [own, *self.trust.select_known(present).values()]
+        # Other peers count from their first round on, or without a log as long as there are no known contributors. If a
+        # voter that is alone counted new peers, its epochs would end before these, which count it alone, make offers.
+        known = self.trust.select_known(present)
+        counted = [own, *(it for peer_id, it in known.items() if not self.has_log or self.trust.is_known(peer_id))]
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
         speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}

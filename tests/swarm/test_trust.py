@@ -261,6 +261,17 @@ def test_claimed_batch_does_not_end_epoch(dhts):
         assert tracker.view.ends_at - get_dht_time() == pytest.approx(358 / 6, rel=0.1)
 
 
+@pytest.mark.parametrize("has_log, samples", [(False, 40), (True, 0)])
+def test_unknown_peers_count_without_log_only(dhts, has_log, samples):
+    """A voter that is alone may have no known contributors, and new peers know it alone."""
+    with run_trackers(dhts[:1], 400) as [tracker], tracker.pause_updates():
+        tracker.update_epoch(1)
+        tracker._epoch_began -= 100.0
+        tracker.has_log, tracker.others = has_log, {name: make_record(name, 1, 0.0, 10, 1.0) for name in NAMES}
+        tracker.apply_records(None, 0.0)
+        assert tracker.view.samples == samples
+
+
 def test_aux_peer_excludes_unresponsive_peers(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
         tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
