@@ -23,7 +23,7 @@ members. At the end, one undisturbed process trains on as many samples.
 
 Scaled down, so that two cores carry 16 peers: the model (0.55 M parameters), batches (2 to 8 samples in 4 s, of which
 the processor needs 0.2), epochs (600 samples, 45 s) and the intervals of reports and checkpoints. Steps of one process
-replace most of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are as in a real run.
+replace all but one of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are real ones.
 The table lists each figure with its aim; --output_dir has pictures, all logs and figures.json.
 """
 
@@ -93,7 +93,7 @@ OWN_ID = r"(?: parameters, peer |others may join through --initial_peers /\S+/p2
 BAN = r"peer (\w+) (.*: no rounds with it.*)"
 SHORT = dict(minutes=4.0, every=25.0, target_batch_size=12, steps=60)
 DISK, DISK_MEGABYTES = "cable1", 200
-SECONDS_PER_BATCH, LOCAL_STEPS, JOINT_STEPS = 4.0, 25, 8
+SECONDS_PER_BATCH, LOCAL_STEPS, JOINT_STEPS, START_SECONDS = 4.0, 25, 1, 4.0
 RECIPE = "--optim muon --learning_rate 2e-3 --lr_scheduler_type wsd --warmup_steps 0"
 LOG = f"--local_steps {LOCAL_STEPS} --local_steps_from {JOINT_STEPS} --compression sparse"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
@@ -146,8 +146,7 @@ class Rehearsal:
         for name in (*self.names, *list(LINES)[MAX_TRAINERS:]):
             self.net.host(name, **LINES[name][0])
         self.net.start()
-        disk = self.folder / DISK
-        disk.mkdir(parents=True)
+        (disk := self.folder / DISK).mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", disk], check=True)
         self.prefix, self.page = make_prefix(), f"{self.net.ip('monitor')}:8080"
         self.data = ["--tokenizer_path", self.args.tokenizer_path, "--model_name_or_path", self.model]
@@ -155,23 +154,22 @@ class Rehearsal:
         self.servers["monitor"].wait_for("--initial_peers /ip4", 120)
         self.start_server("aux")
         Script(self.folder / "watch.jsonl", "-c", WATCH, prefix=self.net.prefix("monitor"))
-        for name in sorted(self.names, key=lambda name: LINES[name][1]):
-            self.trainers.append(self.make_trainer(name, name))
-            self.trainers[-1].start()
-            # all at once, the imports would take the two cores a minute
-            self.let_pass(4)
+        for number, name in enumerate(self.names):
+            self.trainers.append(trainer := self.make_trainer(name, name))
+            # All at once, the imports would take the two cores a minute. So the first batches last until all are there.
+            trainer.command[1] = f"{START_SECONDS * (len(self.names) + 3 - number)},{SECONDS_PER_BATCH}"
+            trainer.start()
+            trainer.command[1] = SECONDS_PER_BATCH
+            self.let_pass(START_SECONDS)
         logs = [trainer.folder / "log-0" for trainer in self.trainers]
-        wait_until(lambda: any("local steps begin" in log.read_text() for log in logs), 300, "the log")
+        wait_until(lambda: self.work() or any("local steps begin" in it.read_text() for it in logs), 300, "the log")
 
     def join(self, name: str) -> list:
         """Return the flags by which a peer joins: the page's address, and a new invitation in a closed run."""
-        flags = ["--initial_peers", self.page]
-        if self.is_closed:
-            invitation = self.folder / f"{name}.invite"
-            if not invitation.exists():
-                Authority(self.folder / "authority.pem").invite(self.prefix, name, 86400.0, invitation)
-            flags += ["--invite", invitation]
-        return flags
+        invitation = self.folder / f"{name}.invite"
+        if self.is_closed and not invitation.exists():
+            Authority(self.folder / "authority.pem").invite(self.prefix, name, 86400.0, invitation)
+        return ["--initial_peers", self.page, *(["--invite", invitation] if self.is_closed else [])]
 
     def start_server(self, name: str) -> None:
         command = ["--host_maddrs", f"/ip4/{self.net.ip(name)}/tcp/31337", "--output_dir", self.folder / name]
@@ -194,11 +192,8 @@ class Rehearsal:
         command += ["--dataset_path", self.args.dataset_path, "--per_device_train_batch_size", LINES[host][1]]
         command += ["--host_maddrs", f"/ip4/{self.net.ip(host)}/tcp/0", "--max_steps", 10**6]
         command += [*EVALUATION.split(), "--eval_steps", 2] if name == self.names[0] else []
-        folder = self.folder / name
-        if name == DISK:
-            folder /= "files"  # on the small disk
-        clock = self.folder / f"{name}.clock"
-        clock.write_bytes(bytes(8))
+        folder = self.folder / name / ("files" if name == DISK else "")  # on the small disk
+        (clock := self.folder / f"{name}.clock").write_bytes(bytes(8))
         trainer = Trainer(name, folder, command, self.net.prefix(host), env={"CLOCK_FILE": str(clock)})
         trainer.host, trainer.kind, trainer.batch_size = host, lie, LINES[host][1]
         return trainer
@@ -295,8 +290,7 @@ class Rehearsal:
 
     def do_clock(self, event: dict, victim: Trainer) -> Callable:
         def shift(seconds: float) -> None:
-            # in place, because the trainer's processes have mapped the file
-            with open(victim.env["CLOCK_FILE"], "r+b") as file:
+            with open(victim.env["CLOCK_FILE"], "r+b") as file:  # in place, because the processes have mapped it
                 file.write(struct.pack("d", seconds))
 
         shift(self.random.choice([-2.0, 2.0]))
@@ -572,9 +566,9 @@ def list_rows(f: dict) -> dict[str, str]:
     growth = sorted(f["growth"].items(), key=lambda it: -it[1])[:4]
     page = ", ".join(f"{name} {len(it)}" for name, it in f["page"].items() if isinstance(it, list))
     newcomers = ", ".join(f"{seconds:.0f} ({allowed:.0f})" for seconds, allowed in f["newcomers"].values())
-    loss, alone = f["loss"], f["alone"]
+    ratio = f["loss"] / f["alone"]
     return {
-        "validation loss against one process | <= 1.01": f"{loss:.3f} / {alone:.3f} = {loss / alone:.3f}",
+        "validation loss against one process | <= 1.01": f"{f['loss']:.3f} / {f['alone']:.3f} = {ratio:.3f}",
         "samples in the model: of honest peers, of liars | ": f"{f['reached']:,}, {f['of_liars']:,}",
         "honest samples that reached a step, killed processes' included | >= 95 %": f"{f['goodput']:.1%}",
         "share of time honest trainers compute | >= 97 %": f"{f['computing']:.1%}",
