@@ -632,9 +632,10 @@ def run(args: argparse.Namespace, model: Path, kind: str, churn: Iterator[str]) 
         try:
             rehearsal.start()
             rehearsal.plan()
-            psutil.cpu_percent()
+            psutil.cpu_times_percent()
             rehearsal.let_pass(args.minutes * 60)
-            rehearsal.busy = psutil.cpu_percent()
+            shares = psutil.cpu_times_percent()
+            rehearsal.busy = 100 - shares.idle - shares.iowait - shares.nice  # without other work at a low priority
             codes = rehearsal.end()
         finally:
             rehearsal.kill()
