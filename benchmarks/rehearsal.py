@@ -15,15 +15,15 @@ page alone, in the closed run with an invitation. A seed chooses the order of th
     router     the router in front of a trainer gets another address
     clock      a trainer's clock jumps by 2 s, forward or back, and returns after 40 s
     newcomer   a new peer joins, and stays until the next one
-    disk, monitor, aux   once in each run: a trainer's disk is full for a minute; the monitor ends and is started again;
-               kill -9 of the auxiliary peer, which returns after 30 s
+and once in each run, disk, monitor and aux: a trainer's disk is full for a minute, the monitor ends and starts again,
+and the auxiliary peer is killed, and returns after 30 s.
 From a sixth of the time on, there are two malicious peers of one kind of hostile_log.py, with the same seeds: they push
-in one direction, or serve one invented state. The next kind follows after six minutes. In the closed run they are
+in one direction, or serve one invented state. The next kind follows after twelve minutes. In the closed run they are
 members. At the end, one undisturbed process trains on as many samples.
 
 Scaled down, so that two cores carry 16 peers: the model (0.55 M parameters), batches (2 to 8 samples in 4 s, of which
-the processor needs 0.2), epochs (600 samples, 45 s) and the intervals of reports and checkpoints. Steps of one process
-replace all but one of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are real ones.
+the processor needs 0.2), epochs (90 s) and the intervals of reports and checkpoints. Steps of one process replace all
+but one of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are real ones.
 The table lists each figure with its aim; --output_dir has pictures, all logs and figures.json.
 """
 
@@ -88,7 +88,7 @@ ONCE = ["disk", "monitor", "aux"]
 #: of an event; shorter if events are more frequent than one in 45 s
 SECONDS = dict(kill=5.0, freeze=30.0, partition=30.0, slow=120.0, clock=40.0, disk=60.0, aux=30.0)
 LIES = [*hostile_log.ATTACKS, "pair_ahead"]
-LIE_MINUTES = 6.0
+LIE_MINUTES = 12.0
 OWN_ID = r"(?: parameters, peer |others may join through --initial_peers /\S+/p2p/)(\w+)"
 BAN = r"peer (\w+) (.*: no rounds with it.*)"
 SHORT = dict(minutes=4.0, every=25.0, target_batch_size=12, steps=60)
@@ -163,6 +163,7 @@ class Rehearsal:
             self.let_pass(START_SECONDS)
         logs = [trainer.folder / "log-0" for trainer in self.trainers]
         wait_until(lambda: self.work() or any("local steps begin" in it.read_text() for it in logs), 300, "the log")
+        self.started = time.time()
 
     def join(self, name: str) -> list:
         """Return the flags by which a peer joins: the page's address, and a new invitation in a closed run."""
@@ -235,10 +236,8 @@ class Rehearsal:
                 self.newcomers[guest.name] = float(match[1]) - SECONDS_PER_BATCH, allowed
 
     def let_pass(self, seconds: float) -> None:
-        end = time.time() + seconds
-        while time.time() < end:
-            self.work()
-            time.sleep(0.2)
+        with contextlib.suppress(AssertionError):
+            wait_until(self.work, seconds, "the end of this time")
 
     def strike(self, kind: str) -> None:
         """Let an event happen to trainers that are live and in no other event; wait for one if there is none."""
@@ -253,8 +252,7 @@ class Rehearsal:
             return
         count = {"partition": len(self.trainers) // 2, "newcomer": 0, "monitor": 0, "aux": 0}.get(kind, 1)
         victims = self.random.sample(able, min(len(able), count))
-        names = [victim.name for victim in victims] or [kind]
-        event = dict(kind=kind, names=names, since=time.time(), until=None)
+        event = dict(kind=kind, names=[it.name for it in victims] or [kind], since=time.time(), until=None)
         self.events.append(event)
         undo = getattr(self, f"do_{kind}")(event, *victims)
         self.say(f"{kind} {' '.join(event['names'])}")
@@ -301,7 +299,7 @@ class Rehearsal:
         self.guests.append(guest := self.make_trainer(f"guest{number}", f"guest_{number % 2}"))
         event["names"], guest.received = [guest.name], self.net.bytes(guest.host)[1]
         guest.start()
-        if number == 0:
+        if not number:
             return None
         leaver = self.guests[-2]
         leaver.script.interrupt()
@@ -393,7 +391,8 @@ def list_spans(rehearsal: Rehearsal) -> list[dict]:
         ]
         for run, lines in trainer.histories():
             times = [run["ready"], *(line["time"] for line in lines), run["ended"] or rehearsal.ended]
-            for span in itertools.pairwise(times if run["ready"] else ()):
+            times = [max(moment, rehearsal.started) for moment in times] if run["ready"] else []
+            for span in itertools.pairwise(times):
                 seconds = span[1] - span[0] - sum(overlap(span, it) for it in away)
                 spans.append(dict(trainer=trainer.name, minute=(span[0] - rehearsal.begin) / 60, seconds=seconds))
     return sorted(spans, key=lambda span: -span["seconds"])
@@ -651,7 +650,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30, help="of each run")
     parser.add_argument("--trainers", type=int, default=12, choices=range(2, MAX_TRAINERS + 1))
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
-    parser.add_argument("--target_batch_size", type=int, default=24, help="an epoch has 25 times as many samples")
+    parser.add_argument("--target_batch_size", type=int, default=48, help="an epoch has 25 times as many samples")
     parser.add_argument("--every", type=float, default=45, help="seconds between two events")
     parser.add_argument("--events", nargs="*", choices=[*CHURN, *ONCE], default=[*CHURN, *ONCE], metavar="KIND")
     parser.add_argument("--lies", nargs="*", choices=LIES, metavar="KIND", help="kinds of malicious peers")
