@@ -161,8 +161,8 @@ class Rehearsal:
             trainer.start()
             trainer.command[1] = SECONDS_PER_BATCH
             self.let_pass(START_SECONDS)
-        logs = [trainer.folder / "log-0" for trainer in self.trainers]
-        wait_until(lambda: self.work() or any("local steps begin" in it.read_text() for it in logs), 300, "the log")
+        logs, begun = [trainer.folder / "log-0" for trainer in self.trainers], re.compile("steps begin|joined the log")
+        wait_until(lambda: self.work() or all(begun.search(it.read_text()) for it in logs), 300, "a log with all")
         self.started = time.time()
 
     def join(self, name: str) -> list:
