@@ -598,7 +598,8 @@ class Log:
 
     def settle(self) -> None:
         """Take all steps that the records allow."""
-        offers = self.select(Offer)
+        # a late offer waits for the end of the epoch, which may be longer than all timeouts
+        offers = [offer for offer in self.select(Offer) if offer.base == self.head.head]
         if offers and self.first_time is None:
             self.first_time = self.now
         if self.most_time is None and self.head.has_quorum(offers):

@@ -68,8 +68,7 @@ class PeerTracker:
         self._attestations: MPFuture | None = None
         #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may
         self.impatient_epoch, self.patient_from = -1, 0
-        #: whether commits of a log end the epochs; set by the optimizer
-        self.has_log = False
+        self.has_log = False  # whether commits of a log end the epochs; set by the optimizer
         #: whether the thread has read the records since this peer's epoch began
         self.is_fresh = False
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
@@ -371,8 +370,7 @@ class PeerTracker:
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
-        # Other peers count from their first round on, or without a log as long as there are no known contributors. If a
-        # voter that is alone counted new peers, its epochs would end before these, which count it alone, make offers.
+        # all other peers count from their first round on, or without a log as long as there are no known contributors
         known = self.trust.select_known(present)
         counted = [own, *(it for peer_id, it in known.items() if not self.has_log or self.trust.is_known(peer_id))]
         max_speed = self.trust.find_max_speed(counted)
