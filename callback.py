@@ -116,9 +116,9 @@ class CollaborativeCallback:
         if now >= self.next_contract_time:
             self.next_contract_time = now + self.contract_lifetime / 3
             self.swarm.renew_contract(self.contract_lifetime)
-        if not self.has_contributed and optimizer.grad_averager.samples:
+        if not self.has_contributed and self.stats.computed_samples > self.stats.samples_before:
             self.has_contributed = True
-            seconds, next_epoch = time.time() - psutil.Process().create_time(), optimizer.local_epoch + 1
+            seconds, next_epoch = time.time() - psutil.Process().create_time(), self.stats.epoch.number + 1
             logger.info(f"first samples computed {seconds:.1f} s after the start; they count in epoch {next_epoch}")
         if optimizer.local_epoch != self.stats.epoch.number:
             self.on_epoch_end()

@@ -59,8 +59,8 @@ TRAINER = (
 class Trainer:
     """A trainer: its command, which runs again after each kill, its runs and the times at which it was frozen."""
 
-    def __init__(self, name: str, folder: Path, command: list, prefix: list[str]):
-        self.name, self.folder, self.prefix = name, folder, prefix
+    def __init__(self, name: str, folder: Path, command: list, prefix: list[str], env: dict[str, str] | None = None):
+        self.name, self.folder, self.prefix, self.env = name, folder, prefix, env
         self.command = [*command, "--output_dir", folder]
         self.runs: list[dict] = []  # the times started, ready and ended; the history after the end
         self.frozen: list[list[float]] = []  # [from, to]
@@ -69,7 +69,7 @@ class Trainer:
     def start(self) -> None:
         log = self.folder / f"log-{len(self.runs)}"
         self.runs.append(dict(started=time.time(), ready=None, ended=None))
-        self.script = Script(log, *self.command, prefix=self.prefix)
+        self.script = Script(log, *self.command, prefix=self.prefix, env=self.env)
 
     def look(self) -> None:
         """Record the time at which the loop starts."""

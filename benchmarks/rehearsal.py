@@ -1,42 +1,50 @@
-"""Measure a swarm of volunteers with home connections, churn and a malicious peer, on an emulated network.
+"""Measure a swarm of volunteers with home connections, churn and colluding liars: a closed run, then an open one.
 
-    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
-    python benchmarks/rehearsal.py --minutes 60 --seed 0
+    python tokenize_wikitext103.py --objective clm --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python benchmarks/rehearsal.py --minutes 30 --seed 0
     python benchmarks/rehearsal.py --short
-    python benchmarks/rehearsal.py --minutes 60 --no_liar --no_events
+    python benchmarks/rehearsal.py --minutes 5 --runs open --events kill --every 90 --lies
 
-A monitor and an auxiliary peer run on servers, and trainers at home (LINES) with paced batches (paced_trainer.py). They
-continue from a model of 14 M parameters (--model, or trained first in a quarter of an hour), with the settings of
-docs/organizers.md. A seed chooses the order of the events, all equally frequent:
+A monitor and an auxiliary peer run on servers, and twelve trainers at home (LINES). They train a causal model by Muon
+and wsd, with sparse local steps on the log, as docs/organizers.md says. All of them join by the address of the run's
+page alone, in the closed run with an invitation. A seed chooses the order of the events:
     kill       kill -9 of a trainer, and the same command 5 s later
-    again      Ctrl-C, and the same command again
-    stop       SIGSTOP of all its processes for 30 s
-    newcomer   a new peer joins, and stays until the next one
-    slow       a connection drops to a tenth for two minutes
+    freeze     SIGSTOP of all its processes for 30 s
     partition  half of the trainers are cut off from all others for 30 s
-    disk       the disk of a trainer is full for a minute
-    monitor    the monitor ends and is started again
-    aux        kill -9 of the auxiliary peer, which returns after 30 s
-After a quarter of the time, a malicious peer joins; every twelfth of the time, another kind of hostile_peer.py replaces
-it. At the end, one undisturbed process trains on the same number of samples, with the batches of the swarm's local
-steps. The table lists each figure with its aim; --output_dir has the picture, all logs and figures.json.
+    slow       a connection drops to a tenth for two minutes
+    router     the router in front of a trainer gets another address
+    clock      a trainer's clock jumps by 2 s, forward or back, and returns after 40 s
+    newcomer   a new peer joins, and stays until the next one
+and once in each run, disk, monitor and aux: a trainer's disk is full for a minute, the monitor ends and starts again,
+and the auxiliary peer is killed, and returns after 30 s.
+From a sixth of the time on, there are two malicious peers of one kind of hostile_log.py, with the same seeds: they push
+in one direction, or serve one invented state. The next kind follows after twelve minutes. In the closed run they are
+members. At the end, one undisturbed process trains on as many samples.
+
+Scaled down, so that two cores carry 16 peers: the model (0.55 M parameters), batches (2 to 8 samples in 4 s, of which
+the processor needs 0.2), epochs (90 s) and the intervals of reports and checkpoints. Steps of one process replace all
+but one of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are real ones.
+The table lists each figure with its aim; --output_dir has pictures, all logs and figures.json.
 """
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -44,79 +52,90 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import hostile_peer
+import hostile_log
 import netlab
 import numpy as np
 import processes
 import psutil
-from chaos import LARGE, Trainer, gains, largest_difference, overlap
+from chaos import Trainer, gains, largest_difference, overlap
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from soak import measure_processes
 
 from monitoring.curves import make_panels, save_figure
+from swarm.credentials import Authority
 
-SERVER = dict(rtt_ms=10, down=1000, up=1000)
-FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10, loss=0.002)
-#: Mbit/s, half of the milliseconds between two such hosts, and the samples of a batch there
+FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10)
+#: of each host: Mbit/s, half of the milliseconds between two such hosts, share of lost packets; samples of a batch
 LINES = {
     "fibre1": (FIBRE, 8),
-    "cable1": (dict(CABLE, rtt_ms=20), 6),
-    "router": (dict(rtt_ms=20, down=50, up=10, nat="gateway"), 3),
+    "cable1": (dict(CABLE, rtt_ms=20, loss=0.002), 6),
+    "router1": (dict(CABLE, rtt_ms=20, nat="gateway1"), 3),
+    "abroad": (dict(CABLE, rtt_ms=90), 4),
+    "wifi": (dict(CABLE, rtt_ms=25, loss=0.01), 4),
     "dsl": (dict(rtt_ms=25, down=16, up=2), 2),
     "fibre2": (FIBRE, 6),
-    "cable2": (dict(CABLE, rtt_ms=28), 4),
-    "cable3": (dict(CABLE, rtt_ms=37), 4),
-    "firewall": (dict(rtt_ms=20, down=50, up=10, firewall=True), 3),
-    "guest": (dict(rtt_ms=20, down=50, up=10), 3),
-    "liar": (dict(rtt_ms=20, down=50, up=10), 4),
+    "cable2": (dict(CABLE, rtt_ms=30, loss=0.002), 4),
+    "mobile": (dict(rtt_ms=60, down=30, up=8, loss=0.005, nat="gateway2"), 3),
+    "firewall": (dict(CABLE, rtt_ms=90, firewall=True), 3),
+    "cable3": (dict(CABLE, rtt_ms=35, loss=0.005), 4),
+    "fibre3": (FIBRE, 6),
+    **dict.fromkeys(["monitor", "aux"], (dict(rtt_ms=10, down=1000, up=1000), 0)),
+    **dict.fromkeys(["guest_0", "guest_1", "liar_0", "liar_1"], (dict(CABLE, rtt_ms=20), 4)),
 }
-KINDS = ["kill", "newcomer", "stop", "monitor", "slow", "again", "disk", "partition", "aux"]
-SECONDS = {"kill": 5.0, "stop": 30.0, "slow": 120.0, "partition": 30.0, "disk": 60.0, "aux": 30.0, "newcomer": 0.0}
-LIES = [kind for kind in hostile_peer.KINDS if kind != "contract_first"]
-DISK, DISK_MEGABYTES = "cable1", 1200
-SECONDS_PER_BATCH, LOCAL_STEPS = 4.0, 50
-ALL_PEERS = f"--local_steps {LOCAL_STEPS} --local_steps_from 0 --compression sparse"
-SHARED = "--optim adamw --learning_rate 3e-4 --warmup_steps 0 --total_steps 1000000"
+MAX_TRAINERS = 12  # the first lines; the others are for servers, new and malicious peers
+CHURN = ["kill", "freeze", "partition", "slow", "router", "clock", "newcomer"]
+ONCE = ["disk", "monitor", "aux"]
+#: of an event; shorter if events are more frequent than one in 45 s
+SECONDS = dict(kill=5.0, freeze=30.0, partition=30.0, slow=120.0, clock=40.0, disk=60.0, aux=30.0)
+LIES = [*hostile_log.ATTACKS, "pair_ahead"]
+LIE_MINUTES = 12.0
+OWN_ID = r"(?: parameters, peer |others may join through --initial_peers /\S+/p2p/)(\w+)"
+BAN = r"peer (\w+) (.*: no rounds with it.*)"
+SHORT = dict(minutes=4.0, every=25.0, target_batch_size=12, steps=60)
+DISK, DISK_MEGABYTES = "cable1", 200
+SECONDS_PER_BATCH, LOCAL_STEPS, JOINT_STEPS, START_SECONDS = 4.0, 25, 1, 4.0
+RECIPE = "--optim muon --learning_rate 2e-3 --lr_scheduler_type wsd --warmup_steps 0"
+LOG = f"--local_steps {LOCAL_STEPS} --local_steps_from {JOINT_STEPS} --compression sparse"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
 EVALUATION = "--do_eval --max_eval_samples 512"
-BEGIN = (
-    "--optim adamw --learning_rate 1e-3 --warmup_steps 50 --total_steps 1000000 --target_batch_size 64 "
-    "--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --dataloader_num_workers 0"
-)
+BEGIN = "--optim muon --learning_rate 6e-3 --warmup_steps 20 --total_steps 1000000 --target_batch_size 64"
 # runs on the monitor's host, like a program that follows the run
 WATCH = """
-import json, sys, time, urllib.request
+import json, time, urllib.request
 while True:
     seen = {"time": time.time()}
-    for page in ("status", "history"):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:8080/{page}.json", timeout=4) as answer:
-                seen[page] = json.load(answer)
-        except OSError as e:
-            seen[page] = {"error": str(e)}
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:8080/status.json", timeout=4) as answer:
+            seen["status"] = json.load(answer)
+    except OSError as e:
+        seen["error"] = str(e)
     print(json.dumps(seen), flush=True)
     time.sleep(5)
 """
 
 
 class Rehearsal:
-    """A swarm, its events and its measurements."""
+    """A swarm of this kind, closed or open, its events, of which churn yields the kinds, and its measurements."""
 
-    def __init__(self, args: argparse.Namespace, net: netlab.Net, model: Path):
-        self.args, self.net, self.model, self.folder = args, net, model, args.output_dir
-        self.random, self.begin = random.Random(args.seed), time.time()
-        self.names = list(LINES)[: args.trainers]
+    def __init__(self, args: argparse.Namespace, net: netlab.Net, model: Path, kind: str, churn: Iterator[str]):
+        self.args, self.net, self.model, self.folder = args, net, model, args.output_dir / kind
+        self.is_closed, self.churn, self.names = kind == "closed", churn, list(LINES)[: args.trainers]
+        self.random, self.begin = random.Random(f"{kind} {args.seed}"), time.time()
         self.trainers: list[Trainer] = []
         self.guests: list[Trainer] = []
         self.liars: list[Trainer] = []
         self.servers: dict[str, Script] = {}
-        self.starts: Counter[str] = Counter()
         self.events: list[dict] = []  # kind, names, from and until
         self.pending: list[tuple[float, Callable[[], None]]] = []
         self.deaths: list[str] = []
-        self.memory: list[dict] = []
-        #: for each new peer, the bytes received at its start and at its first samples
-        self.received: dict[str, list[int]] = {}
+        self.memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.next_look = 0.0
+        #: for each new peer, the seconds to its first samples, without their batch, and those that its line allows
+        self.newcomers: dict[str, tuple[float, float]] = {}
+
+    @property
+    def honest(self) -> list[Trainer]:
+        return self.trainers + self.guests
 
     def say(self, text: str) -> None:
         print(f"{time.time() - self.begin:7.1f} s  {text}", flush=True)
@@ -124,62 +143,69 @@ class Rehearsal:
     # --- the peers
 
     def start(self) -> None:
-        for name in ("monitor", "aux"):
-            self.net.host(name, **SERVER)
-        for name in (*self.names, "guest", "liar"):
+        for name in (*self.names, *list(LINES)[MAX_TRAINERS:]):
             self.net.host(name, **LINES[name][0])
         self.net.start()
-        disk = self.folder / DISK
-        disk.mkdir()
+        (disk := self.folder / DISK).mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", disk], check=True)
-        self.prefix = ["--experiment_prefix", make_prefix()]
+        self.prefix, self.page = make_prefix(), f"{self.net.ip('monitor')}:8080"
         self.data = ["--tokenizer_path", self.args.tokenizer_path, "--model_name_or_path", self.model]
-        self.flags = [*ALL_PEERS.split(), *SHARED.split(), "--target_batch_size", self.args.target_batch_size]
-        self.coordinators = []
-        for name in ("monitor", "aux"):
-            self.start_server(name)
-            pattern = r"--initial_peers (/ip4\S+)"
-            self.coordinators.append(self.servers[name].wait_for(pattern, 120).group(1))
+        self.start_server("monitor")
+        self.servers["monitor"].wait_for("--initial_peers /ip4", 120)
+        self.start_server("aux")
         Script(self.folder / "watch.jsonl", "-c", WATCH, prefix=self.net.prefix("monitor"))
-        for name in self.names:
-            self.trainers.append(self.make_trainer(name, name))
-            self.trainers[-1].start()
+        for number, name in enumerate(self.names):
+            self.trainers.append(trainer := self.make_trainer(name, name))
+            # All at once, the imports would take the two cores a minute. So the first batches last until all are there.
+            trainer.command[1] = f"{START_SECONDS * (len(self.names) + 3 - number)},{SECONDS_PER_BATCH}"
+            trainer.start()
+            trainer.command[1] = SECONDS_PER_BATCH
+            self.let_pass(START_SECONDS)
+        logs, begun = [trainer.folder / "log-0" for trainer in self.trainers], re.compile("steps begin|joined the log")
+        wait_until(lambda: self.work() or all(begun.search(it.read_text()) for it in logs), 300, "a log with all")
+        self.started = time.time()
+
+    def join(self, name: str) -> list:
+        """Return the flags by which a peer joins: the page's address, and a new invitation in a closed run."""
+        invitation = self.folder / f"{name}.invite"
+        if self.is_closed and not invitation.exists():
+            Authority(self.folder / "authority.pem").invite(self.prefix, name, 86400.0, invitation)
+        return ["--initial_peers", self.page, *(["--invite", invitation] if self.is_closed else [])]
 
     def start_server(self, name: str) -> None:
-        listen = f"/ip4/{self.net.ip(name)}/tcp/31337"
-        command = [*self.prefix, "--host_maddrs", listen, "--identity_path", self.folder / f"{name}.id"]
-        command += ["--output_dir", self.folder / name]
-        if name == "monitor":
-            command = ["run_training_monitor.py", *command, "--report_to", "none", "--status_port", 8080]
-            command += ["--refresh_period", 5]
+        command = ["--host_maddrs", f"/ip4/{self.net.ip(name)}/tcp/31337", "--output_dir", self.folder / name]
+        command += ["--report_to", "none", "--refresh_period", 5]
+        if name == "aux":
+            command = ["run_aux_peer.py", *command, *self.join(name), *self.data]
+            command += ["--assist_in_averaging", "--store_checkpoints", "--save_steps", 2]
         else:
-            command = ["run_aux_peer.py", *command, "--initial_peers", *self.coordinators[:1], *self.data, *self.flags]
-            command += ["--assist_in_averaging", "--store_checkpoints", "--save_checkpoint_step_interval", 2]
-            command += ["--report_to", "none"]
-        log = self.folder / f"{name}.log-{self.starts[name]}"
-        self.starts[name] += 1
+            command = ["run_training_monitor.py", *command, "--experiment_prefix", self.prefix, "--status_port", 8080]
+            command += [*list_recipe(self.args), *LOG.split()]
+            command += ["--authorize", "--authority_key", self.folder / "authority.pem"] if self.is_closed else []
+        if name == "monitor" or not self.is_closed:
+            command += ["--identity_path", self.folder / f"{name}.id"]
+        log = self.folder / f"{name}.log-{len(list(self.folder.glob(f'{name}.log-*')))}"
         self.servers[name] = Script(log, *command, prefix=self.net.prefix(name))
 
     def make_trainer(self, name: str, host: str, lie: str | None = None) -> Trainer:
         program = ["benchmarks/hostile_peer.py", lie] if lie else ["benchmarks/paced_trainer.py"]
-        command = [*program, SECONDS_PER_BATCH, *self.prefix, "--initial_peers", *self.coordinators, *self.data]
-        command += ["--dataset_path", self.args.dataset_path, *self.flags, *OWN.split()]
-        command += ["--per_device_train_batch_size", LINES[host][1]]
-        command += ["--host_maddrs", f"/ip4/{self.net.ip(host)}/tcp/0"]
-        command += [*EVALUATION.split(), "--eval_steps", 5] if name == self.names[0] else []
-        folder = self.folder / name
-        if name == DISK:
-            folder /= "files"  # on the small disk
-        trainer = Trainer(name, folder, command, self.net.prefix(host))
-        trainer.batch_size = LINES[host][1]
+        command = [*program, SECONDS_PER_BATCH, *self.join(name), *self.data, *OWN.split()]
+        command += ["--dataset_path", self.args.dataset_path, "--per_device_train_batch_size", LINES[host][1]]
+        command += ["--host_maddrs", f"/ip4/{self.net.ip(host)}/tcp/0", "--max_steps", 10**6]
+        command += [*EVALUATION.split(), "--eval_steps", 2] if name == self.names[0] else []
+        folder = self.folder / name / ("files" if name == DISK else "")  # on the small disk
+        (clock := self.folder / f"{name}.clock").write_bytes(bytes(8))
+        trainer = Trainer(name, folder, command, self.net.prefix(host), env={"CLOCK_FILE": str(clock)})
+        trainer.host, trainer.kind, trainer.batch_size = host, lie, LINES[host][1]
         return trainer
 
-    def list_honest(self) -> list[Trainer]:
-        return self.trainers + self.guests
-
-    def list_scripts(self) -> dict[str, Script]:
-        running = {trainer.name: trainer.script for trainer in self.list_honest() if not trainer.runs[-1]["ended"]}
-        return self.servers | running
+    def measure_memory(self) -> None:
+        """Record the megabytes of each honest role, by its log, of which each start has another one."""
+        self.next_look = time.time() + 30
+        scripts = [trainer.script for trainer in self.honest if not trainer.runs[-1]["ended"]]
+        for script in (*self.servers.values(), *scripts):
+            used = sum(megabytes for megabytes, _ in measure_processes(script).values())
+            self.memory[f"{script.log.parent.name}/{script.log.name}"].append((time.time(), used))
 
     # --- the events
 
@@ -192,7 +218,7 @@ class Rehearsal:
             if time.time() >= due:
                 self.pending.remove((due, action))
                 action()
-        for trainer in self.list_honest():
+        for trainer in self.honest:
             trainer.look()
             if trainer.has_died():
                 self.deaths.append(f"{trainer.name} with {trainer.script.process.returncode}")
@@ -200,40 +226,36 @@ class Rehearsal:
                 trainer.script.kill()
                 trainer.note_end()
                 trainer.start()
+        if time.time() >= self.next_look:
+            self.measure_memory()
         for guest in self.guests:
-            received = self.received.setdefault(guest.name, [self.net.bytes("guest")[1]])
-            if len(received) == 1 and "first samples computed" in guest.script.text:
-                received.append(self.net.bytes("guest")[1])
+            match = re.search(r"first samples computed ([\d.]+) s", guest.script.text)
+            if match and guest.name not in self.newcomers:
+                megabits = (self.net.bytes(guest.host)[1] - guest.received) * 8e-6
+                allowed = megabits / LINES[guest.host][0]["down"] * 1.3 + 10
+                self.newcomers[guest.name] = float(match[1]) - SECONDS_PER_BATCH, allowed
 
     def let_pass(self, seconds: float) -> None:
-        end, next_look = time.time() + seconds, 0.0
-        while time.time() < end:
-            self.work()
-            if time.time() >= next_look:
-                next_look = time.time() + 20
-                scripts = self.list_scripts().items()
-                self.memory.append(dict(time=time.time(), roles={n: measure_processes(s) for n, s in scripts}))
-            time.sleep(0.2)
-
-    def is_able(self, trainer: Trainer) -> bool:
-        """Return whether a trainer is live and not in any event."""
-        busy = {name for event in self.events if event["until"] is None for name in event["names"]}
-        return bool(trainer.runs[-1]["ready"]) and trainer.name not in busy
+        with contextlib.suppress(AssertionError):
+            wait_until(self.work, seconds, "the end of this time")
 
     def strike(self, kind: str) -> None:
-        able = [trainer for trainer in self.trainers if self.is_able(trainer)]
+        """Let an event happen to trainers that are live and in no other event; wait for one if there is none."""
+        busy = {name for event in self.events if event["until"] is None for name in event["names"]}
+        able = [trainer for trainer in self.trainers if trainer.runs[-1]["ready"] and trainer.name not in busy]
         if kind == "disk":
             able = [trainer for trainer in able if trainer.name == DISK]
+        elif kind == "router":
+            able = [trainer for trainer in able if "nat" in LINES[trainer.name][0]]
         if not able:
             self.later(5, partial(self.strike, kind))
             return
-        victims = self.random.sample(able, min(len(able), len(self.trainers) // 2 if kind == "partition" else 1))
-        if kind in ("newcomer", "monitor", "aux"):
-            victims = []
-        event = dict(kind=kind, names=[victim.name for victim in victims], since=time.time(), until=None)
+        count = {"partition": len(self.trainers) // 2, "newcomer": 0, "monitor": 0, "aux": 0}.get(kind, 1)
+        victims = self.random.sample(able, min(len(able), count))
+        event = dict(kind=kind, names=[it.name for it in victims] or [kind], since=time.time(), until=None)
         self.events.append(event)
-        self.say(f"{kind} {' '.join(event['names'])}")
         undo = getattr(self, f"do_{kind}")(event, *victims)
+        self.say(f"{kind} {' '.join(event['names'])}")
 
         def finish() -> None:
             if undo and undo() is False:
@@ -241,58 +263,48 @@ class Rehearsal:
                 return
             event["until"] = time.time()
 
-        self.later(SECONDS.get(kind, 0.5) * min(1.0, self.args.every / 30), finish)
+        self.later(SECONDS.get(kind, 0.5) * min(1.0, self.args.every / 45), finish)
 
     def do_kill(self, _, victim: Trainer) -> Callable:
         victim.script.kill()
         victim.note_end()
         return victim.start
 
-    def say_goodbye(self, leaver: Trainer, then: Callable[[], None]) -> Callable:
-        """Send Ctrl-C; return a function that calls `then` once the trainer has ended, and returns whether it has."""
-        leaver.script.interrupt()
-        leaver.runs[-1]["ended"] = time.time()  # other peers do not wait for it from now on
-
-        def go_on() -> bool:
-            if leaver.script.process.poll() is None:
-                return False
-            leaver.note_end()
-            then()
-            return True
-
-        return go_on
-
-    def do_again(self, _, victim: Trainer) -> Callable:
-        return self.say_goodbye(victim, victim.start)
-
-    def do_stop(self, _, victim: Trainer) -> Callable:
-        victim.frozen.append([time.time(), None])
+    def do_freeze(self, _, victim: Trainer) -> Callable:
         victim.script.freeze()
+        return victim.script.thaw
 
-        def thaw() -> None:
-            victim.frozen[-1][1] = time.time()
-            victim.script.thaw()
-
-        return thaw
-
-    def do_newcomer(self, event: dict) -> Callable | None:
-        guest = self.make_trainer(f"guest{len(self.guests)}", "guest")
-        event["names"] = [guest.name]
-
-        def come() -> None:
-            self.guests.append(guest)
-            guest.start()
-
-        return self.say_goodbye(self.guests[-1], come) if self.guests else come()
+    def do_partition(self, _, *victims: Trainer) -> Callable:
+        self.net.partition([victim.name for victim in victims])
+        return self.net.heal
 
     def do_slow(self, _, victim: Trainer) -> Callable:
         line = LINES[victim.name][0]
         self.net.set(victim.name, up=line["up"] / 10, down=line["down"] / 10)
         return lambda: self.net.set(victim.name, up=line["up"], down=line["down"])
 
-    def do_partition(self, _, *victims: Trainer) -> Callable:
-        self.net.partition([victim.name for victim in victims])
-        return self.net.heal
+    def do_router(self, _, victim: Trainer) -> None:
+        self.net.renumber(victim.name)
+
+    def do_clock(self, event: dict, victim: Trainer) -> Callable:
+        def shift(seconds: float) -> None:
+            with open(victim.env["CLOCK_FILE"], "r+b") as file:  # in place, because the processes have mapped it
+                file.write(struct.pack("d", seconds))
+
+        shift(self.random.choice([-2.0, 2.0]))
+        return partial(shift, 0.0)
+
+    def do_newcomer(self, event: dict) -> Callable | None:
+        number = len(self.guests)
+        self.guests.append(guest := self.make_trainer(f"guest{number}", f"guest_{number % 2}"))
+        event["names"], guest.received = [guest.name], self.net.bytes(guest.host)[1]
+        guest.start()
+        if not number:
+            return None
+        leaver = self.guests[-2]
+        leaver.script.interrupt()
+        leaver.runs[-1]["ended"] = time.time()  # other peers do not wait for it from now on
+        return lambda: leaver.script.process.poll() is not None and leaver.note_end()
 
     def do_disk(self, _, victim: Trainer) -> Callable:
         file = victim.folder.parent / "full"
@@ -301,48 +313,42 @@ class Rehearsal:
                 disk.write(bytes(2**20))
         return file.unlink
 
-    def do_monitor(self, event: dict) -> Callable:
-        event["names"] = ["monitor"]
-        monitor = self.servers["monitor"]
-        monitor.interrupt()
+    def do_monitor(self, _) -> Callable:
+        return self.restart("monitor", Script.interrupt)
 
-        def start() -> bool:
-            if monitor.process.poll() is None:
-                return False
-            self.start_server("monitor")
-            return True
+    def do_aux(self, _) -> Callable:
+        return self.restart("aux", Script.kill)
 
-        return start
-
-    def do_aux(self, event: dict) -> Callable:
-        event["names"] = ["aux"]
-        self.servers["aux"].kill()
-        return lambda: self.start_server("aux")
+    def restart(self, name: str, stop: Callable[[Script], None]) -> Callable:
+        stop(script := self.servers[name])
+        return lambda: script.process.poll() is not None and self.start_server(name)
 
     def lie(self, kind: str) -> None:
-        if self.liars:
-            self.liars[-1].script.kill()
-            self.liars[-1].note_end()
-        self.say(f"the liar's kind is {kind}")
-        self.liars.append(self.make_trainer(f"liar{len(self.liars)}", "liar", kind))
-        self.liars[-1].kind = kind
-        self.liars[-1].start()
+        """Replace the malicious peers by two of this kind."""
+        for liar in self.liars[-2:]:
+            liar.script.kill()
+            liar.note_end()
+        self.say(f"the liars' kind is {kind}")
+        for number in range(2):
+            self.liars.append(self.make_trainer(f"liar{len(self.liars)}", f"liar_{number}", kind))
+            self.liars[-1].start()
 
     def plan(self) -> None:
         """Schedule the events and the malicious peers by the seed."""
-        minute = self.args.every
-        bag: list[str] = []
-        for number in range(int(self.args.minutes * 60 / minute) - 2 if self.args.events else 0):
-            bag = bag or (list(reversed(KINDS)) if self.args.is_short else self.random.sample(KINDS, len(KINDS)))
-            self.later((number + 1) * minute, partial(self.strike, bag.pop()))
-        lies = self.args.lie or self.random.sample(LIES, len(LIES))
-        for number, kind in enumerate(lies[: self.args.lies]):
-            due = self.args.minutes * 60 * (1 + 3 * number / self.args.lies) / 4
-            self.later(due, partial(self.lie, kind))
+        seconds, once = self.args.minutes * 60, [kind for kind in ONCE if kind in self.args.events]
+        count = int(seconds / self.args.every) - 2
+        once = dict(zip(self.random.sample(range(count), len(once)), once, strict=True))
+        for number in range(count):
+            if kind := once.get(number) or next(self.churn, None):
+                self.later((number + 1) * self.args.every, partial(self.strike, kind))
+        pairs = max(1, round(seconds * 5 / 6 / (LIE_MINUTES * 60)))
+        lies = self.random.sample(LIES, pairs) if self.args.lies is None else self.args.lies
+        for number, kind in enumerate(lies):
+            self.later(seconds * (1 + 5 * number / len(lies)) / 6, partial(self.lie, kind))
 
     def end(self) -> list[int]:
         """Send Ctrl-C to all trainers shortly after an epoch, and return the exit codes."""
-        present = [trainer for trainer in self.list_honest() if not trainer.runs[-1]["ended"]]
+        present = [trainer for trainer in self.honest if not trainer.runs[-1]["ended"]]
 
         def is_joint() -> bool:
             self.work()
@@ -364,7 +370,7 @@ class Rehearsal:
 
     def kill(self) -> None:
         """Kill all processes."""
-        for trainer in (*self.list_honest(), *self.liars):
+        for trainer in self.honest + self.liars:
             if trainer.runs:
                 trainer.script.kill()
         for script in self.servers.values():
@@ -374,17 +380,22 @@ class Rehearsal:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, float]]:
-    """Return the start of each epoch of a trainer, with the unfinished one, and its seconds without faults."""
-    away = [(frozen[0], frozen[1] or rehearsal.ended) for frozen in trainer.frozen]
-    cuts = [event for event in rehearsal.events if event["kind"] == "partition"]
-    away += [(event["since"], event["until"] or rehearsal.ended) for event in cuts]
+def list_spans(rehearsal: Rehearsal) -> list[dict]:
+    """Return all epochs of honest trainers, also unfinished ones, with their seconds without faults, longest first."""
     spans = []
-    for run, lines in trainer.histories():
-        if run["ready"]:
+    for trainer in rehearsal.honest:
+        away = [
+            [event["since"], event["until"] or rehearsal.ended]
+            for event in rehearsal.events
+            if event["kind"] == "partition" or (event["kind"] == "freeze" and trainer.name in event["names"])
+        ]
+        for run, lines in trainer.histories():
             times = [run["ready"], *(line["time"] for line in lines), run["ended"] or rehearsal.ended]
-            spans += itertools.pairwise(times)
-    return [(begin, end - begin - sum(overlap([begin, end], list(it)) for it in away)) for begin, end in spans]
+            times = [max(moment, rehearsal.started) for moment in times] if run["ready"] else []
+            for span in itertools.pairwise(times):
+                seconds = span[1] - span[0] - sum(overlap(span, it) for it in away)
+                spans.append(dict(trainer=trainer.name, minute=(span[0] - rehearsal.begin) / 60, seconds=seconds))
+    return sorted(spans, key=lambda span: -span["seconds"])
 
 
 def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, int]]:
@@ -404,19 +415,14 @@ def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, in
 
 def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
     """Return the figures of the page that differ by more than 10 % from the trainers' files, and count the looks."""
-    all_trainers = rehearsal.list_honest() + rehearsal.liars
-    truth = defaultdict(list)
-    for trainer in all_trainers:
-        for _, lines in trainer.histories():
-            for line in lines:
-                truth[line["epoch"]].append(line)
+    all_trainers, truth = rehearsal.honest + rehearsal.liars, defaultdict(list)
+    for line in (line for trainer in all_trainers for _, lines in trainer.histories() for line in lines):
+        truth[line["epoch"]].append(line)
     seen = [json.loads(text) for text in (rehearsal.folder / "watch.jsonl").read_text().splitlines()]
-    answers = [(it["time"], it["status"]) for it in seen if it["status"].get("epoch") is not None]
+    answers = [(it["time"], it["status"]) for it in seen if it.get("status", {}).get("epoch") is not None]
     usual = statistics.median(line["epoch_seconds"] for lines in truth.values() for line in lines)
-    changes = [
-        moment for trainer in all_trainers for run, _ in trainer.histories() for moment in (run["ready"], run["ended"])
-    ]
-    changes += [moment for trainer in all_trainers for frozen in trainer.frozen for moment in frozen]
+    changes = [run[name] for trainer in all_trainers for run in trainer.runs for name in ("ready", "ended")]
+    changes += [event[name] for event in rehearsal.events for name in ("since", "until")]
     wrong = dict(epoch=[], loss=[], peers=[], samples_per_second=[])
     for moment, status in answers:
         lines, epoch = truth.get(status["epoch"], []), status["epoch"]
@@ -428,97 +434,79 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
         if not steps or moment < max(line["time"] for line in lines) + 15:
             continue
         is_calm = not any(change and moment - 2 * usual < change < moment for change in changes)
-        loss = sum(line["loss"] * line["mini_steps"] for line in lines if line["loss"]) / steps
-        if abs(status["loss"] / loss - 1) > 0.1:
-            wrong["loss"].append((moment, status["loss"], loss))
-        rate = sum(line["samples_per_second"] for line in lines)
-        if is_calm and abs(status["peers"] / len(lines) - 1) > 0.1:
-            wrong["peers"].append((moment, status["peers"], len(lines)))
-        if is_calm and abs(status["samples_per_second"] / rate - 1) > 0.1:
-            wrong["samples_per_second"].append((moment, status["samples_per_second"], rate))
+        right = dict(loss=sum(line["loss"] * line["mini_steps"] for line in lines if line["loss"]) / steps)
+        if is_calm:
+            right |= dict(peers=len(lines), samples_per_second=sum(line["samples_per_second"] for line in lines))
+        for name, value in right.items():
+            if abs(status[name] / value - 1) > 0.1:
+                wrong[name].append((moment, status[name], value))
     return wrong | dict(looks=len(answers), failed=len(seen) - len(answers))
 
 
 def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
-    """Return the growth in memory of each role, without its first minutes, as some is first used in round two."""
+    """Return the growth in memory of each process that runs for 15 minutes, from its minute 10 on."""
     growth = {}
-    starts = {trainer.name: [run["started"] for run in trainer.runs] for trainer in rehearsal.list_honest()}
-    starts, readings = starts | {"monitor": [0.0], "aux": [0.0]}, defaultdict(list)
-    for event in rehearsal.events:
-        if event["kind"] in ("monitor", "aux") and event["until"]:
-            starts[event["kind"]].append(event["until"])
-    for sample in rehearsal.memory:
-        for role, measured in sample["roles"].items():
-            number = sum(start <= sample["time"] for start in starts[role])
-            readings[role, number].append((sample["time"], sum(mb for mb, _ in measured.values())))
-    for (role, _), values in readings.items():
-        steady = [mb for moment, mb in values if moment > values[0][0] + rehearsal.args.minutes * 60 / 6]
-        if len(steady) >= 15:  # five minutes
+    for log, values in rehearsal.memory.items():
+        steady = [used for moment, used in values if moment > values[0][0] + 600]
+        if len(steady) >= 10:
             few = max(3, len(steady) // 10)
-            change = statistics.fmean(steady[-few:]) / statistics.fmean(steady[:few]) - 1
-            growth[role] = max(growth.get(role, -1.0), change)
+            growth[log] = statistics.fmean(steady[-few:]) / statistics.fmean(steady[:few]) - 1
     return growth
 
 
-def open_archive(folder: Path) -> str:
-    """Return a sentence that a pipeline completes with the newest checkpoint."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    fill = transformers.pipeline("fill-mask", model=str(newest), tokenizer=str(newest))
-    word = fill(f"it was a {fill.tokenizer.mask_token} day")[0]["token_str"]
-    return f"{newest.name}: it was a {word} day"
+def list_bans(rehearsal: Rehearsal) -> list[str]:
+    """Return the lines by which honest peers ban each other."""
+    paths = [path for trainer in rehearsal.honest for path in trainer.folder.glob("log-*")]
+    texts = [path.read_text() for path in (*paths, *rehearsal.folder.glob("*.log-*"))]
+    honest = {peer for text in texts for peer in re.findall(OWN_ID, text)}
+    return [f"{peer} {why}" for text in texts for peer, why in re.findall(BAN, text) if peer in honest]
 
 
-def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
-    """Train with one process on this number of samples, and return its folder."""
-    folder = args.output_dir / "alone"
+def list_poisoned(rehearsal: Rehearsal, start_loss: float) -> list[str]:
+    """Return the epochs of honest trainers whose loss says that the model was replaced."""
+    lines = [(it.name, line) for it in rehearsal.honest for _, lines in it.histories() for line in lines]
+    return [f"{name} {line['epoch']}" for name, line in lines if (line["loss"] or 0.0) > 1.2 * start_loss]
+
+
+def run_alone(args: argparse.Namespace, folder: Path, *flags: object) -> Path:
+    """Train with one process and these flags, and return its folder."""
     folder.mkdir()
     command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
-    command += ["--tokenizer_path", args.tokenizer_path, "--model_name_or_path", model, *SHARED.split()]
-    command += ["--target_batch_size", args.target_batch_size, *EVALUATION.split(), "--eval_steps", 100]
-    command += ["--per_device_train_batch_size", args.target_batch_size, "--gradient_accumulation_steps", 1]
-    command += ["--dataloader_num_workers", 0, "--save_steps", 10**6]
-    script = Script(folder / "log", *command, "--max_steps", samples // args.target_batch_size, "--output_dir", folder)
+    command += ["--tokenizer_path", args.tokenizer_path, *OWN.split(), *flags, "--output_dir", folder]
+    script = Script(folder / "log", *command)
     try:
-        script.wait(7200)
+        code = script.wait(7200)
     finally:
         script.kill()
+    if code:
+        sys.exit(f"one process alone ended with {code}, see {script.log}")
     return folder
 
 
+def list_recipe(args: argparse.Namespace) -> list:
+    """Return the flags of the model's optimizer; the learning rate decays in about the last fifth of the time."""
+    rate = sum(batch for _, batch in list(LINES.values())[: args.trainers]) / SECONDS_PER_BATCH
+    epochs = JOINT_STEPS + 1.1 * args.minutes * 60 * rate / args.target_batch_size / LOCAL_STEPS
+    return [*RECIPE.split(), "--total_steps", math.ceil(epochs), "--target_batch_size", args.target_batch_size]
+
+
+def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
+    """Train with one process on this number of samples, with the same schedule, and return its folder."""
+    *recipe, _, epochs, _, batch = list_recipe(args)
+    steps = (epochs - JOINT_STEPS) * LOCAL_STEPS
+    own = ["--total_steps", steps, "--target_batch_size", batch, "--max_steps", samples // batch]
+    own += ["--per_device_train_batch_size", batch, *EVALUATION.split(), "--eval_steps", 25]
+    return run_alone(args, args.output_dir / "alone", *recipe, *own, "--model_name_or_path", model)
+
+
 def make_model(args: argparse.Namespace) -> Path:
-    """Train the model to start from, with 14 M parameters and 400 steps of 64 samples, and return its folder."""
-    folder = args.output_dir / "begin"
-    folder.mkdir()
-    config = json.loads(Path("configs/demo.json").read_text()) | LARGE
-    (folder / "config.json").write_text(json.dumps(config))
-    command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
-    command += ["--tokenizer_path", args.tokenizer_path, "--config_path", folder / "config.json", *BEGIN.split()]
-    steps = 20 if args.is_short else 400
-    print(f"first one process makes {steps} steps", flush=True)
-    script = Script(folder / "log", *command, "--max_steps", steps, "--output_dir", folder)
-    try:
-        script.wait(7200)
-    finally:
-        script.kill()
-    return folder / "model"
+    """Train the model to start from, and return its folder."""
+    print(f"first one process makes {args.steps} steps", flush=True)
+    own = ["--config_path", "configs/gpt-demo.json", "--per_device_train_batch_size", 64, "--max_steps", args.steps]
+    return run_alone(args, args.output_dir / "begin", *BEGIN.split(), *own) / "model"
 
 
-def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
-    """Return each new peer's seconds to its first samples, without their batch, and those that its download takes."""
-    newcomers = []
-    for guest in rehearsal.guests:
-        if len(received := rehearsal.received[guest.name]) == 2:
-            seconds = re.search(r"first samples computed ([\d.]+) s", (guest.folder / "log-0").read_text())[1]
-            allowed = (received[1] - received[0]) * 8e-6 / LINES["guest"][0]["down"] * 1.3 + 10
-            newcomers.append(dict(name=guest.name, seconds=float(seconds) - SECONDS_PER_BATCH, allowed=allowed))
-    return newcomers
-
-
-def read_losses(folder: Path, samples_per_epoch: float) -> dict[int, float]:
+def read_losses(folder: Path, samples_per_epoch: float) -> dict[float, float]:
     """Return the validation losses by samples of the whole swarm."""
     lines = [json.loads(text) for path in folder.glob("history*.jsonl") for text in path.read_text().splitlines()]
     losses = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
@@ -527,8 +515,8 @@ def read_losses(folder: Path, samples_per_epoch: float) -> dict[int, float]:
 
 
 def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
-    """Return all figures of the swarm."""
-    honest = rehearsal.list_honest()
+    """Return all figures of a run, except for those that need the process alone."""
+    honest = rehearsal.honest
     epochs = [gain for trainer in honest for gain in gains(trainer)]
     reached, lost = (sum(gain[name] for gain in epochs) for name in ("reached", "lost"))
     # by the clock, because no process counts them
@@ -541,63 +529,60 @@ def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
     )
     lines = [line for trainer in honest for _, run in trainer.histories() for line in run[2:]]
     away = sum(line["waiting_seconds"] + line["averaging_seconds"] for line in lines)
-    spans = [
-        dict(trainer=trainer.name, minute=(begin - rehearsal.begin) / 60, seconds=seconds)
-        for trainer in honest
-        for begin, seconds in list_spans(rehearsal, trainer)
-    ]
     counts, most = list_warnings(honest)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in rehearsal.folders]
     return dict(
-        losses=dict(swarm=json.loads((rehearsal.folders[0] / "summary.json").read_text())["final_loss"]),
+        loss=json.loads((rehearsal.folders[0] / "summary.json").read_text())["final_loss"],
         reached=reached,
-        of_liars=sum(gain["reached"] for liar in rehearsal.liars for gain in gains(liar)),
-        goodput=reached / max(1, reached + lost),
+        lost=lost,
         died=died,
+        of_liars=sum(gain["reached"] for liar in rehearsal.liars for gain in gains(liar)),
+        goodput=reached / max(1, reached + lost + died),
         computing=1 - away / sum(line["epoch_seconds"] for line in lines),
         usual=statistics.median(line["epoch_seconds"] for line in lines),
-        longest=sorted(spans, key=lambda span: -span["seconds"])[:10],
-        newcomers=measure_newcomers(rehearsal),
+        longest=list_spans(rehearsal)[:10],
+        newcomers=rehearsal.newcomers,
         growth=measure_growth(rehearsal),
         page=check_monitor(rehearsal),
         lines=sorted(([kind, count, most[kind]] for kind, count in counts.items()), key=lambda it: -it[2]),
+        bans=list_bans(rehearsal),
         codes=codes,
+        digests=len({hashlib.sha256(it).hexdigest() for it in weights}),
         difference=largest_difference(rehearsal.folders),
-        archive=open_archive(rehearsal.folder / "aux"),
         deaths=rehearsal.deaths,
         events=rehearsal.events,
-        lies=[
-            dict(kind=liar.kind, minute=(liar.runs[0]["started"] - rehearsal.begin) / 60) for liar in rehearsal.liars
-        ],
+        lies=[liar.kind for liar in rehearsal.liars],
+        busy=rehearsal.busy,
+        memory=rehearsal.memory,
     )
 
 
-def print_table(args: argparse.Namespace, f: dict) -> None:
-    """Print the table of the figures `f`."""
-    swarm, alone = f["losses"].values()
+def list_rows(f: dict) -> dict[str, str]:
+    """Return the cells of a run with the figures `f`, by the figure and its aim."""
+    # lines that name a flag or the full disk have a cure
     helpless = [most for kind, _, most in f["lines"] if "--" not in kind and "disk" not in kind]
-    longest = [f"{it['trainer']} from minute {it['minute']:.1f} {it['seconds']:.0f} s" for it in f["longest"][:5]]
+    longest = [f"{it['trainer']} from minute {it['minute']:.1f} {it['seconds']:.0f} s" for it in f["longest"][:4]]
     growth = sorted(f["growth"].items(), key=lambda it: -it[1])[:4]
     page = ", ".join(f"{name} {len(it)}" for name, it in f["page"].items() if isinstance(it, list))
-    print("\n| figure | reached | aim |\n|---|---|---|")
-    most = 1.05 if args.lies else 1.03 if args.events else 1.02
-    print(f"| validation loss against one process | {swarm:.3f} / {alone:.3f} = {swarm / alone:.3f} | <= {most} |")
-    print(f"| samples in the model, of liars | {f['reached']:,}, {f['of_liars']:,} | |")
-    print(f"| honest samples that reached a step; ended with a process | {f['goodput']:.2%}; {f['died']:,} | >= 98 % |")
-    print(f"| share of time honest trainers compute | {f['computing']:.1%} | >= 95 % |")
-    print(
-        f"| longest time without an epoch, in usual ones of {f['usual']:.0f} s | "
-        f"{f['longest'][0]['seconds'] / f['usual']:.1f}: {', '.join(longest)} | <= 2 |"
-    )
-    for it in f["newcomers"]:
-        print(f"| seconds to first samples, {it['name']} | {it['seconds']:.1f} | <= {it['allowed']:.1f} |")
-    print(f"| memory, most growth | {', '.join(f'{role} {share:+.1%}' for role, share in growth)} | <= +5 % |")
-    print(f"| page wrong by more than 10 % | {page}, of {f['page']['looks']} looks | never |")
-    print(f"| lines without a cure, most in ten minutes | {max(helpless, default=0)} | <= 1 |")
-    print(f"| exit codes; largest difference of weights | {sorted(set(f['codes']))}; {f['difference']:.1e} | [0]; 0 |")
-    print(f"| archive | {f['archive']} | opens |\n| ended by themselves | {', '.join(f['deaths']) or 'none'} | none |")
-    print("\nlines above info of all honest trainers, and the most of one within ten minutes:")
-    for kind, count, most in f["lines"]:
-        print(f"{count:5} {most:4}  {kind}")
+    newcomers = ", ".join(f"{seconds:.0f} ({allowed:.0f})" for seconds, allowed in f["newcomers"].values())
+    ratio = f["loss"] / f["alone"]
+    return {
+        "validation loss against one process | <= 1.01": f"{f['loss']:.3f} / {f['alone']:.3f} = {ratio:.3f}",
+        "samples in the model: of honest peers, of liars | ": f"{f['reached']:,}, {f['of_liars']:,}",
+        "honest samples that reached a step, killed processes' included | >= 95 %": f"{f['goodput']:.1%}",
+        "share of time honest trainers compute | >= 97 %": f"{f['computing']:.1%}",
+        "longest time without an epoch, in usual ones | <= 1.5": (
+            f"{f['longest'][0]['seconds'] / f['usual']:.1f} of {f['usual']:.0f} s: {', '.join(longest)}"
+        ),
+        "seconds to a new peer's first samples (allowed) | always": newcomers or "-",
+        "memory from minute 10, most growth | <= +3 %": ", ".join(f"{it} {more:+.1%}" for it, more in growth) or "-",
+        "looks at the page wrong by more than 10 % | 0": f"{page}, of {f['page']['looks']}",
+        "lines without a cure, most of one kind in ten minutes | 0": str(max(helpless, default=0)),
+        "different weights at the end (largest difference) | 1": f"{f['digests']} ({f['difference']:.1e})",
+        "honest peers banned; epochs with a replaced model | 0; 0": f"{len(f['bans'])}; {len(f['poisoned'])}",
+        "exit codes; ended by themselves | [0]; none": f"{sorted(set(f['codes']))}; {', '.join(f['deaths']) or 'none'}",
+        "processors busy | < 80 %": f"{f['busy']:.0f} %",
+    }
 
 
 def draw(rehearsal: Rehearsal, reached: int, alone: Path, path: Path) -> None:
@@ -610,89 +595,104 @@ def draw(rehearsal: Rehearsal, reached: int, alone: Path, path: Path) -> None:
         axes[0].plot(list(losses), list(losses.values()), label=label)
     axes[0].set(xlabel="samples", ylabel="validation loss")
     axes[0].legend()
-    names = [trainer.name for trainer in rehearsal.trainers] + ["guest", "monitor", "aux"]
-    for trainer in rehearsal.list_honest():
+    names = [*rehearsal.names, "guest", "monitor", "aux"]
+    for trainer in rehearsal.honest:
         row = names.index("guest" if trainer.name.startswith("guest") else trainer.name)
         moments = [(line["time"] - rehearsal.begin) / 60 for _, lines in trainer.histories() for line in lines]
         axes[1].plot(moments, [row] * len(moments), "|", color="C0", markersize=9)
-    colours = {kind: f"C{number + 1}" for number, kind in enumerate(KINDS)}
+    colours = {kind: f"C{number}" for number, kind in enumerate([*CHURN, *ONCE])}
     for event in rehearsal.events:
         for name in event["names"]:
             row = names.index("guest" if name.startswith("guest") else name)
             until = event["until"] or rehearsal.ended
             begin, end = ((moment - rehearsal.begin) / 60 for moment in (event["since"], until))
             axes[1].plot([begin, max(end, begin + 0.15)], [row + 0.25] * 2, color=colours[event["kind"]], linewidth=5)
-    for liar, following in itertools.zip_longest(rehearsal.liars, rehearsal.liars[1:]):
+    for liar in rehearsal.liars[::2]:
         begin = (liar.runs[0]["started"] - rehearsal.begin) / 60
-        end = ((following.runs[0]["started"] if following else rehearsal.ended) - rehearsal.begin) / 60
-        axes[1].axvspan(begin, end, color="k", alpha=0.04)
-        axes[1].text(begin, len(names) - 0.4, liar.kind, fontsize=7, rotation=30)
+        axes[1].axvline(begin, color="k", alpha=0.2)
+        axes[1].text(begin, len(names) - 0.4, f"2 x {liar.kind}", fontsize=7)
     handles = [axes[1].plot([], [], color=colour, linewidth=5, label=kind)[0] for kind, colour in colours.items()]
     axes[1].legend(handles=handles, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="minutes; a mark is an epoch")
     save_figure(figure, path)
 
 
+def choose_churn(generator: random.Random, kinds: list[str]) -> Iterator[str]:
+    """Yield these kinds of events forever, all equally often."""
+    while kinds:
+        yield from generator.sample(kinds, len(kinds))
+
+
+def run(args: argparse.Namespace, model: Path, kind: str, churn: Iterator[str]) -> tuple[Rehearsal, dict]:
+    """Run a swarm, and return it and its figures."""
+    print(f"{kind} run", flush=True)
+    with netlab.Net() as net:
+        rehearsal = Rehearsal(args, net, model.absolute(), kind, churn)
+        try:
+            rehearsal.start()
+            rehearsal.plan()
+            psutil.cpu_times_percent()
+            rehearsal.let_pass(args.minutes * 60)
+            shares = psutil.cpu_times_percent()
+            rehearsal.busy = 100 - shares.idle - shares.iowait - shares.nice  # without other work at a low priority
+            codes = rehearsal.end()
+        finally:
+            rehearsal.kill()
+    return rehearsal, measure(rehearsal, codes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    parser.add_argument("--model", type=Path, help="folder of the model to start from")
-    parser.add_argument("--alone", type=Path, help="folder of an earlier process alone, with as many samples")
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
+    parser.add_argument("--model", type=Path, help="folder of a model to start from")
+    parser.add_argument("--runs", nargs="+", choices=["closed", "open"], default=["closed", "open"])
+    parser.add_argument("--minutes", type=float, default=30, help="of each run")
+    parser.add_argument("--trainers", type=int, default=12, choices=range(2, MAX_TRAINERS + 1))
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
-    parser.add_argument(
-        "--target_batch_size",
-        type=int,
-        default=40,
-        help="samples; an epoch has 50 times as many",
-    )
-    parser.add_argument("--every", type=float, default=60, help="seconds between two events")
-    parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of malicious peers")
-    parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)
-    parser.add_argument("--no_events", dest="events", action="store_false")
-    parser.add_argument("--short", dest="is_short", action="store_true", help="6 minutes, 4 trainers, 2 attackers")
+    parser.add_argument("--target_batch_size", type=int, default=48, help="an epoch has 25 times as many samples")
+    parser.add_argument("--every", type=float, default=45, help="seconds between two events")
+    parser.add_argument("--events", nargs="*", choices=[*CHURN, *ONCE], default=[*CHURN, *ONCE], metavar="KIND")
+    parser.add_argument("--lies", nargs="*", choices=LIES, metavar="KIND", help="kinds of malicious peers")
+    parser.add_argument("--short", dest="is_short", action="store_true", help="two runs of 4 minutes")
     parser.add_argument("--output_dir", type=Path, default="outputs/rehearsal", help="a new folder")
+    parser.set_defaults(**SHORT if parser.parse_args().is_short else dict(steps=400))
     args = parser.parse_args()
-    if args.is_short:
-        args.minutes, args.trainers, args.every, args.target_batch_size, args.lies = 6, 4, 30, 4, min(args.lies, 2)
-    if args.lie:
-        args.lies = min(args.lies, len(args.lie))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     if why := netlab.unavailable():
         sys.exit(f"no network can be emulated: {why}")
     args.output_dir = args.output_dir.absolute()
     shutil.rmtree(args.output_dir, ignore_errors=True)
     args.output_dir.mkdir(parents=True)
+    source, library = Path(__file__).with_name("clock.c"), args.output_dir / "clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     # otherwise glibc keeps freed blocks of up to 16 MB, which takes a third more memory
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "1000000", "LD_PRELOAD": str(library)}
     processes.IS_FORKING = True  # otherwise each start takes ten seconds of a core for imports
     model = args.model or make_model(args)
+    churn = choose_churn(random.Random(args.seed), [kind for kind in CHURN if kind in args.events])
+    file = args.output_dir / "figures.json"
     try:
-        with netlab.Net() as net:
-            rehearsal = Rehearsal(args, net, model.absolute())
-            try:
-                rehearsal.start()
-                rehearsal.plan()
-                psutil.cpu_percent()
-                rehearsal.let_pass(args.minutes * 60)
-                rehearsal.say(f"the processors were busy for {psutil.cpu_percent():.0f} % of the time")
-                codes = rehearsal.end()
-            finally:
-                rehearsal.kill()
-        figures, file = measure(rehearsal, codes), args.output_dir / "figures.json"
+        runs = {kind: run(args, model, kind, churn) for kind in args.runs}
+        figures = {kind: each for kind, (_, each) in runs.items()}
         file.write_text(json.dumps(figures, indent=2, default=str))
-        (args.output_dir / "memory.json").write_text(json.dumps(rehearsal.memory))
         print("now one process trains alone", flush=True)
-        alone = args.alone or train_alone(args, model.absolute(), figures["reached"])
+        most = max(each["reached"] for each in figures.values())
+        alone = train_alone(args, model.absolute(), most)
         losses = read_losses(alone, args.target_batch_size)
-        figures["losses"]["alone"] = float(np.interp(figures["reached"], list(losses), list(losses.values())))
-        draw(rehearsal, figures["reached"], alone, args.output_dir / "rehearsal.png")
+        start_loss = json.loads((alone / "summary.json").read_text())["start_loss"]
+        for kind, (rehearsal, each) in runs.items():
+            each["alone"] = float(np.interp(each["reached"], list(losses), list(losses.values())))
+            each["poisoned"] = list_poisoned(rehearsal, start_loss)
+            draw(rehearsal, each["reached"], alone, args.output_dir / f"{kind}.png")
         file.write_text(json.dumps(figures, indent=2, default=str))
-        print_table(args, figures)
+        table = {kind: list_rows(each) for kind, each in figures.items()}
+        print(f"\n| figure | aim | {' | '.join(table)} |\n{'|---' * (len(table) + 2)}|")
+        for row in table[args.runs[0]]:
+            print(f"| {row} | {' | '.join(rows[row] for rows in table.values())} |")
     finally:
-        subprocess.run(["umount", "-l", args.output_dir / DISK], capture_output=True)
+        for kind in args.runs:
+            subprocess.run(["umount", "-l", args.output_dir / kind / DISK], capture_output=True)
 
 
 if __name__ == "__main__":

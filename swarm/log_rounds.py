@@ -365,18 +365,14 @@ class LogRounds:
         for peer in random.sample(peers, min(POLLED_PEERS, len(peers))):
             self._call(peer)
 
-    def _take_messages(self, peer: bytes) -> tuple[bytes, ...]:
-        """Take as many messages to a peer as one call may have."""
+    def _make_envelope(self, peer: bytes) -> Envelope:
+        """Return as many messages to a peer as one call may have."""
         messages, queue, used = [], self._outbox[peer], 0
         while queue and (not messages or used + len(queue[0]) < MAX_MESSAGE_BYTES - 1000):
             used += len(queue[0])
             messages.append(queue.popleft())
-        return tuple(messages)
-
-    def _make_envelope(self, peer: bytes) -> Envelope:
-        """Return as many messages to a peer as one call may have."""
         mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
-        return Envelope(self.log_id, self.epoch, mbits, messages=self._take_messages(peer))
+        return Envelope(self.log_id, self.epoch, mbits, messages=tuple(messages))
 
     def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
         """Take the answer of a peer, or the end of the download of an offer's blob."""

@@ -107,6 +107,7 @@ class LogSteps:
 
     def _open(self, log_id: bytes, state, applied: bytes, is_new: bool = False) -> None:
         self.rounds.epoch, self._stuck_since, self.exists = self.optimizer.local_epoch, None, True
+        self.tracker.trust.owners = {*state.owners[-1]}
         self.rounds.open(log_id, state, applied, is_new)
 
     # --- the beginning

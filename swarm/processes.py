@@ -34,10 +34,10 @@ def filter_hivemind_log(record: logging.LogRecord) -> bool:
         record.exc_info = record.exc_text = None
         if record.name.startswith(("hivemind.averaging", "asyncio")):
             return False  # CollaborativeOptimizer reports the outcome of a round
-    # A new identity is normal. The optimizer reports the others, failed rounds in the background.
-    expected = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
+    # A new identity is normal, as is a caller that breaks off. The optimizer reports failed rounds in the background.
+    usual = "Generating new identity", "Exception while receiving", "Aborted StateAverager.step", "a round has failed"
     text = str(record.msg)
-    is_expected = text.startswith(expected) or "Matchmaking._request_join_potential_leaders()" in text
+    is_expected = text.startswith(usual) or "Matchmaking._request_join_potential_leaders()" in text
     return not STOPPING.value and not is_expected
 
 

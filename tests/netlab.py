@@ -11,6 +11,7 @@ rate limits to every IPv4 packet. Needs root, iproute2, nft and /dev/net/tun, bu
         net.ip("public")                                           # its address
         net.set("office", up=2)                                    # changes a running link
         net.partition(["public"]), net.heal()
+        net.renumber("home")                                       # its router gets another address
         net.bytes("public")                                        # (sent, received)
 
 Leaving the block ends every process of the hosts and removes the namespaces.
@@ -19,6 +20,7 @@ Leaving the block ends every process of the hosts and removes the namespaces.
 import contextlib
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import random
@@ -68,6 +70,7 @@ class Net:
         self.hosts: dict[str, dict] = {}  # name -> namespace, ip, and the link that leads to the fabric
         self.links: dict[str, dict] = {}  # name of a host or router -> its link's properties
         self.namespaces: list[str] = []
+        self.numbers = itertools.count(1)  # of addresses
         self.processes: list[subprocess.Popen] = []
 
     def make_namespace(self, name: str) -> str:
@@ -81,19 +84,26 @@ class Net:
 
     def make_link(self, namespace: str, name: str, properties: dict) -> str:
         """Make a tun device in the namespace, whose other end the fabric reads and writes; return its address."""
-        number = len(self.links) + 1
-        # libp2p takes 11.99/16 for a public range; its AutoNAT and relays ignore private ones
-        ip, device = f"11.99.{number // 250}.{number % 250}", f"{self.tag}w{number}"
+        ip, device = self.choose_address(), f"{self.tag}w{len(self.links) + 1}"
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         defaults = dict(rtt_ms=0, up=1000, down=1000, loss=0, queue_ms=200, group=0)
         self.links[name] = {**defaults, **properties, "descriptor": descriptor, "ip": ip}
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
         run("ip link set", device, "netns", namespace, "name wan")
         # only the fabric drops packets, by queue_ms; tun's own queue of 500 would drop bursts of a fast TCP
-        link = "link set wan up mtu 1500 txqueuelen 20000"
-        for command in (f"addr add {ip}/8 dev wan", link, "route add default dev wan"):
-            run("ip -n", namespace, command)
+        run("ip -n", namespace, "link set wan up mtu 1500 txqueuelen 20000")
+        self.add_address(namespace, ip)
         return ip
+
+    def choose_address(self) -> str:
+        """Return an address that no link has had."""
+        number = next(self.numbers)
+        # libp2p takes 11.99/16 for a public range; its AutoNAT and relays ignore private ones
+        return f"11.99.{number // 250}.{number % 250}"
+
+    def add_address(self, namespace: str, ip: str) -> None:
+        for command in (f"addr add {ip}/8 dev wan", "route add default dev wan"):
+            run("ip -n", namespace, command)
 
     def add_nft_rules(self, namespace: str, *rules: str) -> None:
         for rule in rules:
@@ -180,6 +190,14 @@ class Net:
         """End a partition."""
         self.update_links(self.hosts, group=0)
 
+    def renumber(self, name: str) -> None:
+        """Give the router in front of a host another address while it runs, as providers do."""
+        router = self.hosts[name]["link"]
+        link, namespace = self.links[router], f"{self.tag}-{router}"
+        run(f"ip -n {namespace} addr del {link['ip']}/8 dev wan")  # the default route goes with the last address
+        self.add_address(namespace, ip := self.choose_address())
+        self.update_links([name], ip=ip)
+
     def prefix(self, name: str) -> list[str]:
         """Return the words before a command that run it on the host; the command keeps the process id."""
         return ["ip", "netns", "exec", self.hosts[name]["namespace"]]
@@ -236,10 +254,9 @@ def run_fabric() -> None:
                     return
                 *lines, unread = (unread + data).split(b"\n")
                 for properties in (properties for line in lines for properties in json.loads(line)):
-                    address = bytes(map(int, properties["ip"].split(".")))
-                    link = links.setdefault(address, {"free": 0.0, "free_in": 0.0})
+                    link = by_descriptor.setdefault(properties["descriptor"], {"free": 0.0, "free_in": 0.0})
                     link.update(properties)
-                    by_descriptor[properties["descriptor"]] = link
+                links = {bytes(map(int, link["ip"].split("."))): link for link in by_descriptor.values()}
                 continue
             source = by_descriptor[descriptor]
             for _ in range(64):  # then the next link has its turn

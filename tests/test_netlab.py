@@ -69,6 +69,27 @@ def test_netlab_links_match_declaration(net):
     assert net.bytes("far")[1] - before[1] > 1_000_000
 
 
+def test_renumbered_router_keeps_its_host_online(net):
+    net.host("server")
+    net.host("home", nat="router")
+    net.start()
+    serve = (
+        "import socket; s = socket.create_server(('0.0.0.0', 5000))\nwhile 1: c, a = s.accept(); c.send(a[0].encode())"
+    )
+    net.popen("server", [sys.executable, "-c", serve])
+    client = "import socket, sys; print(socket.create_connection((sys.argv[1], 5000), timeout=3).recv(99).decode())"
+
+    def ask() -> str:
+        """Return the address that the server sees."""
+        asked = net.popen("home", [sys.executable, "-c", client, net.ip("server")], stdout=-1, stderr=-1, text=True)
+        return asked.communicate()[0].strip()
+
+    before = wait_until(ask, 20, "the server listens")
+    net.renumber("home")
+    after = wait_until(ask, 20, "the host reaches the server")
+    assert (before, after) == ("11.99.0.2", "11.99.0.3")
+
+
 def test_netlab_leaves_nothing_behind():
     if why := netlab.unavailable():
         pytest.skip(why)

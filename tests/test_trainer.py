@@ -98,5 +98,10 @@ def test_progress_line_omits_unknown_values(facts):
     assert re.fullmatch(r"epoch 0/100  loss 1\.5000  peers 1/1  .* s  .*  ETA 50:00  next epoch 0%", after), after
 
 
+def test_samples_count_as_computed_if_none_are_pending(facts):
+    """The step of an epoch's end uses them at once."""
+    assert facts["has_contributed"]
+
+
 def test_evaluation_out_of_memory_is_skipped(facts):
     assert facts["measured"] == [None, None, None]

@@ -78,6 +78,7 @@ with clean_end():
     for loss in (1.0, 2.0, math.nan):
         callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())
+    facts["has_contributed"] = callback.has_contributed
     facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)
     swarm.leave(optimizer)

@@ -329,4 +329,5 @@ def test_hivemind_log_of_failed_group_is_filtered(monkeypatch):
     assert not is_shown("hivemind.utils.asyncio", task.format("Matchmaking._request_join_potential_leaders"))
     assert is_shown("hivemind.utils.asyncio", task.format("DHTNode._refresh"))
     assert not is_shown("hivemind.averaging.averager", "Averaging failed")
+    assert not is_shown("hivemind.p2p.p2p_daemon", "Exception while receiving requests:")
     assert is_shown("hivemind.dht.node", "no answer") and is_shown("swarm", "Aborted StateAverager.step")

@@ -329,6 +329,18 @@ def test_late_offer_counts_once_or_returns():
     assert [action.content.blob for action in actions if action.kind == "return"] == [b"z" * 32]
 
 
+def test_late_offer_alone_makes_no_commit():
+    """An epoch may take much longer than the timeouts."""
+    state = advance(make_state(1), PEERS[:1])
+    log = make_log(state=state)
+    log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], state.parent)))
+    log.tick(1e6 + 16 * TIMEOUT + 60)
+    assert log.head == state
+    log.add_offer(log.now, make_offer(log.me, state.head, b"d" * 32))
+    log.tick(log.now + TIMEOUT)
+    assert log.head.epoch == state.epoch + 1 and log.head.owners[-1] == tuple(PEERS[:2])
+
+
 def test_turns_reserve_room_for_voters():
     log = make_log(20)
     offers = [make_offer(peer, log.head.head) for peer in PEERS[:40]]
