@@ -63,8 +63,7 @@ MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of 
 NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
 MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see get_moment_role
-# types of the numbers and settings in an optimizer's state that are not tensors
-PLAIN_TYPES = (int, float, str, type(None))
+PLAIN_TYPES = (int, float, str, type(None))  # of the numbers and settings in an optimizer's state that are no tensors
 # dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
 NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 

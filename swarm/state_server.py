@@ -109,9 +109,8 @@ def parse_request(data: bytes) -> StateRequest | None:
         request = StateRequest(*MSGPackSerializer.loads(data))
     except Exception:  # on untrusted bytes, the decoder can raise any exception
         return None
-    if [type(field) for field in request] != [int, str, list, bytes] or len(request.blocks) > MAX_BLOCKS:
-        return None
-    return request if all(type(number) is int for number in request.blocks) else None
+    is_valid = [type(field) for field in request] == [int, str, list, bytes] and len(request.blocks) <= MAX_BLOCKS
+    return request if is_valid and all(type(number) is int for number in request.blocks) else None
 
 
 def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes, float]:
@@ -172,6 +171,7 @@ class StateServer(VerifyingAverager):
         #: the auxiliary peer through which this peer calls each client
         self.relays: dict[PeerID, PeerID] = {}
         super().__init__(*args, **kwargs)
+        self._outer_pipe.send(("_renew_declaration", [], {}))
 
     @staticmethod
     def make_step_key(lineage: str) -> str:
@@ -214,16 +214,17 @@ class StateServer(VerifyingAverager):
         self._allow_state_sharing.value = True
         while True:
             self._state_updated.clear()
+            entry = dict(subkey=self.peer_id.to_bytes(), value=self.state_sharing_priority, return_future=True)
+            end = get_dht_time() + self.declare_state_period
             with contextlib.suppress(Exception):  # of any type, from the DHT's process; the next attempt may succeed
-                await self.dht.store(
-                    f"{self.prefix}.clients",
-                    subkey=self.peer_id.to_bytes(),
-                    value=self.state_sharing_priority,
-                    expiration_time=get_dht_time() + self.declare_state_period,
-                    return_future=True,
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
+                await self.dht.store(f"{self.prefix}.clients", expiration_time=end, **entry)
+            await self._state_updated.wait()
+
+    async def _renew_declaration(self) -> None:
+        """Have the state declared again before its record expires, forever: dead peers delay each store (note 25)."""
+        while True:
+            await asyncio.sleep(self.declare_state_period / 2)
+            self._state_updated.set()
 
     async def fetch_epochs(self, key: str) -> dict[PeerID, float]:
         """Return the epochs of the states that other peers declare under this key; runs in the averager's process."""
@@ -251,7 +252,7 @@ class StateServer(VerifyingAverager):
 
     async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield a client's answer to a request, for a peer that cannot reach the client."""
-        answer = self.request_state(PeerID(request.client), request._replace(client=b""))
+        answer = self.request_state(PeerID(request.client), StateRequest(*request[:3]))  # without the client
         try:
             async for message in aiter_with_timeout(answer, self.donor_timeout):
                 yield message

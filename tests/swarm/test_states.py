@@ -1,6 +1,8 @@
 """States that come from several donors at once: all of them are used, and none of them is trusted."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
 import threading
@@ -13,6 +15,7 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, TensorRole
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import make_prefix, wait_until
 from programs.state_averager import make_state_averager
@@ -450,3 +453,27 @@ def test_idle_peers_lose_their_places(monkeypatch):
             admitted.append(StateServer._admit(server, "new", 20))
     assert len(server._served) == MAX_SERVED_PEERS
     assert all(admitted[admitted.index(True) :]) and admitted.index(True) < 4 * IN_USE
+
+
+def test_declaration_never_expires():
+    """Each store takes a sixth of the period, as with dead peers in the DHT."""
+    period, stored = 0.6, []
+
+    async def store(_, expiration_time: float, **entry) -> None:
+        await asyncio.sleep(period / 6)
+        stored.append((get_dht_time(), expiration_time))
+
+    matchmaking = SimpleNamespace(group_key_manager=SimpleNamespace(prefix="run"))
+    peer = dict(_matchmaking=matchmaking, peer_id=PeerID(b"a"), dht=SimpleNamespace(store=store))
+    state = dict(allow_state_sharing=True, state_sharing_priority=3.0, declare_state_period=period)
+    averager = SimpleNamespace(**peer, **state)
+
+    async def declare() -> None:
+        averager._state_updated = asyncio.Event()
+        tasks = StateServer._declare_for_download_periodically(averager), StateServer._renew_declaration(averager)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*tasks), 5 * period)
+
+    asyncio.run(declare())
+    assert len(stored) >= 5
+    assert all(at < expiration for (_, expiration), (at, _) in itertools.pairwise(stored))
