@@ -161,7 +161,8 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         averaging,
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
-        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
+        # the round before a log changes nothing, because a first state of zeros is not downloaded
+        scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: float(not is_sparse or epoch > 0)),
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],
