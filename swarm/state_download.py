@@ -248,14 +248,13 @@ class StateDownload:
         """Return the peers that declare a state, and its epoch. Choose the voters, and a relay for each client. Unknown
         clients are left out if another peer has at least the epoch before `min_epoch`."""
         averager = self.averager
-        declared = await averager.fetch_epochs("all_averagers")
+        declared, clients = await asyncio.gather(*map(averager.fetch_epochs, ("all_averagers", "clients")))
         relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         voters = [peer for peer in epochs if peer.to_bytes() in self.trusted]
         self.voters = random.sample(voters, min(MAX_DONORS, len(voters)))
         if averager.client_mode and not relays:
             return epochs
-        clients = await averager.fetch_epochs("clients")
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
@@ -374,8 +373,6 @@ class BlockDownload:
         self.donors, self.infos = list(donors), donors[0].infos
         self.averager, self.note_failure = averager, note_failure
         self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
-        for tensor in self.tensors:
-            tensor.zero_()
         #: numbers of the blocks that are still to be requested; those of zeros, as a new momentum has, are known
         self.queue = deque(donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist())
         self.start, self.progress = time.monotonic(), averager.download_progress
@@ -457,11 +454,9 @@ class BlockDownload:
             codec = codec.choose_compression(self.infos[index])
         if message.compression != codec.compression_type:
             raise ValueError("the donor compresses states differently: `load_state_compression` must match")
-        if list(message.size) != [stop - start]:
-            raise ValueError(f"a block of tensor {index} has the shape {tuple(message.size)[:9]}")
         block = codec.extract(message)
-        if block.dtype != target.dtype or not block.isfinite().all():
-            raise ValueError(f"tensor {index} is not finite, or not of {target.dtype}")
+        if (block.dtype, block.shape) != (target.dtype, target.shape):
+            raise ValueError(f"a block of tensor {index} is of {block.dtype} and shape {tuple(block.shape)[:9]}")
         if digests_differ(donor.digests[numbers[0]], digest(block)):
             raise ValueError(f"tensor {index} differs from the donor's description")
         target.copy_(block)

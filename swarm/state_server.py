@@ -34,6 +34,7 @@ logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
 MAX_BLOCKS = 256  # blocks per request
+MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
 FIRST_ANSWER = 5.0  # seconds; timeout for the first message from a client
@@ -58,11 +59,11 @@ def get_moment_role(moment: torch.Tensor, exact: set[int]) -> TensorRole:
 
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
-    """Allocate tensors as views of one buffer per dtype: each buffer shared with another process takes an open file."""
+    """Allocate zeros as views of one buffer per dtype: each buffer shared with another process takes an open file."""
     pieces = {}
     for dtype in {info.descriptor.dtype for info in infos}:
         sizes = [info.descriptor.numel() for info in infos if info.descriptor.dtype == dtype]
-        pieces[dtype] = iter(torch.empty(sum(sizes), dtype=dtype).split(sizes))
+        pieces[dtype] = iter(torch.zeros(sum(sizes), dtype=dtype).split(sizes))
     return [next(pieces[info.descriptor.dtype]).view(info.descriptor.shape) for info in infos]
 
 
@@ -151,7 +152,8 @@ class StateSnapshot:
     def give(self, numbers: Sequence[int], compression: CompressionBase, peer: PeerID) -> Iterator[DownloadData]:
         """Yield messages with these blocks for a peer."""
         for index, start, stop in (self.blocks[number] for number in numbers):
-            for part in split_for_streaming(compression.compress(self.read(index, start, stop), self.infos[index])):
+            block = compression.compress(self.read(index, start, stop), self.infos[index])
+            for part in split_for_streaming(block, MESSAGE):
                 self.used[peer] = time.monotonic()
                 yield DownloadData(tensor_part=part)
 
@@ -252,7 +254,7 @@ class StateServer(VerifyingAverager):
 
     async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield a client's answer to a request, for a peer that cannot reach the client."""
-        answer = self.request_state(PeerID(request.client), request._replace(client=b""))
+        answer = self.request_state(PeerID(request.client), StateRequest(*request[:3]))  # without the client
         try:
             async for message in aiter_with_timeout(answer, self.donor_timeout):
                 yield message
