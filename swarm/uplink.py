@@ -37,6 +37,7 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
 RECOVERED, RECOVERY_SHARE, FORGET = 0.7, 0.3, 0.95  # see `adjust`; each further queue forgets a part of the old rate
+HELD_BACK_LOOKS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
 MIN_RATE = 1e4  # bytes/s
 
@@ -221,7 +222,8 @@ class Uplink:
         the DHT's process, forever."""
         shortest: dict[PeerID, float] = {}
         asking: dict[PeerID, asyncio.Task] = {}
-        sent, looked, has_warned, wait = self._sent.value, time.monotonic(), False, 0.0
+        sent, looked, has_warned = self._sent.value, time.monotonic(), False
+        delays = deque([0.0] * HELD_BACK_LOOKS, maxlen=HELD_BACK_LOOKS)  # in seconds, at the last looks
         calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the highest share since
         while True:
             await asyncio.sleep(POLL_INTERVAL)
@@ -246,14 +248,17 @@ class Uplink:
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
                     waits.append(seconds - shortest[peer])
             if has_traffic:
-                last_wait, wait = wait, min(waits, default=POLL_INTERVAL)
-                queue, most = min(wait, last_wait), max(most, share)  # a lost packet makes one answer late
-                if queue < STALL_DELAY or most < MIN_UTILIZATION:
+                delays.append(min(waits, default=POLL_INTERVAL))
+                queue, most = min(delays[-2], delays[-1]), max(most, share)  # a lost packet makes one answer late
+                # QUIC keeps a short queue itself, and then sends less
+                is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
+                if most < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
                     self.adjust(queue, share)
                 else:
                     await self.drain(node, calm_sent, calm_at)
-                    sent, looked, wait = self._sent.value, time.monotonic(), 0.0
-            if not has_traffic or wait < LOW_QUEUE_DELAY:
+                    sent, looked = self._sent.value, time.monotonic()
+                    delays.extend([0.0] * HELD_BACK_LOOKS)
+            if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
                 calm_sent, calm_at, most = sent, looked, 0.0
             if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
