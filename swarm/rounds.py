@@ -253,7 +253,7 @@ class RoundWait:
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
         self.first_look = self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
-        self.next_announcement = self.started + ANNOUNCE_INTERVAL
+        self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
             self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
