@@ -45,7 +45,7 @@ def make_faulty_model(*args):
 
 
 def make_greedy_model(*args):
-    """In the 42nd pass of rank 0's training, there is no memory left."""
+    """Run out of memory in the 42nd training pass of rank 0."""
 
     def allocate(module, inputs):
         if module.training and next(passes) == 42 and IS_MAIN:
