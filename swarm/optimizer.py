@@ -73,7 +73,7 @@ class CollaborativeOptimizer:
         self.uplink, self.averaging = dht.uplink, averaging
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
-        trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
+        trust = PeerTrust(self.uplink, dht.attestation.workers if dht.attestation else (), self.is_auxiliary)
         self.tracker = PeerTracker(dht, prefix, averaging, trust)
         options = dict(
             dht=dht,
@@ -113,7 +113,7 @@ class CollaborativeOptimizer:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
         averagers = self.state_averager, self.grad_averager
-        self.rounds = Rounds(averaging, self.tracker, *averagers, self.is_auxiliary)
+        self.rounds = Rounds(averaging, self.tracker, *averagers)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
         self.local: LocalSteps | None = None
@@ -394,8 +394,7 @@ class AveragingHelper(CollaborativeOptimizer):
             self.log_steps.follow()
             if self.log_steps.is_open or self.log_steps.join():
                 return
-        if len(self.tracker.peers_at_epoch) >= 2:  # a trainer that is alone needs no help
-            self._advance(self._collect_inputs())
+        self._advance(self._collect_inputs())
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""

@@ -66,12 +66,12 @@ class Rounds:
     tracker: PeerTracker
     state_averager: StateAverager
     grad_averager: GradientAverager
-    is_auxiliary: bool
     gradient_round: StepControl | None = None
     parameter_round: StepControl | None = None
 
     def __post_init__(self):
         self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
+        self.is_auxiliary = self.tracker.trust.is_auxiliary
         # the bytes so far, when they changed, and when a stop request was seen, see `must_stop`
         self._traffic, self._traffic_at, self._stop_seen_at = (0, 0), 0.0, 0.0
 

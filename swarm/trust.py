@@ -51,8 +51,8 @@ class Absence:
 class PeerTrust:
     """The knowledge of a peer about the others: which have worked, and which do not count for a while."""
 
-    def __init__(self, uplink: Uplink, attested: Iterable[bytes] = ()):
-        self.uplink = uplink
+    def __init__(self, uplink: Uplink, attested: Iterable[bytes] = (), is_auxiliary: bool = False):
+        self.uplink, self.is_auxiliary = uplink, is_auxiliary
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
         #: ids of the peers with updates in the last commits: only their samples count; empty without a log
@@ -110,13 +110,15 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: most of the known contributors at this epoch. A peer
-        that has just fallen silent still counts: if the network is cut in two, the smaller half may not step."""
+        """Return how many peers a round takes, this one included: most of the known contributors at this epoch, and two
+        trainers. A peer that has just fallen silent still counts: if the network is cut in two, the smaller half may
+        not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
         counted = self.select_present(records).keys() | just_silent & records.keys()
         members = {peer_id: records[peer_id] for peer_id in counted if records[peer_id].epoch >= min_epoch}
-        return 1 + (1 + len(self.select_known(members))) // 2
+        known = len(self.select_known(members))
+        return 2 + max(1, known // 2) if self.is_auxiliary else 1 + (1 + known) // 2
 
     # --- events
 

@@ -82,6 +82,12 @@ def test_untrusted_peers_count_toward_quorum_only_among_themselves():
     assert make_trust(*NAMES, epoch_seconds=0.0).count_quorum(records, min_epoch=4) == 3
 
 
+@pytest.mark.parametrize("trainers, group_size", [(0, 3), (1, 3), (2, 3), (3, 3), (4, 4)])
+def test_aux_peer_needs_most_trainers_and_two(trainers, group_size):
+    trust = PeerTrust(Uplink(), NAMES, is_auxiliary=True)
+    assert trust.count_quorum(make_records(*NAMES[:trainers]), min_epoch=4) == group_size
+
+
 def test_untrusted_peer_cannot_raise_the_epoch():
     trust, records = make_trust(*NAMES), make_records(*NAMES) | make_records(b"new", epoch=10**9)
     assert set(trust.select_believable(records, own_epoch=5)) == set(NAMES)
@@ -265,9 +271,9 @@ def test_claimed_batch_does_not_end_epoch(dhts):
 
 def test_aux_peer_excludes_unresponsive_peers(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
-        tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
+        tracker.others, tracker.trust.is_auxiliary = {name: make_record(name, ago=1.0) for name in NAMES}, True
         gradients = SimpleNamespace(restore_pending=lambda: None)
-        rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
+        rounds = Rounds(tracker.averaging, tracker, None, gradients)
         rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
         assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 

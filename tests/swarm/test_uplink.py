@@ -11,6 +11,7 @@ import netlab
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.matchmaking import PotentialLeaders
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
@@ -21,7 +22,7 @@ from swarms import Swarm, epochs
 
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
-from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, Uplink
+from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink
 
 # A round sends 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -377,6 +378,18 @@ def test_rate_recovers_after_slow_spell():
     uplink._rate.value *= slow / uplink.mbits
     uplink.adjust(0.0, 0.4)
     assert uplink.mbits == pytest.approx(slow)  # the uplink stays slow: the old rate is forgotten
+
+
+@pytest.mark.parametrize("client_mode, seconds", [(False, 4.0), (True, 6.0)])
+def test_client_follows_leader_that_began_later(client_mode, seconds):
+    """The leader, which has just begun, refuses requests that expire before its own search."""
+    matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
+    matchmaking.client_mode, matchmaking.min_matchmaking_time = client_mode, 3.0
+    uplink = SimpleNamespace(timeouts=RoundTimeouts(fixed_matchmaking=3.0))
+    matchmaking.group_key_manager = SimpleNamespace(dht=SimpleNamespace(uplink=uplink))
+    matchmaking.step_control = SimpleNamespace(scheduled_time=get_dht_time() + 4.0)
+    matchmaking.potential_leaders = PotentialLeaders(None, 3.0, None)
+    assert matchmaking.get_request_expiration_time() - get_dht_time() == pytest.approx(seconds, abs=0.5)
 
 
 def test_group_waits_for_all_then_most():
