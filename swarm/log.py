@@ -97,7 +97,6 @@ class State:
     head: Hash  # the newest commit, and its parent
     parent: Hash
     voters: Annotated[tuple, 1, MAX_VOTERS, Peer]
-    admitted: History  # the new voters in each of the last commits
     owners: History  # of offers in each of the last commits
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
     clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
@@ -190,15 +189,16 @@ class State:
         # a log without voters would end, so the last ones stay
         voters = [peer for peer in present if counts[peer] >= MIN_COUNTED] or present or list(self.voters)
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
-        room = max(1, len(voters) // 4) - sum(map(len, self.admitted[1:]))
-        new = sorted(able, key=lambda peer: (-counts[peer], peer))[: max(0, min(room, MAX_VOTERS - len(voters)))]
+        # commits from one new voter to the next: a quarter more in WINDOW commits, or two if there are fewer than four
+        interval = WINDOW // 2 if len(voters) < 4 else WINDOW >> (len(voters) // 4).bit_length() - 1
+        is_time = commit.epoch % interval == 0 and len(voters) < MAX_VOTERS
+        new = sorted(able, key=lambda peer: (-counts[peer], peer))[:1] if is_time else []
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
         return State(
             epoch=commit.epoch,
             head=commit.hash,
             parent=self.head,
             voters=tuple(sorted((*voters, *new))),
-            admitted=(*self.admitted[1:], tuple(new)),
             owners=owners,
             counted=tuple(offer.key for offer in commit.offers),
             clients=tuple(sorted(clients & {*counts, *voters})),
@@ -219,7 +219,7 @@ class Genesis:
         """Return the state, in which all members count as owners of offers in the commits before. Its parent is the
         blob, so whoever has the state can find the anchor."""
         head, members = compute_hash("genesis", self), tuple(sorted(set(self.members)))
-        return State(self.epoch, head, self.blob, members, ((),) * WINDOW, (members,) * WINDOW, (), (), ())
+        return State(self.epoch, head, self.blob, members, (members,) * WINDOW, (), (), ())
 
 
 class Action(NamedTuple):

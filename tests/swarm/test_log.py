@@ -201,7 +201,7 @@ def test_proof_in_commit_ends_vote():
 
 
 def test_voter_follows_from_counted_offers():
-    state = advance(make_state(), PEERS[:5], times=3)
+    state = advance(make_state(), PEERS[:5], times=7)
     assert PEERS[4] not in state.voters
     state = advance(state, PEERS[:5])
     assert PEERS[4] in state.voters
@@ -213,7 +213,13 @@ def test_voter_follows_from_counted_offers():
 def test_new_voters_are_quarter():
     state = advance(make_state(8), PEERS[:16], times=8)
     assert set(state.voters) == set(PEERS[:10])
-    assert len(advance(state, PEERS[:16], times=4).voters) == 12
+    assert len(advance(state, PEERS[:16], times=8).voters) == 12
+
+
+def test_log_of_one_peer_gains_voters():
+    """Then the end of its first peer is not the end of the log."""
+    counts = [len(advance(make_state(1), PEERS[:9], times=times).voters) for times in (3, 4, 8, 12, 24)]
+    assert counts == [1, 2, 3, 4, 6]
 
 
 def test_last_voters_stay():
