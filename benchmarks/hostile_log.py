@@ -104,7 +104,7 @@ def copy_offer() -> None:
             others = [it for it in others if it.peer != me]
         if others and not is_done:
             other = max(others, key=lambda it: it.samples)
-            self.rounds.add_offer(self.head, other.digest, other.samples, self.rounds.store.read(other.blob))
+            self.rounds.add_offer(self.head, other.digest, other.samples, list(self.rounds.store.open(other.blob)))
             self.optimizer.grad_averager.samples = 0
             note("offers a copy", of=str(PeerID(other.peer))[-6:])
 

@@ -113,6 +113,12 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
         raise ValueError(f"a block of {numbers} numbers has {len(positions)} entries in {len(values)} kinds")
 
 
+def check_numbers(data: bytes, numbers: int) -> None:
+    """Raise a ValueError unless a block of a log's first anchor has this many float32 numbers."""
+    if len(data) != 4 * numbers:
+        raise ValueError(f"a block of {numbers} numbers has {len(data)} bytes")
+
+
 class Measures(NamedTuple):
     """The measures of contributions from which their weights follow, apart from samples."""
 

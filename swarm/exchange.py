@@ -27,9 +27,10 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import hivemind
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -60,7 +61,7 @@ RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
 UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
-FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob
+FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
 
 #: failures of a peer or of the network
@@ -86,7 +87,7 @@ class BlobStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
 
-    def add(self, blocks: list[bytes]) -> bytes:
+    def add(self, blocks: Iterable[bytes]) -> bytes:
         """Store a blob and return its id."""
         return self.put(b"".join(map(self.put, blocks)))
 
@@ -133,9 +134,22 @@ class BlobStore:
         hashes = self.get(blob)
         return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
-    def read(self, blob: bytes) -> list[bytes]:
-        """Return all blocks of a blob, or raise a KeyError."""
-        return list(map(self.get, self.list_hashes(blob)))
+    def open(self, blob: bytes) -> "StoredBlob":
+        """Return the blocks of a blob, which are read when they are needed, or raise a KeyError."""
+        return StoredBlob(self, self.list_hashes(blob))
+
+
+class StoredBlob(Sequence):
+    """The blocks of a blob on disk. Reading one raises a KeyError if it is not there."""
+
+    def __init__(self, store: BlobStore, names: list[bytes]):
+        self.store, self.names = store, names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.store.get(self.names[index])
 
 
 def plan_loads(uplinks: Mapping[PeerID, float], num_bytes: int, seconds: float) -> dict[PeerID, float]:
@@ -179,11 +193,19 @@ class InvalidBlobError(Exception):
     """The error that the blocks of a blob match their hashes, but are invalid: its owner has made them."""
 
 
+class Format(NamedTuple):
+    """The kind of a blob's blocks."""
+
+    max_bytes: int  # of a block
+    check: Callable[[bytes, int], None]  # raises a ValueError if a block, given its number, is invalid; in a thread
+
+
 class Download:
     """A blob on its way to this peer."""
 
-    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int):
-        self.blob, self.owner, self.num_bytes, self.num_blocks = blob, owner, num_bytes, num_blocks
+    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int, format: Format):
+        self.blob, self.owner, self.num_blocks, self.format = blob, owner, num_blocks, format
+        self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
         self.missing, self.hashes = set(range(num_blocks)), b""
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
@@ -230,8 +252,6 @@ class Exchange:
     :param dht: this peer's DHT, with its `uplink`
     :param prefix: the run's name
     :param num_blocks: the number of blocks of each blob
-    :param max_block_bytes: the limit of a block's size
-    :param check_block: raises a ValueError if a block, given its number, is invalid; called in a thread
     :param on_message: returns the answer to a message, given its sender; called in a thread, one at a time
     """
 
@@ -241,12 +261,9 @@ class Exchange:
         prefix: str,
         store: BlobStore,
         num_blocks: int,
-        max_block_bytes: int,
-        check_block: Callable[[bytes, int], None],
         on_message: Callable[[PeerID, bytes], bytes],
     ):
-        self.store, self.num_blocks, self.max_block_bytes = store, num_blocks, max_block_bytes
-        self.check_block, self.on_message = check_block, on_message
+        self.store, self.num_blocks, self.on_message = store, num_blocks, on_message
         self.uplink, self.peer_id = dht.uplink, dht.peer_id
         #: the peers of the log, whose requests come before those of all other peers; set by the caller
         self.participants: frozenset[PeerID] = frozenset()
@@ -390,7 +407,13 @@ class Exchange:
     # --- fetching
 
     def fetch(
-        self, blob: bytes, owner: PeerID, holders: Mapping[PeerID, float], num_bytes: int, seconds: float = 0.0
+        self,
+        blob: bytes,
+        owner: PeerID,
+        holders: Mapping[PeerID, float],
+        num_bytes: int,
+        format: Format,
+        seconds: float = 0.0,
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
         with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time. It is
@@ -401,26 +424,25 @@ class Exchange:
         :param num_bytes: the sum of the blocks' sizes
         :param seconds: the time that the exchange of all blobs may take; the more, the less slow lines send
         """
-        fetching = self._fetch(blob, owner, holders, num_bytes, seconds)
+        fetching = self._fetch(blob, owner, holders, num_bytes, format, seconds)
         return asyncio.run_coroutine_threadsafe(fetching, self._loop)
 
-    async def _fetch(self, blob, owner, holders, num_bytes, seconds) -> None:
+    async def _fetch(self, blob, owner, holders, num_bytes, format, seconds) -> None:
         if self.store.has(blob):
             return
-        num_bytes = min(num_bytes, self.num_blocks * self.max_block_bytes)
         download = self._downloads.get(blob)
         if not download:
             if len(self._downloads) >= MAX_DOWNLOADS:
                 self._downloads.pop(next(iter(self._downloads))).task.cancel()
-            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks)
+            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format)
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= holders
-        download.loads = plan_loads(download.uplinks, num_bytes, seconds)
+        download.loads = plan_loads(download.uplinks, download.num_bytes, seconds)
         await asyncio.shield(download.task)
 
     async def _download(self, download: Download) -> None:
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT):
+            async with asyncio.timeout(FETCH_TIMEOUT + 8e-6 * download.num_bytes / MIN_MBITS):
                 while download.missing:
                     async with asyncio.TaskGroup() as tasks:
                         self._start_fetching(tasks, download, download.missing, frozenset())
@@ -467,7 +489,7 @@ class Exchange:
         while wanted:
             number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
             expected = wanted & {HASHES} or wanted  # the hashes come first
-            if number not in expected or size > max(self.max_block_bytes, HASH_BYTES * self.num_blocks):
+            if number not in expected or size > max(download.format.max_bytes, HASH_BYTES * self.num_blocks):
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
@@ -486,7 +508,7 @@ class Exchange:
             raise ValueError("its data has another hash")
         try:
             if number != HASHES:
-                self.check_block(data, number)
+                download.format.check(data, number)
             elif len(data) != HASH_BYTES * self.num_blocks:
                 raise ValueError(f"the blob has {len(data) / HASH_BYTES:g} blocks instead of {self.num_blocks}")
             else:

@@ -74,8 +74,7 @@ from swarm.log_records import (
     unpack,
 )
 
-MAX_MESSAGE_BYTES = 128 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
-MAX_ANSWER_BYTES = 48 * 1024
+MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
 RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_POOL = 16  # offers of peers that are not expected to have one
@@ -98,7 +97,6 @@ class State:
     head: Hash  # the newest commit, and its parent
     parent: Hash
     voters: Annotated[tuple, 1, MAX_VOTERS, Peer]
-    admitted: History  # the new voters in each of the last commits
     owners: History  # of offers in each of the last commits
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
     clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
@@ -108,6 +106,11 @@ class State:
     def awaited(self) -> set[bytes]:
         """The voters with an offer in both of the last two commits. Lists wait for their offers, and they lead."""
         return {*self.voters}.intersection(*self.owners[-2:])
+
+    @property
+    def recent_owners(self) -> set[bytes]:
+        """The owners of offers in the last two commits."""
+        return {*self.owners[-2], *self.owners[-1]}
 
     @property
     def participants(self) -> set[bytes]:
@@ -186,15 +189,16 @@ class State:
         # a log without voters would end, so the last ones stay
         voters = [peer for peer in present if counts[peer] >= MIN_COUNTED] or present or list(self.voters)
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
-        room = max(1, len(voters) // 4) - sum(map(len, self.admitted[1:]))
-        new = sorted(able, key=lambda peer: (-counts[peer], peer))[: max(0, min(room, MAX_VOTERS - len(voters)))]
+        # commits from one new voter to the next: a quarter more in WINDOW commits, or two if there are fewer than four
+        interval = WINDOW // 2 if len(voters) < 4 else WINDOW >> (len(voters) // 4).bit_length() - 1
+        is_time = commit.epoch % interval == 0 and len(voters) < MAX_VOTERS
+        new = sorted(able, key=lambda peer: (-counts[peer], peer))[:1] if is_time else []
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
         return State(
             epoch=commit.epoch,
             head=commit.hash,
             parent=self.head,
             voters=tuple(sorted((*voters, *new))),
-            admitted=(*self.admitted[1:], tuple(new)),
             owners=owners,
             counted=tuple(offer.key for offer in commit.offers),
             clients=tuple(sorted(clients & {*counts, *voters})),
@@ -204,17 +208,18 @@ class State:
 
 @dataclass(frozen=True)
 class Genesis:
-    """The beginning of a log: the state of the members of the last dense round, which are the first voters."""
+    """The beginning of a log: the anchor of one member of the last dense round. All members are the first voters."""
 
     run: Annotated[str, 1, 200]
     epoch: Number
-    digest: Hash
+    blob: Hash  # of the anchor; the momentum is zero
     members: Peers
 
     def make_state(self) -> State:
-        """Return the state, in which all members count as owners of offers in the commits before."""
+        """Return the state, in which all members count as owners of offers in the commits before. Its parent is the
+        blob, so whoever has the state can find the anchor."""
         head, members = compute_hash("genesis", self), tuple(sorted(set(self.members)))
-        return State(self.epoch, head, head, members, ((),) * WINDOW, (members,) * WINDOW, (), (), ())
+        return State(self.epoch, head, self.blob, members, (members,) * WINDOW, (), (), ())
 
 
 class Action(NamedTuple):
@@ -222,10 +227,8 @@ class Action(NamedTuple):
 
     `send`: the message to `peers`, or to all peers if there are none (as the response if the peer has just called).
     `save`: write the memory to disk before any later action. `fetch`: the blob of an offer, from any participant, then
-    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it. `apply`: a commit, of which this peer
-    holds all blobs, to the model. `fork`: the model has commits that lost: download one with this commit or a later
-    one, keep the residual, and call `mark_applied`. `return`: add the blob of this peer's offer to the residual: no
-    commit will count it.
+    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it. `return`: add the blob of this peer's
+    offer to the residual: no commit will count it.
     """
 
     kind: str
@@ -243,7 +246,8 @@ class Entry(NamedTuple):
 class Log:
     """One peer's copy of the log, and its part in the choice of the next commit.
 
-    The public methods return a list of Actions. Times are seconds of a clock that peers share, see MAX_SKEW.
+    The public methods return a list of Actions. The caller sets `model` to the hash of the commit that its model has,
+    and applies `find_next`. Times are seconds of a clock that peers share, see MAX_SKEW.
     """
 
     def __init__(
@@ -254,7 +258,6 @@ class Log:
         holds: Callable[[bytes], bool],
         now: float,
         memory: bytes | None = b"",
-        applied: bytes = b"",
     ):
         """
         :param state: that of a Genesis, of a checkpoint, or of a peer that this one trusts
@@ -263,12 +266,11 @@ class Log:
         :param timeout: seconds in which updates and votes arrive; follows from bytes and uplinks, so peers may differ
         :param holds: returns whether a blob is here, complete and valid
         :param memory: of the last action `save`; None if this peer may have voted in this log and not know it
-        :param applied: the hash of the commit that the model has, by default that of the state
         """
         self.identity, self.timeout, self.holds = identity, timeout, holds
         self.me, self.now = identity.peer, now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
-        self.applied: int | None = state.epoch if applied in (b"", state.head) else None  # None during a download
+        self.model = state.head
         memories = unpack(Annotated[tuple, 0, MAX_COMMITS, Memory], memory) if memory else ()
         self.memories = {item.parent: item for item in memories}
         #: the first epoch for whose commit this peer knows all votes that it has given
@@ -296,15 +298,6 @@ class Log:
         self.now, self.is_dirty = now, True
         return self.finish()
 
-    def mark_applied(self, now: float, head: bytes) -> list[Action]:
-        """Continue after a state was downloaded: that after the commit with this hash, unless this commit has lost."""
-        self.now = now
-        if head in (path := self.list_path()):
-            self.applied = path[head].state.epoch
-        else:
-            self.actions.append(Action("fork", self.chain[self.head.head].commit))
-        return self.finish()
-
     def leave(self, now: float) -> list[Action]:
         """Announce that this peer leaves. It should stay until a commit has its record, for an epoch at most."""
         self.now, self.is_leaving = now, True
@@ -324,7 +317,7 @@ class Log:
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
         """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
         self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
-        if len(message) > MAX_MESSAGE_BYTES or not self.spend(sender, message):
+        if not self.spend(sender, message):
             return []
         try:
             records = decode(message)
@@ -436,8 +429,7 @@ class Log:
     def fetch(self) -> None:
         """Request blobs that the next commit may contain, or that a commit contains."""
         lists = [proposal.commit.offers for proposal in self.select(Proposal)]
-        entries = self.list_entries(self.head.epoch if self.applied is None else self.applied)[:WINDOW]
-        lists += [self.choose(self.select(Offer)), *(entry.commit.offers for entry in entries)]
+        lists += [self.choose(self.select(Offer)), *(commit.offers for commit in self.list_unapplied()[:WINDOW])]
         wanted = {offer.blob: offer for offers in lists for offer in offers if not self.holds(offer.blob)}
         for blob, offer in wanted.items():
             if blob not in self.fetching:
@@ -504,22 +496,30 @@ class Log:
         if counted & {*self.own.values()}:
             self.voting_epoch = 0
         self.own = {offer.key: offer for offer in {*self.own.values(), *offers} - counted}
-        if lost and (self.applied is None or self.applied > fork.epoch):
-            self.applied = None
-            self.actions.append(Action("fork", commit))
         self.spans.append(self.now - self.since)
         self.start_height(state)
         if len(self.chain) > MAX_COMMITS:
             del self.chain[next(iter(self.chain))]
 
-    def apply(self) -> None:
-        """Apply the next commits whose blobs are here."""
-        while self.applied is not None and self.applied < self.head.epoch:
-            commit = self.list_entries(self.applied)[0].commit
-            if commit.epoch != self.applied + 1 or not self.holds_all(commit):
-                return
-            self.applied += 1
-            self.actions.append(Action("apply", commit))
+    def list_unapplied(self) -> list[Commit]:
+        """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
+        entry = self.list_path().get(self.model)
+        return [it.commit for it in self.list_entries(entry.state.epoch)] if entry else []
+
+    def find_next(self) -> Commit | None:
+        """Return the commit that the model needs next, if all blobs are here."""
+        return next((commit for commit in self.list_unapplied()[:1] if self.holds_all(commit)), None)
+
+    def has_lost(self, head: bytes) -> bool:
+        """Return whether a commit is in a branch that has lost."""
+        return head in self.chain and head not in self.list_path()
+
+    def list_pending(self) -> list[Offer]:
+        """Return this peer's offers that the model lacks and that have not returned."""
+        return [
+            *self.own.values(),
+            *(it for commit in self.list_unapplied() for it in commit.offers if it.peer == self.me),
+        ]
 
     def holds_all(self, commit: Commit) -> bool:
         """Return whether all blobs of a commit are here."""
@@ -606,7 +606,6 @@ class Log:
         if commit := self.find_commit():
             self.add_commit(commit)
             self.settle()
-        self.apply()
 
     def find_commit(self) -> Commit | None:
         """Return a list that a quorum has voted for, with the votes."""

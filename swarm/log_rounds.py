@@ -5,7 +5,7 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 
 - Peers that accept connections are called when the log has a message for them. A client, which cannot be called, calls
   others regularly, and their messages are in the answers.
-- Auxiliary peers are in the DHT's list of donors. They hold all blobs, and relay between clients.
+- Auxiliary peers are in the DHT's list of donors. They hold all blobs, and clients get the records of others there.
 - Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
   more peers stays, or of two equal ones that with the smaller hash.
 - A peer without the log asks known contributors for the log's state after its own model's commit. It accepts the answer
@@ -21,21 +21,22 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import hivemind
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
+from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
-from swarm.aggregation import BLOCK, Numbers, check_block
-from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
+from swarm.aggregation import BLOCK, Numbers, check_block, check_numbers
+from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
-from swarm.log_records import Number, Offer, Status, decode, pack, unpack
+from swarm.log_records import Commit, Number, Offer, pack, unpack
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -100,7 +101,6 @@ class LogRounds:
 
     :param numbers: the swarm's parameters, for the sizes of blocks
     :param folder: a folder for the blobs and this peer's votes; default: a temporary one, for a key that is not kept
-    :param accepts_connections: whether other peers can call this one
     """
 
     def __init__(
@@ -110,52 +110,43 @@ class LogRounds:
         numbers: Numbers,
         codec: TopKCompression,
         folder: Path | None,
-        accepts_connections: bool,
         is_auxiliary: bool,
     ):
-        self.dht, self.tracker, self.accepts_connections = dht, tracker, accepts_connections
-        self.is_auxiliary = is_auxiliary
+        self.dht, self.tracker, self.is_auxiliary = dht, tracker, is_auxiliary
+        self.accepts_connections = not dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.log: Log | None = None
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
         self.epoch, self.exchange_seconds = 0, 0.0
-        #: set if there are events for the training loop
+        #: set if the log may have something new for the training loop
         self.news = threading.Event()
-        self._events: deque[tuple[str, object]] = deque()
+        self._returned: list[Offer] = []
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
-        self.store = BlobStore(folder / "blobs", max(MIN_STORE_BYTES, 4 * numbers.total))
+        self.numbers, self.store = numbers, BlobStore(folder / "blobs", MIN_STORE_BYTES + 4 * numbers.total)
+        max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
+        self._update_format = Format(max_bytes, lambda data, index: check_block(data, numbers.count(index), codec))
+        self._anchor_format = Format(4 * BLOCK, lambda data, index: check_numbers(data, numbers.count(index)))
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
-        self._answers: deque[tuple] = deque()  # of peers and of fetched blobs, for the thread
-        #: the Mbit/s of auxiliary peers; the running search for them, and the time of the next one
-        self.helpers: dict[bytes, float] = {}
-        self._search, self._next_search = None, 0.0
-        #: the log of a client, for an auxiliary peer that has none
-        self.offered: tuple[bytes, State] | None = None
+        self._jobs: deque[Callable[[], None]] = deque()  # for the thread
+        self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers
+        self._next_search = self._next_poll = 0.0
+        #: a client and its log, for an auxiliary peer that has none
+        self.offered: tuple[bytes, bytes, State] | None = None
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
-        self._next_poll = 0.0
-        self.exchange = Exchange(
-            dht,
-            tracker.prefix,
-            self.store,
-            numbers.num_blocks,
-            max_block_bytes=int(1.5 * codec.estimate_bytes(BLOCK)),
-            check_block=lambda data, index: check_block(data, numbers.count(index), codec),
-            on_message=self._answer,
-        )
+        self.exchange = Exchange(dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     # --- for the training loop
 
-    def open(self, log_id: bytes, state: State, applied: bytes, is_new: bool) -> None:
+    def open(self, log_id: bytes, state: State, is_new: bool = False) -> None:
         """Start to take part in a log after the commit of this state.
 
-        :param applied: the commit that the model has, or other bytes if it has none of this log
         :param is_new: whether the log begins now, so that this peer has no vote in it
         """
         if is_new:
@@ -164,37 +155,43 @@ class LogRounds:
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
             self.log_id, self._seen = log_id, {}
-            self.log = Log(
-                state, self.identity, self._compute_timeout(), self.store.has, get_dht_time(), memory, applied=applied
-            )
+            self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, get_dht_time(), memory)
+            if self.is_auxiliary:  # it has no model
+                self.log.model = NEWEST
         self._wake.set()
 
     def close(self) -> list[Offer]:
         """Leave the log, and return this peer's offers that no commit contains."""
         with self._lock:
-            offers = list(self.log.own.values()) + [it for kind, it in self._events if kind == "return"]
+            offers = [*self.log.own.values(), *self.take_returned()]
             self.log, self.log_id = None, b""
-            self._events.clear()
             self._outbox.clear()
         return offers
 
-    def take_events(self) -> list[tuple[str, object]]:
-        """Return what the training loop has to do: `apply` a commit, `return` an offer to the residual, load another
-        state after a `fork`, or `switch` to the log of the others."""
+    def take_returned(self) -> list[Offer]:
+        """Return this peer's offers that no commit will count; they belong into the residual."""
         with self._lock:
-            self.news.clear()
-            events, self._events = list(self._events), deque()
-        return events
+            returned, self._returned = self._returned, []
+        return returned
+
+    def find_next(self, head: bytes) -> tuple[Commit, State] | None:
+        """Return the commit to apply to a model that has this commit, once all updates are here; and the log's state
+        before."""
+        with self._lock:
+            self.log.model = head
+            commit = self.log.find_next()
+            return (commit, self.log.chain[head].state) if commit else None
 
     def is_epoch_over(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:
             return self.log.head.head == head and self.log.head.has_quorum(self.log.select_current())
 
-    def find_state(self, head: bytes) -> State:
-        """Return the log's state after a commit."""
+    def count_pending(self) -> int:
+        """Return the samples of this peer's offers that the model lacks."""
         with self._lock:
-            return self.log.chain[head].state
+            offers = [*self.log.list_pending(), *self._returned] if self.log else []
+        return sum(offer.samples for offer in offers)
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
@@ -206,21 +203,6 @@ class LogRounds:
             offer = self.log.sign(Offer, *fields)
             self._perform(self.log.add_offer(get_dht_time(), offer))
         return offer
-
-    def knows(self, head: bytes) -> bool:
-        """Return whether a commit is in the chain."""
-        with self._lock:
-            return head in self.log.list_path()
-
-    def mark_applied(self, head: bytes) -> None:
-        """Continue after this commit's state was downloaded."""
-        with self._lock:
-            self._perform(self.log.mark_applied(get_dht_time(), head))
-
-    def count_seconds_without_commit(self) -> float:
-        """Return the seconds since the last commit."""
-        with self._lock:
-            return get_dht_time() - self.log.since
 
     def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None] | None:
         """Ask peers for their log.
@@ -235,9 +217,8 @@ class LogRounds:
         concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
         answers = []
         for call in calls:
-            if call.done() and not call.cancelled() and not call.exception():
-                with contextlib.suppress(ValueError):
-                    answers.append(unpack(Envelope, call.result()))
+            with contextlib.suppress(Exception):  # no answer, or an invalid one
+                answers.append(unpack(Envelope, call.result(timeout=0)))
         logs = Counter(answer.log for answer in answers if answer.log)
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
         if not log_id or 2 * logs[log_id] < len(answers):
@@ -248,6 +229,23 @@ class LogRounds:
             if state and 2 * votes > logs[log_id]:
                 return log_id, unpack(State, state)
         return log_id, None
+
+    def has_fewer_peers(self) -> bool:
+        """Return whether more known peers have another log, or as many one with a smaller id."""
+        oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
+        with self._lock:
+            logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
+        logs[self.log_id] += 1
+        return min(logs, key=lambda it: (-logs[it], it)) != self.log_id
+
+    def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
+        """Fetch the anchor with which a log begins. The leader sends each block once, to another member, which passes
+        it on."""
+        self.exchange.participants, size = frozenset(map(PeerID, members)), 4 * self.numbers.total
+        # a client leads only clients
+        peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]
+        holders = {PeerID(it): MIN_MBITS if it == leader else MAX_MBITS for it in filter(self.can_call, peers)}
+        return self.exchange.fetch(blob, PeerID(leader), holders, size, self._anchor_format)
 
     def leave(self) -> None:
         """Tell the others, once, that this peer leaves, and serve the updates that they lack for the last commit."""
@@ -265,7 +263,7 @@ class LogRounds:
         with self._lock:
             members, oldest = self._list_members(), time.monotonic() - RECENT
             epochs = [epoch for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in members]
-            is_sent = not any(self._outbox[peer] for peer in members if self._can_call(peer))
+            is_sent = not any(self._outbox[peer] for peer in members if self.can_call(peer))
             return is_sent and not self._called and all(epoch >= self.epoch for epoch in epochs)
 
     def shutdown(self) -> None:
@@ -286,8 +284,8 @@ class LogRounds:
             self._wake.wait(TICK)
             self._wake.clear()
             with self._lock:
-                while self._answers:
-                    self._take(*self._answers.popleft())
+                while self._jobs:
+                    self._jobs.popleft()()
                 self._find_helpers()
                 if self.log is None:
                     continue
@@ -296,7 +294,6 @@ class LogRounds:
                     members = self._list_members()
                     self.exchange.participants = frozenset(map(PeerID, members))
                     self._perform(self.log.tick(get_dht_time()))
-                    self._compare_logs()
                 self._poll()
                 self._send()
 
@@ -311,10 +308,10 @@ class LogRounds:
                 is_saved = write_file(self._memory_file, self.log_id + content)
             elif kind == "fetch":
                 self._fetch(content)
-            elif kind in ("apply", "return", "fork"):
-                self._events.append((kind, content))
-                self.news.set()
+            elif kind == "return":
+                self._returned.append(content)
         self._wake.set()
+        self.news.set()
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages: those that are known to have worked, and the last
@@ -324,21 +321,34 @@ class LogRounds:
         members = {*filter(is_known, present), *guests, *self.helpers, *self.log.head.participants}
         return members - {self.identity.peer, *self.tracker.trust.banned_until}
 
+    def _when_done(self, future: concurrent.futures.Future, take: Callable, *args) -> None:
+        """Let the thread call a function with the result of a future, or the exception."""
+
+        def add_job(done: concurrent.futures.Future) -> None:
+            if not done.cancelled():  # at the end, or for newer downloads
+                self._jobs.append(partial(take, done.exception() or done.result(), *args))
+                self._wake.set()
+
+        future.add_done_callback(add_job)
+
     def _find_helpers(self) -> None:
         """Look for auxiliary peers from time to time. They declare a state of infinite epoch."""
-        if self._search is not None and self._search.done():
-            done, self._search = self._search, None
-            entry = None if done.cancelled() or done.exception() else done.result()
-            found = sorted(peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY)
-            self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
-        elif self._search is None and time.monotonic() >= self._next_search:
+        if time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + HELPERS_INTERVAL
             key = f"{self.tracker.prefix}_state_averager.all_averagers"
-            self._search = self.dht.get(key, latest=True, return_future=True)
+            self._when_done(self.dht.get(key, latest=True, return_future=True), self._take_helpers)
 
-    def _can_call(self, peer: bytes) -> bool:
+    def _take_helpers(self, entry: object) -> None:
+        epochs = parse_epochs(entry if isinstance(entry, ValueWithExpiration) else None, self.identity.peer)
+        found = sorted(peer for peer, epoch in epochs.items() if epoch == RELAY)
+        self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
+
+    def can_call(self, peer: bytes) -> bool:
+        """Return whether a peer accepts connections; this one may be asked for as well."""
+        if peer == self.identity.peer:
+            return self.accepts_connections
         record = self.tracker.others.get(peer)
-        return not (record.client_mode if record else peer in self.log.head.clients)
+        return not (record.client_mode if record else self.log is not None and peer in self.log.head.clients)
 
     def _send(self) -> None:
         """Call each member for which there are messages, unless its last answer is awaited. Other peers have got theirs
@@ -347,13 +357,12 @@ class LogRounds:
         for peer in self._outbox.keys() - members:
             del self._outbox[peer]
         for peer, queue in self._outbox.items():
-            if queue and peer not in self._called and self._can_call(peer):
+            if queue and peer not in self._called and self.can_call(peer):
                 self._call(peer)
 
     def _call(self, peer: bytes) -> None:
         self._called.add(peer)
-        call = self.exchange.send(PeerID(peer), pack(self._make_envelope(peer)))
-        call.add_done_callback(lambda done: (self._answers.append((peer, done)), self._wake.set()))
+        self._when_done(self.exchange.send(PeerID(peer), pack(self._make_envelope(peer))), self._take_answer, peer)
 
     def _poll(self) -> None:
         """Call some peers if others cannot call this one."""
@@ -361,7 +370,7 @@ class LogRounds:
             return
         has_open_offer = bool(self.log.own) or bool(self.log.fetching)
         self._next_poll = time.monotonic() + (POLL_INTERVAL if has_open_offer else IDLE_POLL_INTERVAL)
-        peers = [peer for peer in self._list_members() if self._can_call(peer) and peer not in self._called]
+        peers = [peer for peer in self._list_members() if self.can_call(peer) and peer not in self._called]
         for peer in random.sample(peers, min(POLLED_PEERS, len(peers))):
             self._call(peer)
 
@@ -374,23 +383,22 @@ class LogRounds:
         mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
         return Envelope(self.log_id, self.epoch, mbits, messages=tuple(messages))
 
-    def _take(self, peer: bytes, done: concurrent.futures.Future, offer: Offer | None = None) -> None:
-        """Take the answer of a peer, or the end of the download of an offer's blob."""
-        error = None if done.cancelled() else done.exception()
-        if offer is not None:
-            if isinstance(error, InvalidBlobError):  # the hashes are the owner's, so nobody else can have made it
-                self.tracker.ban({PeerID(peer): "has sent an invalid update"})
-            elif error is not None:
-                logger.info(f"no update of peer {PeerID(peer)}: {error!r:.200}")
-                if self.log is not None:  # it requests the blob again as long as it lacks it
-                    self.log.fetching.pop(offer.blob, None)
-            elif self.log is not None:
-                self._perform(self.log.mark_complete(get_dht_time()))
-            return
+    def _take_answer(self, answer: bytes | BaseException, peer: bytes) -> None:
         self._called.discard(peer)
-        if not done.cancelled() and error is None:
+        if isinstance(answer, bytes):
             with contextlib.suppress(ValueError):
-                self._read(peer, unpack(Envelope, done.result()))
+                self._read(peer, unpack(Envelope, answer))
+
+    def _take_blob(self, error: BaseException | None, offer: Offer) -> None:
+        """Continue after the blob of an offer has arrived, or not."""
+        if isinstance(error, InvalidBlobError):  # the hashes are the owner's, so nobody else can have made it
+            self.tracker.ban({PeerID(offer.peer): "has sent an invalid update"})
+        elif error is not None:
+            logger.info(f"no update of peer {PeerID(offer.peer)}: {error!r:.200}")
+            if self.log is not None:  # it requests the blob again as long as it lacks it
+                self.log.fetching.pop(offer.blob, None)
+        elif self.log is not None:
+            self._perform(self.log.mark_complete(get_dht_time()))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
@@ -399,24 +407,13 @@ class LogRounds:
             if envelope.request and self.log is not None:  # it cannot call this peer
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state:
-            self.offered = envelope.log, unpack(State, envelope.state)
+            self.offered = peer, envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen.pop(peer, None)  # the newest ones are the last ones
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         if self.log is not None and envelope.log == self.log_id:
             for message in envelope.messages:
                 self._perform(self.log.receive(get_dht_time(), peer, message))
-                if self.is_auxiliary and not self._can_call(peer):
-                    self._relay(peer, message)
-
-    def _relay(self, sender: bytes, message: bytes) -> None:
-        """Pass the records of a client on to the other clients, which it cannot call."""
-        with contextlib.suppress(ValueError):
-            if any(isinstance(record, Status) for record in decode(message)):
-                return
-            for peer in self._list_members() - {sender}:
-                if not self._can_call(peer):
-                    self._outbox[peer].append(message)
 
     def _answer(self, sender: PeerID, message: bytes) -> bytes:
         """Answer a call; runs in a thread of the exchange."""
@@ -446,20 +443,11 @@ class LogRounds:
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         owner = PeerID(offer.peer)
-        fetching = self.exchange.fetch(offer.blob, owner, holders, offer.num_bytes, self.exchange_seconds)
-        fetching.add_done_callback(lambda done: (self._answers.append((offer.peer, done, offer)), self._wake.set()))
+        size, seconds = offer.num_bytes, self.exchange_seconds
+        fetching = self.exchange.fetch(offer.blob, owner, holders, size, self._update_format, seconds)
+        self._when_done(fetching, self._take_blob, offer)
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:
         """Return the log's timeout, where the update of each peer has this number of bytes."""
         uplink, peers = self.dht.uplink, len(self.tracker.present) + 1
         return uplink.timeouts.response + uplink.compute_transfer_timeout(peers * num_bytes) / 3
-
-    def _compare_logs(self) -> None:
-        """Tell the training loop if more peers have another log."""
-        oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
-        logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
-        logs[self.log_id] += 1
-        best = min(logs, key=lambda it: (-logs[it], it))
-        if best != self.log_id and ("switch", best) not in self._events:
-            self._events.append(("switch", best))
-            self.news.set()

@@ -183,7 +183,7 @@ class CollaborativeOptimizer:
         if self.log_steps:
             self.log_steps.follow()
         self.grad_averager.accumulate(batch_size)
-        in_offers = self.log_steps.pending_samples if self.log_steps else 0
+        in_offers = self.log_steps.rounds.count_pending() if self.log_steps else 0
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
         if self._takes_local_steps:
             if self.log_steps.is_open:

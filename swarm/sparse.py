@@ -88,8 +88,6 @@ class TopKCompression:
 
     def choose(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the positions of the entries to send, ascending, as int64."""
-        if self.density == 1:
-            return numbers.nonzero().flatten()
         chunk = min(CHUNK, len(numbers))
         chunks = pad(numbers, (0, -len(numbers) % chunk)).view(-1, chunk)
         # The magnitude, rounded to 11 bits, and the position are one integer: faster than topk, and always as many.

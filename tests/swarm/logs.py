@@ -60,7 +60,7 @@ class Trainer:
         self.state = self.genesis.head  # stands for the model
         self.pending: set[int] = set()  # samples in the residual
         self.offer_time: float | None = network.now + network.random.uniform(1, network.pace)
-        self.is_alive = True
+        self.is_alive, self.is_loading = True, False
 
     def crash(self) -> None:
         self.is_alive = False
@@ -105,14 +105,20 @@ class Trainer:
                 self.memory = content
             elif kind == "fetch":
                 network.post(self.peer, self.peer, content)
-            elif kind == "apply":
-                network.check_apply(self, content)
-                self.state, self.offer_time = content.hash, network.now + network.random.uniform(1, network.pace)
             elif kind == "return":
                 self.pending |= network.samples[content.blob]
-            elif kind == "fork":
-                network.forks += 1
-                network.post(self.peer, self.peer, content.hash)
+        while commit := self.log.find_next():
+            network.check_apply(self, commit)
+            self.set_state(commit.hash, network.random.uniform(1, network.pace))
+        if self.state not in self.log.list_path() and not self.is_loading:
+            self.is_loading = True
+            network.forks += 1
+            network.post(self.peer, self.peer, self.log.head.head)
+
+    def set_state(self, head: bytes, seconds: float) -> None:
+        """Continue with this state, and make an offer after these seconds."""
+        self.state = self.log.model = head
+        self.offer_time, self.is_loading = self.network.now + seconds, False
 
 
 class Network:
@@ -177,8 +183,8 @@ class Network:
                 heapq.heappush(self.queue, (self.now + 1, self.order, sender, receiver, content))
         elif sender == receiver:  # a downloaded state
             if content in trainer.log.chain:
-                trainer.state, trainer.offer_time = content, self.now + 5
-                trainer.run(trainer.log.mark_applied(self.now, content))
+                trainer.set_state(content, 5)
+                trainer.run([])
         else:
             trainer.run(trainer.log.receive(self.now, sender, content))
 

@@ -25,6 +25,7 @@ from swarm.exchange import (
     SHARE,
     BlobStore,
     Exchange,
+    Format,
     InvalidBlobError,
     choose_source,
     plan_loads,
@@ -40,6 +41,9 @@ INVALID = b"invalid"
 def check_block(data: bytes, number: int) -> None:
     if data.startswith(INVALID):
         raise ValueError(f"block {number}")
+
+
+FORMAT = Format(2 * BLOCK_BYTES, check_block)
 
 
 class UncheckedStore(BlobStore):
@@ -96,7 +100,7 @@ def start(dhts, tmp_path):
 
     def start_exchange(dht: DHT, kind: type = Exchange, on_message=lambda _, message: b"0 " + message) -> Exchange:
         store = BlobStore(tmp_path / str(len(started)), 10**8)
-        exchange = kind(dht, prefix, store, NUM_BLOCKS, 2 * BLOCK_BYTES, check_block, on_message)
+        exchange = kind(dht, prefix, store, NUM_BLOCKS, on_message)
         started.append(exchange)
         for other in started:
             other.participants = frozenset(it.peer_id for it in started)
@@ -124,7 +128,7 @@ def connect(*exchanges: Exchange) -> None:
 def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) -> None:
     """Fetch a blob from these holders, of which the later ones have more Mbit/s."""
     mbits = {holder.peer_id: 20.0 * 50**index for index, holder in enumerate(holders)}
-    exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES).result(60)
+    exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT).result(60)
 
 
 def wait_until(condition, seconds: float = 20.0) -> None:
@@ -143,15 +147,14 @@ def test_exchange_of_all_blobs_includes_client(exchanges):
     names = [exchange.store.add(blob) for exchange, blob in zip(exchanges, blobs, strict=True)]
     holders = {exchange.peer_id: 20.0 for exchange in exchanges[:2]}
     futures = [
-        exchange.fetch(name, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES)
+        exchange.fetch(name, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
         for exchange in exchanges
         for owner, name in zip(exchanges, names, strict=True)
     ]
     for future in futures:
         future.result(60)
-    assert all(
-        exchange.store.read(name) == blob for exchange in exchanges for name, blob in zip(names, blobs, strict=True)
-    )
+    for exchange in exchanges:
+        assert [list(exchange.store.open(name)) for name in names] == blobs
 
 
 @pytest.mark.parametrize("fault", ["silent", "dripping", "wrong bytes"])
@@ -167,7 +170,7 @@ def test_fetch_from_faulty_relay_uses_owner(dhts, start, monkeypatch, fault):
         relay.store = UncheckedStore(relay.store.folder, 10**8)
     begin = time.monotonic()
     fetch(client, blob, owner, owner, relay)
-    assert client.store.read(blob) == blocks and time.monotonic() < begin + 10
+    assert list(client.store.open(blob)) == blocks and time.monotonic() < begin + 10
     # the owner may be at fault, so the relay stays the first choice for other owners
     assert client._excluded.keys() == {(owner.peer_id, relay.peer_id)}
     begin, blob = time.monotonic(), owner.store.add(others)
@@ -184,17 +187,18 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     blob = owner.store.add(blocks)
     fetch(relay, blob, owner, owner)
     dht.uplink.set_bandwidth(0.2, is_fixed=True)
-    future = client.fetch(blob, owner.peer_id, {owner.peer_id: 1000.0, relay.peer_id: 1.0}, NUM_BLOCKS * BLOCK_BYTES)
+    holders = {owner.peer_id: 1000.0, relay.peer_id: 1.0}
+    future = client.fetch(blob, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
     wait_until(lambda: len(list(client.store.folder.iterdir())) > 1)
     assert not client.store.has(blob)
     owner.shutdown()
     dht.shutdown()
     future.result(20)
-    assert client.store.read(blob) == blocks
+    assert list(client.store.open(blob)) == blocks
     (path,) = (path for path in client.store.folder.iterdir() if path.name == blob.hex())
     path.unlink()
     fetch(client, blob, owner, owner, relay)
-    assert client.store.read(blob) == blocks
+    assert list(client.store.open(blob)) == blocks
 
 
 def test_fetch_of_invalid_blob_fails(exchanges):
@@ -263,7 +267,7 @@ def test_downloads_above_limit_replace_oldest(exchanges, monkeypatch):
 
     async def fetch_all() -> tuple[list[bytes], list[bool]]:
         holders = {owner.peer_id: 20.0}
-        tasks = [asyncio.create_task(exchange._fetch(blob, owner.peer_id, holders, 1, 0.0)) for blob in blobs]
+        tasks = [asyncio.create_task(exchange._fetch(blob, owner.peer_id, holders, 1, FORMAT, 0.0)) for blob in blobs]
         await asyncio.sleep(0.5)
         running, cancelled = list(exchange._downloads), [task.cancelled() for task in tasks]
         for task in tasks:
@@ -283,9 +287,9 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
     """During a fetch from a peer that does not exist."""
     sockets, count = list_sockets(), count_files()
     store = BlobStore(tmp_path / "store", 10**7)
-    exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, BLOCK_BYTES, check_block, lambda *_: b"")
+    exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, lambda *_: b"")
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
-    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES)
+    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT)
     wait_until(lambda: exchange._downloads)
     own = list_sockets() - sockets
     exchange.shutdown()
@@ -337,10 +341,11 @@ class LogPeer:
                     self.outbox[peer].append(content)
             elif kind == "fetch":
                 holders = {PeerID(peer): 20.0 for peer in self.log.head.voters if peer != self.client}
-                fetching = self.exchange.fetch(content.blob, PeerID(content.peer), holders, content.num_bytes)
+                fetching = self.exchange.fetch(content.blob, PeerID(content.peer), holders, content.num_bytes, FORMAT)
                 fetching.add_done_callback(self.complete)
-            elif kind == "apply":
-                self.heads.append(content.hash)
+        while commit := self.log.find_next():
+            self.log.model = commit.hash
+            self.heads.append(commit.hash)
 
     def complete(self, _) -> None:
         with self.lock:
@@ -383,7 +388,7 @@ def test_store_keeps_newest_and_drops_damaged(tmp_path):
     assert not store.has(blobs[0]) and store.has(blobs[-1]) and BlobStore(tmp_path, 10**7).has(blobs[-1])
     (tmp_path / store.list_hashes(blobs[-1])[0].hex()).write_bytes(b"damaged")
     with pytest.raises(KeyError):
-        store.read(blobs[-1])
+        list(store.open(blobs[-1]))
     assert not store.has(blobs[-1])
 
 

@@ -201,7 +201,7 @@ def test_proof_in_commit_ends_vote():
 
 
 def test_voter_follows_from_counted_offers():
-    state = advance(make_state(), PEERS[:5], times=3)
+    state = advance(make_state(), PEERS[:5], times=7)
     assert PEERS[4] not in state.voters
     state = advance(state, PEERS[:5])
     assert PEERS[4] in state.voters
@@ -213,7 +213,13 @@ def test_voter_follows_from_counted_offers():
 def test_new_voters_are_quarter():
     state = advance(make_state(8), PEERS[:16], times=8)
     assert set(state.voters) == set(PEERS[:10])
-    assert len(advance(state, PEERS[:16], times=4).voters) == 12
+    assert len(advance(state, PEERS[:16], times=8).voters) == 12
+
+
+def test_log_of_one_peer_gains_voters():
+    """Then the end of its first peer is not the end of the log."""
+    counts = [len(advance(make_state(1), PEERS[:9], times=times).voters) for times in (3, 4, 8, 12, 24)]
+    assert counts == [1, 2, 3, 4, 6]
 
 
 def test_last_voters_stay():
@@ -322,7 +328,8 @@ def test_late_offer_counts_once_or_returns():
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
         actions = log.add_offer(1e6, make_offer(log.me, log.head.head, bytes([index]) * 32))
         actions += log.tick(log.now + 60)
-        commits += [action.content for action in actions if action.kind == "apply"]
+        commits.append(log.find_next())
+        log.model = log.head.head
     assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
     actions = log.add_offer(1e6, make_offer(log.me, genesis, b"z" * 32)) + log.tick(log.now + 1)
     actions += log.add_offer(log.now, make_offer(log.me, log.head.head, b"y" * 32)) + log.tick(log.now + 60)
@@ -429,7 +436,7 @@ def test_late_peer_catches_up_and_asks_for_keys():
     late.restart()
     late.log.identity.known = {PEERS[3]}
     network.run(20)
-    assert late.log.applied == late.log.head.epoch >= network.honest[0].log.head.epoch - 1 > 10
+    assert late.state == late.log.head.head and late.log.head.epoch >= network.honest[0].log.head.epoch - 1 > 10
 
 
 def list_messages() -> list[bytes]:
