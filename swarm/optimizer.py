@@ -71,8 +71,7 @@ class CollaborativeOptimizer:
             return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
 
         self.uplink, self.averaging = dht.uplink, averaging
-        times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
-        self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
+        self.uplink.fix_timeouts(averaging)
         trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
         self.tracker = PeerTracker(dht, prefix, averaging, trust)
         options = dict(
@@ -338,8 +337,7 @@ class CollaborativeOptimizer:
         """SYNCING: load the newest state of the swarm. Pending gradients are kept, unless they may be a part of it.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
-        :param donors: the ids of peers of which more than half have to describe the same state; default: those that are
-            known to have worked
+        :param donors: see StateSync.load; default: the known contributors
         :returns: whether a peer has sent it; otherwise the local state stays
         """
         self.epoch.enter(EpochState.SYNCING)

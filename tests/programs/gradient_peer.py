@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -235,7 +236,8 @@ def main() -> None:
             wait_for_others(optimizer, args.others, stop)
             args.others = 0  # once
         if args.matchmaking:
-            dht.uplink.fix_timeouts(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
+            matchmaking_time = args.matchmaking[optimizer.local_epoch >= 2]
+            dht.uplink.fix_timeouts(replace(optimizer.averaging, matchmaking_time=matchmaking_time))
         while optimizer.local_epoch == args.skips and optimizer.tracker.view.epoch == args.skips:
             optimizer.tracker.announce()
             time.sleep(0.2)
