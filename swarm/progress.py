@@ -22,7 +22,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dh
 from common.console import format_count
 from swarm.attestation import request_in_dht, select_attesters
 from swarm.config import AveragingConfig
-from swarm.dht import format_peer_list, ping_peers
+from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
@@ -235,6 +235,10 @@ class PeerTracker:
         that they have called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
+    def list_clients(self) -> dict[PeerID, int]:
+        """Return the peers that accept no connections, and their epochs."""
+        return {PeerID(p): record.epoch for p, record in self.present.items() if record.client_mode}
+
     def stop_waiting_for_stragglers(self, epoch: int) -> None:
         """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
         count = len(self.peers_at_epoch)
@@ -261,8 +265,8 @@ class PeerTracker:
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
             self.trust.mark_silent(silent)
-            others = format_count(len(present) - len(silent), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
+            names, others = map(str, map(PeerID, silent)), format_count(len(present) - len(silent), "other peer")
+            logger.info(f"no answer from peer {', '.join(names)}: continuing with {others}")
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:

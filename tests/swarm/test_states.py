@@ -162,8 +162,8 @@ def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     liars, honest = [PeerID(bytes([number])) for number in range(MAX_DONORS)], PeerID(b"honest")
     asked = []
 
-    async def fetch_epochs(key: str) -> dict[PeerID, float]:
-        return dict.fromkeys(liars, 1e9) | {honest: 5.0} if key == "all_averagers" else {}
+    async def fetch_epochs() -> dict[PeerID, float]:
+        return dict.fromkeys(liars, 1e9) | {honest: 5.0}
 
     async def ask_for_descriptions(_, peers: list[PeerID], request) -> list[Donor]:
         asked.append(peers[:MAX_DONORS])
