@@ -103,16 +103,16 @@ class Swarm:
         """Compare this peer's contract with the run's, and publish it. Of two peers that start at the same moment, at
         least one sees the other when it compares again after that. Only peers that joined earlier count.
 
-        :param lifetime: seconds for which the contract stays in the DHT, see `renew_contract`
+        :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
         """
         require_same(self.prefix, contract, self.list_contracts())
         self.contract = contract
-        self.renew_contract(lifetime).result(timeout=30)
+        self.publish_contract(contract, lifetime).result(timeout=30)
         try:
             others = [other for other in self.list_contracts() if other.joined < contract.joined]
             require_same(self.prefix, contract, others)
         except ContractMismatch:
-            self.withdraw_contract(lifetime).result(timeout=30)
+            self.publish_contract(None, lifetime).result(timeout=30)
             raise
 
     def recheck_contract(self) -> None:
@@ -122,13 +122,10 @@ class Swarm:
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
-    def renew_contract(self, lifetime: float) -> MPFuture:
-        """Store this peer's contract for this number of seconds, without waiting."""
-        return self._store("run", self.contract.dict(), lifetime)
-
-    def withdraw_contract(self, lifetime: float) -> MPFuture:
-        """Remove this peer's contract, so that it does not bind the next run of this name, without waiting."""
-        return self._store("run", None, lifetime)
+    def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
+        """Store this peer's contract for this number of seconds, or withdraw it (None), so that it does not bind the
+        next run of this name; without waiting."""
+        return self._store("run", contract and contract.dict(), lifetime)
 
     def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> None:
         """Store this peer's metrics of an epoch for this number of seconds, without waiting."""

@@ -31,7 +31,6 @@ logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
-LOOK_POLL_INTERVAL = 0.01  # seconds between two checks whether the answer is here
 LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -75,6 +74,7 @@ class PeerTracker:
         self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
         #: held by a thread that changes the view or the trust in peers
         self.lock = threading.RLock()
+        self._has_read = threading.Condition(self.lock)
         self._is_ending, self._wake, self._is_paused = threading.Event(), threading.Event(), False
         self._reported_at = self._next_report = self._next_read = -math.inf
         self.view, self._changed_at = SwarmView(-1, 0, 1, math.inf, -math.inf), time.monotonic()
@@ -329,9 +329,8 @@ class PeerTracker:
         """Look at the swarm, and wait for the DHT's answer unless it is late."""
         asked_at = time.monotonic()
         self.schedule_refresh(0.0)
-        with self.performance_ema.pause():
-            while self.view.read_at < asked_at and time.monotonic() < asked_at + LOOK_TIMEOUT:
-                time.sleep(LOOK_POLL_INTERVAL)
+        with self.performance_ema.pause(), self._has_read:
+            self._has_read.wait_for(lambda: self.view.read_at >= asked_at, LOOK_TIMEOUT)
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
         """Update the view by the DHT's answer to this request."""
@@ -343,6 +342,7 @@ class PeerTracker:
             scheduled, self.is_fresh = self._next_read, self.is_fresh or read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
             self._next_read = min(scheduled, self._next_read if self.is_fresh else time.monotonic())
+            self._has_read.notify_all()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""

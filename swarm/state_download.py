@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import logging
 import math
 import random
@@ -128,9 +129,8 @@ class Donor:
 
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
-        if self.key != other.key or self.metadata["tensors"] != other.metadata["tensors"]:
-            return False
-        return not digests_differ(self.digests, other.digests, self.floors)
+        is_alike = self.key == other.key and self.metadata["tensors"] == other.metadata["tensors"]
+        return is_alike and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
         """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
@@ -413,11 +413,8 @@ class BlockDownload:
         speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
         rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
         goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
-        numbers, elements = [], 0
-        while self.queue and len(numbers) < MAX_BLOCKS and (not numbers or elements + sizes[len(numbers)] <= goal):
-            elements += sizes[len(numbers)]
-            numbers.append(self.queue.popleft())
-        return numbers
+        count = max(1, sum(elements <= goal for elements in itertools.accumulate(sizes)))
+        return [self.queue.popleft() for _ in range(min(count, MAX_BLOCKS, len(sizes)))]
 
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""
