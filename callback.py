@@ -10,9 +10,9 @@ import psutil
 from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
 from common.files import write_file
+from common.signals import STOP_REQUESTED
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.page import StatusServer, TrainerPage
-from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
 from training.figures import describe_evaluation, perplexity

@@ -32,11 +32,11 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
+from common.signals import STOP_REQUESTED
 from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, BlobStore, Exchange, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import Number, Offer, Status, decode, pack, unpack
-from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs

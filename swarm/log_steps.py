@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from common.signals import STOP_REQUESTED
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
@@ -25,7 +26,6 @@ from swarm.log import SLOT, Genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
-from swarm.processes import STOP_REQUESTED
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 

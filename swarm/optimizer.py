@@ -15,6 +15,7 @@ import torch
 from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
+from common.signals import STOP_REQUESTED
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
@@ -23,7 +24,7 @@ from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
-from swarm.processes import STOP_REQUESTED, exit_if_process_dies
+from swarm.processes import exit_if_process_dies
 from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync

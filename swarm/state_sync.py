@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from hivemind.compression import CompressionInfo, TensorRole
 
+from common.signals import STOP_REQUESTED
 from swarm.epoch import RETRY_AFTER, SyncBackoff
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
-from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 
 logger = logging.getLogger("swarm")

@@ -22,7 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
 from arguments import AveragingArguments
-from common.console import setup_logging
+from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import COMPRESSIONS
 from swarm import log_steps
 from swarm.allreduce import FailFastAllReduceRunner
@@ -32,7 +32,7 @@ from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
-from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.processes import shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 
