@@ -1,8 +1,8 @@
 """Serving states to other peers: a donor describes its state, and keeps that copy while any peer downloads its blocks.
 
-Peers of one epoch and lineage have the same state except for the last bits, because they average in different orders
-and through compression. A hash could not compare such states. Instead, each block has a digest: its norm, and its sums
-with several patterns of random signs, which differ as much as the blocks themselves.
+Peers of one epoch and lineage have the same state except for the last bits, so that hashes could not compare them.
+Instead, each block has a digest: its norm, and its sums with several patterns of random signs. Digests differ as much
+as the blocks themselves.
 """
 
 import asyncio
@@ -24,9 +24,8 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
-from hivemind.utils import ValueWithExpiration
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 from hivemind.utils.asyncio import aiter_with_timeout
-from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.streaming import split_for_streaming
 
 from swarm.averager import VerifyingAverager
