@@ -10,9 +10,9 @@ import psutil
 from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
 from common.files import write_file
+from common.signals import STOP_REQUESTED
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.page import StatusServer, TrainerPage
-from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
 from training.figures import describe_evaluation, perplexity
@@ -115,7 +115,7 @@ class CollaborativeCallback:
             self.swarm.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
             self.next_contract_time = now + self.contract_lifetime / 3
-            self.swarm.renew_contract(self.contract_lifetime)
+            self.swarm.publish_contract(self.swarm.contract, self.contract_lifetime)
         if not self.has_contributed and self.stats.computed_samples > self.stats.samples_before:
             self.has_contributed = True
             seconds, next_epoch = time.time() - psutil.Process().create_time(), self.stats.epoch.number + 1
@@ -199,7 +199,7 @@ class CollaborativeCallback:
             self.display.close()
         if self.optimizer.local_epoch > self.state.saved_epoch and self.state.is_finite():
             self.state.save()
-        self.swarm.withdraw_contract(self.contract_lifetime)
+        self.swarm.publish_contract(None, self.contract_lifetime)
         self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> bool:

@@ -26,11 +26,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
+from common.console import clean_end, handle_stop_signals
 from monitoring.page import open_page
 from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
 from swarm.joining import Swarm
-from swarm.processes import clean_end, handle_stop_signals
 from training.settings import begin, make_swarm_config
 
 logger = logging.getLogger("aux")

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import torch
 
 from callback import CollaborativeCallback
+from common.console import clean_end, handle_stop_signals
 from common.flags import describe_shared
 from experiment.data import load_data
 from experiment.objectives import compute_losses
@@ -40,7 +41,6 @@ from monitoring.page import open_page
 from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
-from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import prepare_start

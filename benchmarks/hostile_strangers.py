@@ -22,8 +22,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from records import start_dht_as
 
+from common.console import handle_stop_signals
 from swarm.optimizer_state import StateAverager
-from swarm.processes import handle_stop_signals, shut_down
+from swarm.processes import shut_down
 
 ABSURD_EPOCH = 10**9
 LIFETIME = 600.0  # seconds of a record, as of the trainers' records

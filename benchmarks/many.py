@@ -64,12 +64,12 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], peers: int) -> None:
     import torch
 
     from arguments import AveragingArguments
-    from common.console import setup_logging
+    from common.console import handle_stop_signals, setup_logging
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
     from swarm.config import AveragingConfig, SwarmConfig, make_config
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
-    from swarm.processes import handle_stop_signals, shut_down
+    from swarm.processes import shut_down
 
     setup_logging("peer")
     counter = count_messages()
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
-        from swarm.processes import clean_end
+        from common.console import clean_end
 
         with clean_end():
             run_peer(**json.loads(args.peer))

@@ -127,12 +127,12 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     import torch
 
     from arguments import AveragingArguments
-    from common.console import setup_logging
+    from common.console import handle_stop_signals, setup_logging
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
     from swarm.config import AveragingConfig, SwarmConfig, make_config
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
-    from swarm.processes import handle_stop_signals, shut_down
+    from swarm.processes import shut_down
 
     setup_logging("peer")
     dht = Swarm.join(SwarmConfig(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"])).dht
@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the driver starts the peers with it
     args = parser.parse_args()
     if args.peer:
-        from swarm.processes import clean_end
+        from common.console import clean_end
 
         options = json.loads(args.peer)
         with clean_end():

@@ -1,17 +1,26 @@
-"""Output for the user: errors, log lines and formatted numbers. It imports nothing slow."""
+"""Output for the user, errors, log lines and formatted numbers, and the end of scripts. It imports nothing slow."""
 
 import contextlib
 import difflib
 import gc
 import logging
+import math
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.signals import LAST_ACT, begin_end, obey_signals, terminate_process_tree
+from common.signals import LAST_ACT, STOP_REQUESTED, begin_end, obey_signals, terminate_process_tree
+
+logger = logging.getLogger("common")
+
+CONFIRM_TIMEOUT = 10.0  # seconds; the first Ctrl-C has no visible effect at once, and a second one must be confirmed
 
 
 class UserError(Exception):
@@ -44,7 +53,7 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
         if interrupted is not None:
             print(f"\ninterrupted: {interrupted}", file=sys.stderr)
         elif logging.getLogger().handlers:
-            logging.getLogger("common").info("stopped")
+            logger.info("stopped")
         else:
             print("stopped", file=sys.stderr)
         terminate_process_tree(0 if interrupted is None else 128 + number)
@@ -63,6 +72,54 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
     except BaseException:
         with LAST_ACT:
             raise
+
+
+@contextlib.contextmanager
+def clean_end() -> Iterator[None]:
+    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread: with code 0
+    after success, 1 after an exception, and 2 after a user error."""
+
+    def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
+        begin_end()
+        traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        terminate_process_tree(1)
+
+    code = 0
+    try:
+        with edge():
+            threading.excepthook = exit_after_thread_failed
+            yield
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    terminate_process_tree(code)
+
+
+def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
+    """Make SIGINT and SIGTERM set STOP_REQUESTED, and return that event. A second signal stops at once; if work is
+    unsaved, which the log names, an early second Ctrl-C only asks to confirm."""
+    start = None
+
+    def request_stop(number: int) -> None:
+        nonlocal start, unsaved
+        STOP_REQUESTED.set()
+        if start is None:
+            start = time.monotonic()
+            if unsaved:
+                logger.info("stopping: saving; Ctrl-C again discards unsaved work")
+        elif unsaved and number == signal.SIGINT and time.monotonic() < start + CONFIRM_TIMEOUT:
+            logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
+            start = -math.inf
+        else:
+            begin_end()
+            if unsaved:
+                logger.info(f"stopped at once; lost: {unsaved}")
+            terminate_process_tree(130 if unsaved else 0)
+
+    obey_signals(request_stop)
+    return STOP_REQUESTED
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

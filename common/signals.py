@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HELPER_TIMEOUT = 1.0  # seconds for helpers to end after SIGTERM
+STOP_REQUESTED = threading.Event()  # set by Ctrl-C and SIGTERM; all waits for other peers end then
 # Held by a thread that forks or must not be interrupted, and forever by the thread that ends this process.
 LAST_ACT = threading.RLock()
 #: functions to call at the exit of this process, also after a signal

@@ -118,7 +118,8 @@ class CheckpointHandler:
         if self.download is None:
             is_saving = self.saving is not None and self.saving.is_alive()
             if metrics and not is_saving and self.is_due(metrics.epoch):
-                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
+                clients = self.optimizer.tracker.list_clients()
+                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, clients=clients)
         elif self.download.done() and history:  # empty after a run has just started over
             loaded, self.download = self.download.result(), None
             if loaded is None:

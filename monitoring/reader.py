@@ -7,10 +7,10 @@ from collections import deque
 from arguments import ArchiveArguments, SwarmArguments
 from common.console import UserError
 from common.flags import describe_shared, find_typed
+from common.signals import STOP_REQUESTED
 from monitoring.report import RunReport
 from swarm.contract import RunContract, require_same
 from swarm.joining import Swarm
-from swarm.processes import STOP_REQUESTED
 from training.figures import SwarmMetrics
 
 FINAL_WAIT = 1.0  # seconds to wait at the end for a read that is under way

@@ -12,11 +12,11 @@ import hivemind
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
+from common.signals import STOP_REQUESTED
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from swarm.contract import RunContract, choose_contract, fetch_contracts
-from swarm.processes import STOP_REQUESTED
 from training.figures import (
     ContributorRegistry,
     SwarmMetrics,

@@ -88,7 +88,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     async def read_averages(self, messages: AsyncIterator, peer_id: PeerID):
         """Yield a reducer's messages, with a difference of zero for each part whose average was not requested."""
         parts = list(self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer_id)])
-        messages = self.record_activity(self.uplink.receive(messages), peer_id)
+        messages = self.record_activity(messages, peer_id)
         async for number, message in aenumerate(messages):
             if message.code != averaging_pb2.AVERAGED_PART:
                 await self.check_blame(message, peer_id)
@@ -102,7 +102,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Serve averages at the uplink's pace, and report to the sender if the round has failed, and the cause."""
-        stream = self.record_activity(self.uplink.receive(stream), context.remote_id)
+        stream = self.record_activity(stream, context.remote_id)
         averages = super().rpc_aggregate_part(stream, context)
         try:
             async for message in self.uplink.send(averages, is_round=not self.settings.are_parameters):
@@ -149,8 +149,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
     # --- the end of a failed round
 
     async def record_activity(self, messages: AsyncIterator, peer_id: PeerID):
-        """Pass a peer's messages on, and record the time of each."""
+        """Pass a peer's messages on, and record the bytes and the time of each."""
         async for message in messages:
+            self.uplink.count_received(message.ByteSize())
             self.last_activity[peer_id] = time.monotonic()
             self.arrived += 1
             yield message

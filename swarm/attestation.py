@@ -1,9 +1,6 @@
-"""Attestations: the peers in `initial_peers` tell a new peer about their run. They are its root of trust.
-
-Their ids are part of the addresses that the new peer was started with, and the transport proves these ids. Records
-that untrusted peers stored about a run count only if none of these peers answers. A new peer asks them before it joins,
-with a separate libp2p client, which also tells why one of them cannot be reached.
-"""
+"""Attestations: the peers in `initial_peers` tell a new peer about their run. They are its root of trust: their ids are
+part of the addresses that it was started with, and the transport proves them. Records that untrusted peers stored about
+a run count only if none of these peers answers. A new peer asks them with a client of its own, before it joins."""
 
 import asyncio
 import contextlib
@@ -104,12 +101,10 @@ def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
 
 
 def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
-    """Merge the attestations of a run into one.
+    """Merge the attestations of a run; return None if no peer answered, and raise a SwarmError if they disagree.
 
     :param prefix: the run's name, or an empty string for the run that the peers serve
-    :param is_new_run: whether it is fine if the peers serve only other runs
-    :returns: the merged attestation, or None if no peer answered or serves this run
-    :raises SwarmError: if the peers disagree, or serve only other runs and `is_new_run` is False
+    :param is_new_run: whether to return None, and not raise a SwarmError, if the peers serve only other runs
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
@@ -118,8 +113,8 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
         )
     prefix = prefix or "".join(names)
     matching = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
-    if answers and not matching:
-        if is_new_run:
+    if not matching:
+        if is_new_run or not answers:
             return None
         peer, other = next(iter(answers.items()))
         raise SwarmError(
@@ -143,8 +138,6 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     workers = list(dict.fromkeys(worker for answer in matching.values() for worker in answer.workers))
     contract = next(iter(contracts.values()), None)
     flags = max(flags.values(), key=len, default="")
-    if not matching:
-        return None
     return RunAttestation(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS])
 
 

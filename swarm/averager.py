@@ -22,7 +22,7 @@ from hivemind.utils.asyncio import as_aiter, azip
 
 from common.console import format_number
 from swarm.allreduce import FailFastAllReduceRunner
-from swarm.dht import format_peer_list, ping_peers
+from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
@@ -52,7 +52,7 @@ class PeersSilentError(AllreduceException):
     """The round has failed because some peers send no data and do not answer pings. Argument: their ids (bytes)."""
 
     def __str__(self) -> str:
-        return f"no answer from {format_peer_list(self.args[0])}"
+        return f"no answer from {', '.join(str(PeerID(peer_id)) for peer_id in self.args[0])}"
 
 
 class RoundResult(NamedTuple):
@@ -76,7 +76,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     residual: torch.Tensor | None = None
     # of the next round, see RoundSettings
     _num_partitions, _partition_index = 1, 0
-    _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
+    _expected = None
 
     def __init__(self, *args, max_weight: float | None = None, **kwargs):
         """:param max_weight: see RoundSettings"""
@@ -108,11 +108,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, excluded: Iterable[bytes] = ()) -> None:
-        """Set the ids of the peers with which a group starts at once.
-
-        :param min_peers: the number of these peers, this one included, that a group needs; 1 to wait for all of them
-        :param excluded: the ids of peers that are silent or banned, for which no group waits
-        """
+        """Set the ids of the peers with which a group starts at once, the number of them that it needs (this one
+        included; 1 to wait for all of them), and those of silent or banned peers, for which no group waits."""
         if (expected := (frozenset(peer_ids), min_peers, frozenset(excluded))) != self._expected:
             self._expected = expected
             self._outer_pipe.send(("_set_expected_peers", [*expected], {}))

@@ -1,8 +1,7 @@
 """Credentials for closed runs: the authority that issues and revokes them, its member list, and invitation files.
 
-A credential states that the peer with this id may take part in this run until this time. It is not a secret: the
-transport proves that the peer that presents it has this id. An invitation is a file that holds a credential and the
-private key of its peer. On the wire and in files, a credential is named "pass".
+A credential is not a secret: the transport proves that the peer that presents it has the id in it. An invitation is a
+file with a credential and the private key of its peer. On the wire and in files, a credential is named "pass".
 """
 
 import base64
@@ -19,9 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import get_dht_time
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
-from hivemind.utils.serializer import MSGPackSerializer
 
 from common.files import locked, write_file
 from swarm.errors import SwarmError
@@ -35,7 +33,7 @@ MAX_LIST_BYTES = 64 * MAX_REVOKED
 
 @dataclass(frozen=True)
 class MembershipCredential:
-    """The content of a credential, in the order in which it is signed."""
+    """The statement that a peer may take part in a run until a time, in the order in which it is signed."""
 
     prefix: str
     peer_id: bytes
@@ -44,10 +42,8 @@ class MembershipCredential:
 
 
 def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
-    """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid.
-
-    :param kind: the type of the content, which is part of the signed bytes
-    """
+    """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid. The kind
+    of the content is part of the signed bytes."""
     if len(data) > max_bytes:
         raise ValueError("it is too long")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
@@ -92,9 +88,8 @@ class Authority:
                 raise TypeError("it is not an Ed25519 key")
         except (OSError, ValueError, TypeError) as e:
             reason = getattr(e, "strerror", None) or "it does not hold an authority's key"
-            raise SwarmError(
-                f"`authority_key` {path}: {reason}; choose the key of a closed run's monitor, or a new file"
-            ) from e
+            text = f"`authority_key` {path}: {reason}; choose the key of a closed run's monitor, or a new file"
+            raise SwarmError(text) from e
         self.public_key = self.key.public_key().public_bytes_raw()
 
     def sign(self, kind: bytes, content: Iterable) -> bytes:

@@ -5,7 +5,6 @@ import contextlib
 import math
 import multiprocessing
 import resource
-from collections.abc import Iterable
 
 import hivemind
 import numpy
@@ -36,19 +35,17 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     """Ping lost peers, which hivemind drops, until they answer (note 64). Runs in the DHT's process, forever."""
     initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
-    known, lost = set(), dict.fromkeys(initial_peers, 0)
+    touches = dict.fromkeys(initial_peers, 0)  # of each known peer since it was last there
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
         present = set(node.protocol.routing_table.peer_id_to_uid)
-        lost = {peer: touches for peer, touches in lost.items() if peer not in present}
-        lost |= dict.fromkeys(known - present - lost.keys(), 0)
-        known |= present
+        touches |= dict.fromkeys(present, 0)
+        lost = touches.keys() - present
         answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
-        for peer, answer in zip(list(lost), answers, strict=True):
-            lost[peer] += 1
-            if answer is None and lost[peer] >= TOUCHES and peer not in initial_peers:
-                del lost[peer]
-                known.discard(peer)
+        for peer, answer in zip(lost, answers, strict=True):
+            touches[peer] += 1
+            if answer is None and touches[peer] >= TOUCHES and peer not in initial_peers:
+                del touches[peer]
 
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
@@ -113,18 +110,11 @@ class DHT(hivemind.DHT):
                 raise
 
 
-def format_peer_list(peer_ids: Iterable[bytes]) -> str:
-    """Return the peers' ids as a comma-separated text."""
-    return ", ".join(str(PeerID(peer_id)) for peer_id in peer_ids)
-
-
 async def ping_peers(
     dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None
 ) -> set[bytes]:
-    """Return the ids of the peers that answer at least one of two pings. Runs in the DHT's process.
-
-    :param patience: the timeout of each answer in seconds; default: the uplink's response timeout
-    """
+    """Return the ids of the peers that answer at least one of two pings, each within `patience` seconds; default: the
+    uplink's response timeout. Runs in the DHT's process."""
     uplink: Uplink = dht.uplink
     timeout = patience or uplink.timeouts.response
 

@@ -129,12 +129,9 @@ class GradientAverager(VerifyingAverager):
             self.local.drop_pending()
 
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
-        """Return the members with the same state as most others; the rest must load that state.
-
-        Peers gather their epoch and lineage, which differ after a partition, or on a peer that stepped alone. Of three
-        or more peers, one with different parameters in spite of the same lineage is excluded too, see `find_outliers`.
-        Auxiliary peers have no gradients, and can average those of any state.
-        """
+        """Return the members with the same epoch and lineage as most others, which differ after a partition, or on a
+        peer that stepped alone; the rest must load that state. Of three or more peers, one with other parameters is
+        excluded too, see `find_outliers`. Auxiliary peers can average the gradients of any state."""
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]

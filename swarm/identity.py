@@ -17,15 +17,12 @@ KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
 
 
 def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membership | None:
-    """Set this process's key, and return the membership of a closed run, or None if the run is open.
+    """Set this process's key, and return the membership of a closed run, or None if the run is open. Call this once,
+    before any network access and before helpers are forked. The key is in `invite`, or else in `identity_path`, or else
+    in `kept_at`. If the file is missing, the key is new, and hivemind or `keep_identity` writes it there.
 
-    Call this once, before any network access and before helpers are forked. The key is read from `invite`, or else from
-    `identity_path`, or else from `kept_at`. If the file is missing, the key is new. hivemind then writes it to
-    `identity_path`, or `keep_identity` writes it to `kept_at`.
-
-    :param kept_at: the file in which `keep_identity` saves the key. With a new key, a restarted trainer would be
-        another peer, and the samples in its checkpoint would count twice in total_samples
-    :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
+    :param kept_at: with a new key, a restarted trainer would be another peer, and the samples in its checkpoint would
+        count twice in total_samples
     """
     path = config.identity_path or kept_at
     if config.invite:

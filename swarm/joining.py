@@ -58,13 +58,10 @@ class Swarm:
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":
-        """Start this peer's DHT in a way that the network allows.
-
-        The initial peers dial back. If they cannot, this peer becomes a client (`dht.client_mode`) if it directly
-        reaches a peer that averages; otherwise it is reached through a relay.
+        """Start this peer's DHT, or raise a SwarmError. The initial peers dial back. If they cannot, this peer becomes
+        a client (`dht.client_mode`) if it directly reaches a peer that averages; otherwise it gets a relay.
 
         :param membership: the membership of a closed run, see `make_identity`
-        :raises SwarmError: the network does not allow it, or the initial peers serve another run or disagree
         """
         raise_file_limit()
         quiet_hivemind_logs()
@@ -97,61 +94,46 @@ class Swarm:
         return [other for key, other in fetch_contracts(self.dht, self.prefix).items() if key != self.public_key]
 
     def compare_contract(self, contract: RunContract) -> bool:
-        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet.
-
-        :raises ContractMismatch: the contracts differ
-        """
+        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet."""
         others = self.list_contracts()
         require_same(self.prefix, contract, others)
         return bool(others)
 
     def agree_on(self, contract: RunContract, lifetime: float) -> None:
-        """Compare this peer's contract with the run's, and publish it.
+        """Compare this peer's contract with the run's, and publish it. Of two peers that start at the same moment, at
+        least one sees the other when it compares again after that. Only peers that joined earlier count.
 
-        Peers that start at the same moment do not see each other, so each compares again after it has published. Then
-        at least one of two peers sees the other. Only peers that joined earlier count.
-
-        :param lifetime: seconds for which the contract stays in the DHT, see `renew_contract`
-        :raises ContractMismatch: the contracts differ
+        :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
         """
         require_same(self.prefix, contract, self.list_contracts())
         self.contract = contract
-        self.renew_contract(lifetime).result(timeout=30)
+        self.publish_contract(contract, lifetime).result(timeout=30)
         try:
             others = [other for other in self.list_contracts() if other.joined < contract.joined]
             require_same(self.prefix, contract, others)
         except ContractMismatch:
-            self.withdraw_contract(lifetime).result(timeout=30)
+            self.publish_contract(None, lifetime).result(timeout=30)
             raise
 
     def recheck_contract(self) -> None:
-        """Compare the contracts again after an epoch, if this peer joined before any peer had contributed.
-
-        :raises ContractMismatch: the run has turned out to have another contract
-        """
+        """Compare the contracts again after an epoch, if this peer joined before any peer had contributed."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
-    def renew_contract(self, lifetime: float) -> MPFuture:
-        """Store this peer's contract for this number of seconds, without waiting."""
-        return self._store("run", self.contract.dict(), lifetime)
-
-    def withdraw_contract(self, lifetime: float) -> MPFuture:
-        """Remove this peer's contract, so that it does not bind the next run of this name, without waiting."""
-        return self._store("run", None, lifetime)
+    def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
+        """Store this peer's contract for this number of seconds, or withdraw it (None), so that it does not bind the
+        next run of this name; without waiting."""
+        return self._store("run", contract and contract.dict(), lifetime)
 
     def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> None:
         """Store this peer's metrics of an epoch for this number of seconds, without waiting."""
         self._store("metrics", metrics.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
-        """Tell new peers that have this peer's address the run's settings and the ids of its contributors.
-
-        :param contract: the contract of most contributors, or None if no peer has contributed yet
-        :param flags: this peer's own flags, which bind new peers until there is a contract
-        """
+        """Tell new peers that have this peer's address the contract of most contributors, if any, and their ids. This
+        peer's own flags bind new peers until there is a contract."""
         workers = list(contributors)[:MAX_WORKERS]
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
         self.dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
@@ -175,7 +157,7 @@ class Swarm:
         listens_everywhere = any(ip is not None and ip.is_unspecified for ip in ips)
         if listens_everywhere and not self.dht.client_mode and not any(map(is_public, maddrs)):
             logger.warning(
-                f"{best} can be reached only from this {'training' if is_local(best) else 'local network'}: for peers "
+                f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
                 "outside, pass `announce_maddrs` /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
             )
 
@@ -200,19 +182,11 @@ def start_dht(
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
         options.setdefault("force_reachability", "public")
     of_members = [CredentialValidator(validators[1], membership)] if membership else []
+    options |= dict(initial_peers=config.initial_peers, host_maddrs=config.host_maddrs, use_ipfs=config.use_ipfs)
+    options |= dict(identity_path=config.identity_path, use_relay=config.use_relay, membership=membership)
+    options |= dict(announce_maddrs=config.announce_maddrs or None, record_validators=[*validators, *of_members])
     try:
-        dht = DHT(
-            start=True,
-            initial_peers=config.initial_peers,
-            use_ipfs=config.use_ipfs,
-            host_maddrs=config.host_maddrs,
-            announce_maddrs=config.announce_maddrs or None,
-            identity_path=config.identity_path,
-            use_relay=config.use_relay,
-            record_validators=[*validators, *of_members],
-            membership=membership,
-            **options,
-        )
+        dht = DHT(start=True, **options)
     except ValidationError as e:
         if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
             ahead = float(clocks[1]) - float(clocks[2])
@@ -221,13 +195,11 @@ def start_dht(
                 "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
             ) from e
         # hivemind's ping in return failed. Skip it: `find_reachability` tests this later, and waits longer.
-        return start_dht(
-            config, validators, membership, **{**options, "strict": False, "check_if_identity_free": False}
-        )
+        return start_dht(config, validators, **options | dict(strict=False, check_if_identity_free=False))
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
         reason = explain_failed_start(config, str(e), membership)
         if reason is None and is_first:
-            return start_dht(config, validators, membership, is_first=False, **options)
+            return start_dht(config, validators, is_first=False, **options)
         raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
     dht.run_coroutine(register_dial_back_handler)
     dht.run_coroutine(partial(register_attestation_handler, prefix=config.experiment_prefix))
@@ -235,10 +207,7 @@ def start_dht(
 
 
 def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT, where: str) -> DHT:
-    """Replace this DHT by one in client mode or behind a relay, and log the reason.
-
-    :param where: the address and port at which others cannot reach this peer
-    """
+    """Replace this DHT, which others cannot reach at this place, by one in client mode or behind a relay."""
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(count_reachable_averagers, config.experiment_prefix))
     relays = dht.run_coroutine(partial(find_relays, config.initial_peers)) if config.use_relay else []

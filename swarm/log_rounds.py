@@ -33,11 +33,11 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
+from common.signals import STOP_REQUESTED
 from swarm.aggregation import BLOCK, Numbers, check_block, check_numbers
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import Commit, Number, Offer, pack, unpack
-from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs

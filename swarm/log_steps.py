@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from hivemind.utils import get_dht_time
 
+from common.signals import STOP_REQUESTED
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
@@ -25,7 +26,6 @@ from swarm.log import SLOT, Genesis, State
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
-from swarm.processes import STOP_REQUESTED
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 

@@ -19,8 +19,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
-from hivemind.utils import get_dht_time
-from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from common.console import format_count
 from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations

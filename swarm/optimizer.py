@@ -15,6 +15,7 @@ import torch
 from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
+from common.signals import STOP_REQUESTED
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
@@ -23,7 +24,7 @@ from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
-from swarm.processes import STOP_REQUESTED, exit_if_process_dies
+from swarm.processes import exit_if_process_dies
 from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
@@ -71,8 +72,7 @@ class CollaborativeOptimizer:
             return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
 
         self.uplink, self.averaging = dht.uplink, averaging
-        times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
-        self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
+        self.uplink.fix_timeouts(averaging)
         trust = PeerTrust(self.uplink, dht.attestation.workers if dht.attestation else (), self.is_auxiliary)
         self.tracker = PeerTracker(dht, prefix, averaging, trust)
         options = dict(
@@ -338,8 +338,7 @@ class CollaborativeOptimizer:
         """SYNCING: load the newest state of the swarm. Pending gradients are kept, unless they may be a part of it.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
-        :param donors: the ids of peers of which more than half have to describe the same state; default: those that are
-            known to have worked
+        :param donors: see StateSync.load; default: the known contributors
         :returns: whether a peer has sent it; otherwise the local state stays
         """
         self.epoch.enter(EpochState.SYNCING)

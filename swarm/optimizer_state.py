@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state
+from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
 from hivemind.utils import MPFuture, nested_map, nested_pack
 
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import StateServer, copy_flat, get_moment_role, list_exact_moments
+from swarm.state_server import StateServer, copy_flat, dump_moments
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -82,13 +82,12 @@ class StateAverager(TrainingStateAverager, StateServer):
         if not self._wants_step.value:
             # a step holds this lock while it changes all of these; an averaging of parameters may go on for seconds
             with self.lock_optimizer:
-                params, (values, moments) = list_params(self.optimizer), dump_optimizer_state(self.optimizer)
-                infos = [CompressionInfo.from_tensor(param, role=TensorRole.PARAMETER) for param in params]
-                exact = list_exact_moments(self.optimizer)
-                infos += [CompressionInfo.from_tensor(it, role=get_moment_role(it, exact)) for it in moments]
+                values, moments = dump_moments(self.optimizer)
+                tensors = [*((param, TensorRole.PARAMETER) for param in list_params(self.optimizer)), *moments]
+                infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in tensors]
                 # hivemind's local_epoch is ahead of the parameters until the step is made
                 metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
-                return metadata, copy_flat([*params, *moments], infos), infos
+                return metadata, copy_flat([tensor for tensor, _ in tensors], infos), infos
         if self.grad_averager is None or self.grad_averager.last_step is None:
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
@@ -102,7 +101,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
 
         :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
-        :param options: `trusted`, `avoid`, `timeout` and `is_synchronous`, see StateDownload
+        :param options: `trusted`, `avoid`, `timeout`, `is_synchronous` and `clients`, see StateDownload
         :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
             state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
         """

@@ -8,7 +8,7 @@ import os
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
 from hivemind.dht import dht, node
-from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, p2p_daemon
+from hivemind.p2p import P2P, P2PHandlerError, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MPFuture, switch_to_uvloop
@@ -21,9 +21,8 @@ ENVIRONMENT = {
     "LIBP2P_TCP_REUSEPORT": "false",  # otherwise, two peers that dial each other at the same moment can fail (note 6)
     "GOMAXPROCS": "1",  # on more cores, p2pd often relays only 128 kB (note 48); one is enough for 0.5 GB/s
 }
-WHOLE, END_OF_STREAM = ".whole", "end of stream"  # the second name of a stream ends in the first; the last message
+END_OF_STREAM = "end of stream"  # the last message of a stream
 ADD_STREAM_HANDLER, CALL_STREAM_HANDLER = P2P._add_protobuf_stream_handler, P2P.iterate_protobuf_handler
-REMOVE_HANDLER = P2P.remove_protobuf_handler
 
 
 class ResilientControlClient(p2pclient.ControlClient):
@@ -48,7 +47,7 @@ class CancellableStep(StepControl):
 
 
 async def add_whole_stream_handler(self: P2P, name: str, handler, *args, **kwargs) -> None:
-    """Add a handler of streams, also by a name for callers that close the stream after a last message (note 87)."""
+    """Add a handler of streams that ends with a last message, after which the caller closes the stream (note 87)."""
 
     async def handle(requests, context):
         try:
@@ -59,36 +58,23 @@ async def add_whole_stream_handler(self: P2P, name: str, handler, *args, **kwarg
             yield RPCError(message=str(e))
         await asyncio.sleep(60.0)  # hivemind cancels this when the caller closes the stream
 
-    await ADD_STREAM_HANDLER(self, name, handler, *args, **kwargs)
-    await ADD_STREAM_HANDLER(self, name + WHOLE, handle, *args, **kwargs)
+    await ADD_STREAM_HANDLER(self, name, handle, *args, **kwargs)
 
 
-async def remove_stream_handler(self: P2P, name: str, **is_stream: bool) -> None:
-    """Remove a handler, and if it is one of streams, also its second name."""
-    await REMOVE_HANDLER(self, name, **is_stream)
-    if any(is_stream.values()):
-        await self.remove_binary_stream_handler(name + WHOLE)
+async def call_whole_stream_handler(self: P2P, *args):
+    """Call a handler of streams, and return the iterator of its answers, which closes the stream at the last one."""
+    answers = await CALL_STREAM_HANDLER(self, *args)
 
+    async def read():
+        async with contextlib.aclosing(answers):
+            try:
+                async for answer in answers:
+                    yield answer
+            except P2PHandlerError as e:
+                if not str(e).endswith(END_OF_STREAM):
+                    raise
 
-async def call_whole_stream_handler(self: P2P, peer_id, name: str, *args):
-    """Call a handler of streams, and return the iterator of its answers. Older peers know it by its plain name only."""
-    try:
-        return read_to_end(await CALL_STREAM_HANDLER(self, peer_id, name + WHOLE, *args))
-    except P2PDaemonError as e:
-        if "protocols not supported" not in str(e):
-            raise
-        return await CALL_STREAM_HANDLER(self, peer_id, name, *args)
-
-
-async def read_to_end(answers):
-    """Yield the answers before the last message, and close the stream."""
-    async with contextlib.aclosing(answers):
-        try:
-            async for answer in answers:
-                yield answer
-        except P2PHandlerError as e:
-            if not str(e).endswith(END_OF_STREAM):
-                raise
+    return read()
 
 
 def install() -> None:
@@ -101,7 +87,7 @@ def install() -> None:
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
-    P2P._add_protobuf_stream_handler, P2P.remove_protobuf_handler = add_whole_stream_handler, remove_stream_handler
+    P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler
     averager.StepControl = CancellableStep
 

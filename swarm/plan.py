@@ -8,6 +8,8 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo
 
+NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
+
 PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
 MIN_PART_BYTES, MAX_PART_BYTES = 2**14, 2**19
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
@@ -25,11 +27,8 @@ def choose_fractions(
 
     :param fractions: the number of elements that each peer would average in hivemind
     """
-    min_fraction = MIN_FRACTION * sum(fractions)
-    fractions = [
-        max(fraction, min_fraction) if mode == AveragingMode.NODE else fraction
-        for fraction, mode in zip(fractions, modes, strict=True)
-    ]
+    least = MIN_FRACTION * sum(fractions)
+    fractions = [max(part, least) if mode == NODE else part for part, mode in zip(fractions, modes, strict=True)]
     positive = sorted(filter(None, fractions))
     if len(positive) > 2:
         fractions = [min(fraction, MAX_FRACTION * positive[len(positive) // 2]) for fraction in fractions]
@@ -71,29 +70,24 @@ def plan_allreduce(
     :param fractions: the fraction of the tensors that each peer would average
     :param bandwidths: the uplink bandwidth of each peer, in Mbit/s; None if unknown, which counts as fast
     """
-    senders = sum(mode != AveragingMode.AUX for mode in modes)
+    senders = sum(mode != AUX for mode in modes)
     rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]
-    sender_rates = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AveragingMode.AUX) or rates
+    sender_rates = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AUX) or rates
     # each of N equal peers sends (N - 1) / N of its tensors to the reducers, and as many bits of averages back
     usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
-    own_seconds = [0.0 if mode == AveragingMode.AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
+    own_seconds = [0.0 if mode == AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
     num_partitions = tuple(
         min(math.ceil(seconds / usual_seconds), MAX_PARTITIONS) if usual_seconds and seconds > max_seconds else 1
         for seconds in own_seconds
     )
-    of_fast_peers = tuple(
-        fraction if count == 1 else 0.0 for fraction, count in zip(fractions, num_partitions, strict=True)
-    )
+    of_fast_peers = tuple(part if count == 1 else 0.0 for part, count in zip(fractions, num_partitions, strict=True))
     fractions = of_fast_peers if any(of_fast_peers) else fractions
     # hivemind does not pass on the modes: an auxiliary peer would send all of its tensors with a weight of zero
-    modes = tuple(
-        mode if mode == AveragingMode.AUX or fraction else AveragingMode.CLIENT
-        for mode, fraction in zip(modes, fractions, strict=True)
-    )
+    modes = tuple(mode if mode == AUX or part else CLIENT for mode, part in zip(modes, fractions, strict=True))
     seconds = 0.0
-    for own, count, fraction, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
-        relative = fraction / sum(fractions)
+    for own, count, part, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
+        relative = part / sum(fractions)
         others = senders - 1 if own > 0 else senders
         seconds = max(seconds, own * (1 - relative) / count + others * relative * bits / rate)
     part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, MIN_PART_BYTES), MAX_PART_BYTES))

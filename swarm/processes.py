@@ -1,28 +1,19 @@
-"""Shutdown of a swarm role together with its helper processes, and filters for their logs."""
+"""Helper processes: the end of a peer together with them, and filters for their logs."""
 
-import contextlib
 import ctypes
 import logging
-import math
 import multiprocessing
 import os
-import signal
 import sys
 import threading
-import time
-import traceback
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_processes
 
-from common.console import edge
-from common.signals import begin_end, find_helpers, obey_signals, terminate_helpers, terminate_process_tree
+from common.signals import begin_end, find_helpers, terminate_helpers, terminate_process_tree
 
 logger = logging.getLogger("swarm")
 
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)  # shared with the helpers, whose logs are noise once it is set
-STOP_REQUESTED = threading.Event()  # set by Ctrl-C and SIGTERM; all waits for other peers end then
-CONFIRM_TIMEOUT = 10.0  # seconds; the first Ctrl-C has no visible effect at once, and a second one must be confirmed
 
 
 def filter_hivemind_log(record: logging.LogRecord) -> bool:
@@ -71,59 +62,11 @@ def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
     threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()
 
 
-@contextlib.contextmanager
-def clean_end() -> Iterator[None]:
-    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread: with code 0
-    after success, 1 after an exception, and 2 after a user error."""
-
-    def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
-        if not STOPPING.value:
-            begin_end()
-            traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-            terminate_process_tree(1)
-
-    code = 0
-    try:
-        with edge():
-            threading.excepthook = exit_after_thread_failed
-            yield
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    terminate_process_tree(code)
-
-
-def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
-    """Make SIGINT and SIGTERM set STOP_REQUESTED, and return that event. A second signal stops at once; if work is
-    unsaved, which the log names, an early second Ctrl-C only asks to confirm."""
-    start = None
-
-    def request_stop(number: int) -> None:
-        nonlocal start, unsaved
-        STOP_REQUESTED.set()
-        if start is None:
-            start = time.monotonic()
-            if unsaved:
-                logger.info("stopping: saving; Ctrl-C again discards unsaved work")
-        elif unsaved and number == signal.SIGINT and time.monotonic() < start + CONFIRM_TIMEOUT:
-            logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
-            start = -math.inf
-        else:
-            begin_end()
-            if unsaved:
-                logger.info(f"stopped at once; lost: {unsaved}")
-            terminate_process_tree(130 if unsaved else 0)
-
-    obey_signals(request_stop)
-    return STOP_REQUESTED
-
-
 def shut_down(dht, optimizer=None) -> None:
     """Leave the swarm and stop the helper processes, without the tracebacks of hivemind's own shutdown."""
     helpers = find_helpers()
     STOPPING.value = True
+    threading.excepthook = lambda _: None  # threads of hivemind fail without their helpers
     if optimizer is not None:
         optimizer.shutdown()
     dht.shutdown()

@@ -22,7 +22,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dh
 from common.console import format_count
 from swarm.attestation import request_in_dht, select_attesters
 from swarm.config import AveragingConfig
-from swarm.dht import format_peer_list, ping_peers
+from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
@@ -31,7 +31,6 @@ logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
-LOOK_POLL_INTERVAL = 0.01  # seconds between two checks whether the answer is here
 LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -75,6 +74,7 @@ class PeerTracker:
         self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
         #: held by a thread that changes the view or the trust in peers
         self.lock = threading.RLock()
+        self._has_read = threading.Condition(self.lock)
         self._is_ending, self._wake, self._is_paused = threading.Event(), threading.Event(), False
         self._reported_at = self._next_report = self._next_read = -math.inf
         self.view, self._changed_at = SwarmView(-1, 0, 1, math.inf, -math.inf), time.monotonic()
@@ -235,6 +235,10 @@ class PeerTracker:
         that they have called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
+    def list_clients(self) -> dict[PeerID, int]:
+        """Return the peers that accept no connections, and their epochs."""
+        return {PeerID(p): record.epoch for p, record in self.present.items() if record.client_mode}
+
     def stop_waiting_for_stragglers(self, epoch: int) -> None:
         """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
         count = len(self.peers_at_epoch)
@@ -261,8 +265,8 @@ class PeerTracker:
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
             self.trust.mark_silent(silent)
-            others = format_count(len(present) - len(silent), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
+            names, others = map(str, map(PeerID, silent)), format_count(len(present) - len(silent), "other peer")
+            logger.info(f"no answer from peer {', '.join(names)}: continuing with {others}")
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
@@ -325,9 +329,8 @@ class PeerTracker:
         """Look at the swarm, and wait for the DHT's answer unless it is late."""
         asked_at = time.monotonic()
         self.schedule_refresh(0.0)
-        with self.performance_ema.pause():
-            while self.view.read_at < asked_at and time.monotonic() < asked_at + LOOK_TIMEOUT:
-                time.sleep(LOOK_POLL_INTERVAL)
+        with self.performance_ema.pause(), self._has_read:
+            self._has_read.wait_for(lambda: self.view.read_at >= asked_at, LOOK_TIMEOUT)
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
         """Update the view by the DHT's answer to this request."""
@@ -339,6 +342,7 @@ class PeerTracker:
             scheduled, self.is_fresh = self._next_read, self.is_fresh or read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
             self._next_read = min(scheduled, self._next_read if self.is_fresh else time.monotonic())
+            self._has_read.notify_all()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""

@@ -33,7 +33,7 @@ MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower c
 DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
-RELAY_BYTES = 2**30
+RELAY_BYTES, RELAY_ANSWER_TIMEOUT = 2**30, 5.0  # seconds
 # Errors of a request to a peer that has left, is too slow, runs other software, or sends invalid data.
 REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 
@@ -45,11 +45,8 @@ def find_ports(dht: hivemind.DHT) -> list[int]:
 
 
 def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list[str], bool | None]:
-    """Ask peers to dial back through a new connection. hivemind's own check, a ping in return, uses the connection that
-    this peer has opened, and so succeeds through every firewall.
-
-    :returns: the IP addresses at which others see this peer, and whether they can reach it (None: no peer answered)
-    """
+    """Ask peers to dial back through a new connection; a ping in return, as in hivemind, passes every firewall (note
+    47). Return the IP addresses at which others see this peer, and whether they can reach it (None: no answer)."""
     answers = dht.run_coroutine(partial(ask_to_dial_back, initial_peers, find_ports(dht)))
     # A peer in the same network cannot test the path from outside.
     answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).is_global] or answers
@@ -64,9 +61,9 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
         ports = [256 * high + low for high, low in zip(request.value[:8:2], request.value[1:8:2], strict=False)]
         # Dial only the caller's own address, so that no peer can make us dial a third party.
         seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
+        places = [f"/ip{ip.version}/{ip}/tcp/{port}" for ip in seen_at[:1] for port in ports]
         reached = False
-        if seen_at and ports:
-            places = [f"/ip{seen_at[0].version}/{seen_at[0]}/tcp/{port}" for port in ports]
+        if places:
             if context.remote_id in callers or len(callers) >= MAX_CALLERS:
                 raise ValueError("too many requests")
             callers.add(context.remote_id)
@@ -151,21 +148,18 @@ async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> li
 
 async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
     """Return the bytes that this peer relays per connection, or 0. In hivemind 128 kB, then a round breaks."""
-
-    async def request_reservation() -> float:
-        _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
-        answer = Empty()
-        with contextlib.closing(writer):
-            writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
-            await read_pbmsg_safe(reader, answer)
+    answer = Empty()
+    try:
+        async with asyncio.timeout(RELAY_ANSWER_TIMEOUT):
+            _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
+            with contextlib.closing(writer):
+                writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
+                await read_pbmsg_safe(reader, answer)
         fields = read_fields(answer)
         limit = read_fields(Empty.FromString(fields.get(4, b""))).get(2)
-        return (limit or math.inf) if fields.get(5) == 100 else 0  # status OK; a missing limit or 0 means unlimited
-
-    try:
-        return await asyncio.wait_for(request_reservation(), 5)
     except (*REQUEST_ERRORS, TypeError, EOFError, DecodeError):
         return 0
+    return (limit or math.inf) if fields.get(5) == 100 else 0  # status OK; a missing limit or 0 means unlimited
 
 
 def read_fields(message: Empty) -> dict[int, int | bytes]:

@@ -14,12 +14,12 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
+from common.signals import STOP_REQUESTED
 from swarm.averager import PeersSilentError
 from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
-from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 
 logger = logging.getLogger("swarm")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import logging
 import math
 import random
@@ -20,7 +21,6 @@ from functools import partial
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.p2p import PeerID
 from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
@@ -36,9 +36,8 @@ from swarm.state_server import (
     StateServer,
     allocate_flat,
     digest,
-    get_moment_role,
+    dump_moments,
     list_blocks,
-    list_exact_moments,
 )
 from swarm.trust import MAX_LEAD
 
@@ -62,7 +61,7 @@ MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of 
 # models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
 NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
-MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see get_moment_role
+MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see dump_moments
 PLAIN_TYPES = (int, float, str, type(None))  # of the numbers and settings in an optimizer's state that are no tensors
 # dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
 NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
@@ -130,9 +129,8 @@ class Donor:
 
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
-        if self.key != other.key or self.metadata["tensors"] != other.metadata["tensors"]:
-            return False
-        return not digests_differ(self.digests, other.digests, self.floors)
+        is_alike = self.key == other.key and self.metadata["tensors"] == other.metadata["tensors"]
+        return is_alike and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
         """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
@@ -198,9 +196,10 @@ class StateDownload:
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
     timeout: float = 600.0  # seconds for a whole state
     is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
+    # peers that accept no connections, and their epochs; they can be called only by peers that they have called
+    clients: dict[PeerID, int] = dataclasses.field(default_factory=dict)
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
     voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
-    clients: set[PeerID] = dataclasses.field(default_factory=set)  # these cannot be called, unless they have called
 
     async def fetch_step(self, epoch: int, lineage: str) -> tuple[dict, list[torch.Tensor]] | None:
         """Return the description and the averaged gradients of the step that other peers made from this state."""
@@ -247,19 +246,17 @@ class StateDownload:
     async def find_peers(self, min_epoch: int) -> dict[PeerID, float]:
         """Return the peers that declare a state, and its epoch. Choose the voters, and a relay for each client. Unknown
         clients are left out if another peer has at least the epoch before `min_epoch`."""
-        averager = self.averager
-        declared, clients = await asyncio.gather(*map(averager.fetch_epochs, ("all_averagers", "clients")))
+        averager, declared = self.averager, await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         voters = [peer for peer in epochs if peer.to_bytes() in self.trusted]
         self.voters = random.sample(voters, min(MAX_DONORS, len(voters)))
         if averager.client_mode and not relays:
             return epochs
+        # more failures are allowed, because a relay may have caused them: the next time, it may be another one
+        clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
-        # more failures are allowed, because a relay may have caused them: the next time, it may be another one
-        clients = {peer: epoch for peer, epoch in clients.items() if self.failures[peer] < MAX_FAILURES}
-        self.clients = set(clients)
         if relays and averager.mode != AveragingMode.AUX:  # an auxiliary peer can call the clients itself
             averager.relays = {peer: random.choice(relays) for peer in clients}
         return epochs | clients
@@ -315,16 +312,16 @@ class StateDownload:
         if epoch < min_epoch:
             return None
         expected = [(param, TensorRole.PARAMETER if self.optimizer else TensorRole.GRADIENT) for param in self.params]
-        own, own_tensors = dump_optimizer_state(self.optimizer) if self.optimizer else ([], [])
-        exact = list_exact_moments(self.optimizer) if self.optimizer else set()
+        own, moments = dump_moments(self.optimizer) if self.optimizer else ([], [])
+        plain = torch.zeros(()), TensorRole.OPTIMIZER
         theirs, plain_numbers = metadata.get("optimizer_metadata", []), []
         if not isinstance(theirs, list) or len(theirs) != len(own):
             raise ValueError("the optimizer's state differs from this peer's")
         for item, own_item in zip(theirs, own, strict=True):
-            own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
+            own_moment = moments[own_item["index"]] if own_item["type"] == "tensor" else plain
             if item == {"type": "tensor", "index": len(expected) - len(self.params)}:
-                expected.append((own_tensor, get_moment_role(own_tensor, exact)))
-            elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
+                expected.append(own_moment)
+            elif own_moment[0].ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
                 raise ValueError("the optimizer's state differs from this peer's")
             elif isinstance(item["value"], (int, float)):
                 plain_numbers.append([float(item["value"])] * (1 + NUM_SUMS))
@@ -416,11 +413,8 @@ class BlockDownload:
         speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
         rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
         goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
-        numbers, elements = [], 0
-        while self.queue and len(numbers) < MAX_BLOCKS and (not numbers or elements + sizes[len(numbers)] <= goal):
-            elements += sizes[len(numbers)]
-            numbers.append(self.queue.popleft())
-        return numbers
+        count = max(1, sum(elements <= goal for elements in itertools.accumulate(sizes)))
+        return [self.queue.popleft() for _ in range(min(count, MAX_BLOCKS, len(sizes)))]
 
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""

@@ -1,8 +1,8 @@
 """Serving states to other peers: a donor describes its state, and keeps that copy while any peer downloads its blocks.
 
-Peers of one epoch and lineage have the same state except for the last bits, because they average in different orders
-and through compression. A hash could not compare such states. Instead, each block has a digest: its norm, and its sums
-with several patterns of random signs, which differ as much as the blocks themselves.
+Peers of one epoch and lineage have the same state except for the last bits, so that hashes could not compare them.
+Instead, each block has a digest: its norm, and its sums with several patterns of random signs. Digests differ as much
+as the blocks themselves.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
+from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
-from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 from hivemind.utils.asyncio import aiter_with_timeout
-from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.streaming import split_for_streaming
 
 from swarm.averager import VerifyingAverager
@@ -47,15 +47,13 @@ IN_USE = 5.0  # seconds since its last request in which a snapshot is not replac
 MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
 
 
-def list_exact_moments(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the addresses of the moments that all peers must have to the last bit."""
-    states = [state["outer_momentum"] for state in optimizer.state.values() if "outer_momentum" in state]
-    return {tensor.data_ptr() for tensor in states}
-
-
-def get_moment_role(moment: torch.Tensor, exact: set[int]) -> TensorRole:
-    """Return the role by which the state's codec compresses a moment, or does not."""
-    return TensorRole.UNSPECIFIED if moment.data_ptr() in exact else TensorRole.OPTIMIZER
+def dump_moments(optimizer: torch.optim.Optimizer) -> tuple[list[dict], list[tuple[torch.Tensor, TensorRole]]]:
+    """Return the optimizer's state as hivemind dumps it, and its tensors, each with the role by which the codec
+    compresses it, or does not: all peers must have the outer momentum to the last bit."""
+    values, moments = dump_optimizer_state(optimizer)
+    exact = {state["outer_momentum"].data_ptr() for state in optimizer.state.values() if "outer_momentum" in state}
+    roles = (TensorRole.UNSPECIFIED if it.data_ptr() in exact else TensorRole.OPTIMIZER for it in moments)
+    return values, list(zip(moments, roles, strict=True))
 
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
@@ -106,12 +104,10 @@ class StateRequest(NamedTuple):
 
 def parse_request(data: bytes) -> StateRequest | None:
     """Parse the request of a downloading peer; return None if it is invalid."""
-    try:
+    with contextlib.suppress(Exception):  # on untrusted bytes, the decoder can raise any exception
         request = StateRequest(*MSGPackSerializer.loads(data))
-    except Exception:  # on untrusted bytes, the decoder can raise any exception
-        return None
-    is_valid = [type(field) for field in request] == [int, str, list, bytes] and len(request.blocks) <= MAX_BLOCKS
-    return request if is_valid and all(type(number) is int for number in request.blocks) else None
+        is_valid = [type(field) for field in request] == [int, str, list, bytes] and len(request.blocks) <= MAX_BLOCKS
+        return request if is_valid and all(type(number) is int for number in request.blocks) else None
 
 
 def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes, float]:
@@ -158,6 +154,14 @@ class StateSnapshot:
                 yield DownloadData(tensor_part=part)
 
 
+class Service(NamedTuple):
+    """The requests of a peer for blocks: the times of the first and the last one, and the number of blocks."""
+
+    first: float
+    last: float
+    blocks: int
+
+
 class StateServer(VerifyingAverager):
     """An averager that serves snapshots of its state, and the gradients of its last step, to several peers at once.
     Only peers that a client has called can reach it (note 65): an auxiliary peer passes on what others ask it for."""
@@ -168,8 +172,7 @@ class StateServer(VerifyingAverager):
         self._wants_step = multiprocessing.Value(ctypes.c_bool)
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
-        #: for each peer that is served, the times of its first and last request, and the blocks that it has requested
-        self._served: dict[PeerID, tuple[float, float, int]] = {}
+        self._served: dict[PeerID, Service] = {}
         #: the auxiliary peer through which this peer calls each client
         self.relays: dict[PeerID, PeerID] = {}
         super().__init__(*args, **kwargs)
@@ -210,17 +213,10 @@ class StateServer(VerifyingAverager):
             self._outer_pipe.send(("_serve_state_as_client", [], {}))
 
     async def _serve_state_as_client(self) -> None:
-        """Serve the state and declare it in the DHT, forever; runs in the averager's process."""
+        # runs in the averager's process
         name = self._get_handle_name(self.prefix, "rpc_download_state")
         await self._p2p.add_protobuf_handler(name, self.rpc_download_state, BytesValue, stream_output=True)
         self._allow_state_sharing.value = True
-        while True:
-            self._state_updated.clear()
-            entry = dict(subkey=self.peer_id.to_bytes(), value=self.state_sharing_priority, return_future=True)
-            end = get_dht_time() + self.declare_state_period
-            with contextlib.suppress(Exception):  # of any type, from the DHT's process; the next attempt may succeed
-                await self.dht.store(f"{self.prefix}.clients", expiration_time=end, **entry)
-            await self._state_updated.wait()
 
     async def _renew_declaration(self) -> None:
         """Have the state declared again before its record expires, forever: dead peers delay each store (note 25)."""
@@ -228,9 +224,9 @@ class StateServer(VerifyingAverager):
             await asyncio.sleep(self.declare_state_period / 2)
             self._state_updated.set()
 
-    async def fetch_epochs(self, key: str) -> dict[PeerID, float]:
-        """Return the epochs of the states that other peers declare under this key; runs in the averager's process."""
-        entry = await self.dht.get(f"{self.prefix}.{key}", latest=True, return_future=True)
+    async def fetch_epochs(self) -> dict[PeerID, float]:
+        """Return the epochs of the states that other peers declare; runs in the averager's process."""
+        entry = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
         return {PeerID(peer): epoch for peer, epoch in parse_epochs(entry, self.peer_id.to_bytes()).items()}
 
     async def request_state(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
@@ -239,8 +235,8 @@ class StateServer(VerifyingAverager):
             peer, request = relay, request._replace(client=peer.to_bytes())
         fields = [request.epoch, request.lineage, list(request.blocks), request.client]
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        stream = await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(fields)))
-        async for message in self.dht.uplink.receive(stream):
+        async for message in await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(fields))):
+            self.dht.uplink.count_received(message.ByteSize())
             yield message
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
@@ -267,18 +263,17 @@ class StateServer(VerifyingAverager):
         if not num_blocks:  # it wants a description, which costs little
             return True
         now = time.monotonic()
-        self._served = {other: it for other, it in self._served.items() if now - it[1] < IN_USE}
-        if peer not in self._served:
-            max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
-            if len(self._served) >= max_peers:
-                rates = {other: blocks / (now - at + IN_USE) for other, (at, _, blocks) in self._served.items()}
-                limit = 2 * statistics.median(rates.values())
-                slow = [p for p, (at, *_) in self._served.items() if now - at > IN_USE and rates[p] <= limit]
-                if not slow:
-                    return False
-                del self._served[min(slow, key=rates.get)]
-        first, _, blocks = self._served.get(peer, (now, now, 0))
-        self._served[peer] = first, now, blocks + num_blocks
+        self._served = served = {other: it for other, it in self._served.items() if now - it.last < IN_USE}
+        max_peers = MAX_SERVED_PEERS if self.mode == AveragingMode.NODE else MAX_RELAYED_PEERS
+        if peer not in served and len(served) >= max_peers:
+            rates = {other: it.blocks / (now - it.first + IN_USE) for other, it in served.items()}
+            limit = 2 * statistics.median(rates.values())
+            slow = [other for other, it in served.items() if now - it.first > IN_USE and rates[other] <= limit]
+            if not slow:
+                return False
+            del served[min(slow, key=rates.get)]
+        first, _, blocks = served.get(peer, Service(now, now, 0))
+        served[peer] = Service(first, now, blocks + num_blocks)
         return True
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
@@ -298,36 +293,30 @@ class StateServer(VerifyingAverager):
             yield message
 
     async def _find_snapshot(self, peer: PeerID, epoch: int, step_key: str) -> StateSnapshot | None:
-        """Return a snapshot of the current state, or the newest existing snapshot if there is no room for another.
-
-        :param step_key: the key of the step that is requested instead, or an empty string. It must be the last step,
-            and no round may have started since; otherwise the result is None
+        """Return a snapshot of the current state, or the newest existing one if there is no room for another. With a
+        step's key, return one of this step instead, or None unless it is the last one, and no round has started since.
         """
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
-            name = step_key or self.lineage
-            snapshot = next((it for it in self._snapshots if it.lineage == name), None)
-            if snapshot is None:
-                oldest = min(self._snapshots, key=lambda it: it.last_use, default=None)
-                if len(self._snapshots) >= MAX_SNAPSHOTS and time.monotonic() - oldest.last_use > IN_USE:
-                    self._snapshots.remove(oldest)
-                if len(self._snapshots) < MAX_SNAPSHOTS:
-                    snapshot = await self._take_snapshot(epoch, name, is_step=bool(step_key))
-                elif not step_key:
-                    snapshot = next((it for it in reversed(self._snapshots) if not it.is_step), None)
+            for snapshot in self._snapshots:
+                if snapshot.lineage == (step_key or self.lineage):
+                    return snapshot
+            if len(self._snapshots) >= MAX_SNAPSHOTS:
+                oldest = min(self._snapshots, key=lambda it: it.last_use)
+                if time.monotonic() - oldest.last_use <= IN_USE:
+                    states = [None, *(it for it in self._snapshots if not it.is_step)]
+                    return None if step_key else states[-1]
+                self._snapshots.remove(oldest)
+            self._wants_step.value = bool(step_key)
+            metadata, tensors, infos = await self._get_current_state_from_host_process()
+            metadata = self.serializer.loads(metadata)
+            if metadata["epoch"] < epoch or step_key and metadata["lineage"] != step_key:
+                return None
+            snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos)
+            self._snapshots.append(snapshot)
+            asyncio.create_task(self._drop_when_unused(snapshot))
             return snapshot
-
-    async def _take_snapshot(self, epoch: int, name: str, is_step: bool) -> StateSnapshot | None:
-        self._wants_step.value = is_step
-        metadata, tensors, infos = await self._get_current_state_from_host_process()
-        metadata = self.serializer.loads(metadata)
-        if metadata["epoch"] < epoch or is_step and metadata["lineage"] != name:
-            return None
-        snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos)
-        self._snapshots.append(snapshot)
-        asyncio.create_task(self._drop_when_unused(snapshot))
-        return snapshot
 
     async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
         while time.monotonic() < min(snapshot.last_use + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):

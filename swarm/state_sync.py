@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from hivemind.compression import CompressionInfo, TensorRole
 
+from common.signals import STOP_REQUESTED
 from swarm.epoch import RETRY_AFTER, SyncBackoff
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
-from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
 
 logger = logging.getLogger("swarm")
@@ -34,8 +34,7 @@ class StateSync:
 
         :param min_epoch: load an earlier state only after some seconds without this one
         :param donors: the ids of peers of which more than half have to describe the same state
-        :param is_synchronous: whether all peers step together; otherwise donors have to describe only nearly the same
-            state
+        :param is_synchronous: whether all peers step together; otherwise, nearly the same state is enough
         :param can_replay: whether a peer that is one step behind first tries to load the gradients of that step alone
         :returns: the first words of a log line; None if no peer has sent a state. Then silent peers no longer count
         """
@@ -45,7 +44,7 @@ class StateSync:
             if self.tracker.view.epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
-        if loaded := self.download(min_epoch, donors, is_synchronous):
+        if loaded := self.download(min_epoch, donors, is_synchronous=is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
         if STOP_REQUESTED.is_set():
@@ -58,18 +57,14 @@ class StateSync:
         return None
 
     def download(
-        self,
-        min_epoch: int,
-        trusted: Sequence[bytes],
-        is_synchronous: bool = True,
-        content: str = "state",
-        timeout: float | None = None,
+        self, min_epoch: int, trusted: Sequence[bytes], is_step: bool = False, **options
     ) -> tuple[dict, list] | None:
-        """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
+        """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it, or if this peer
+        should stop."""
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
-        options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout or longest)
-        future = averager.start_download(min_epoch, is_step=content == "step", is_synchronous=is_synchronous, **options)
+        own = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), clients=self.tracker.list_clients())
+        future = averager.start_download(min_epoch, is_step, **own, **dict(timeout=longest) | options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():
             with contextlib.suppress(concurrent.futures.TimeoutError):
@@ -78,13 +73,13 @@ class StateSync:
                 last_report, mbits = time.monotonic(), progress.bytes * 8e-3 / max(1, progress.milliseconds)
                 share = progress.elements / progress.total_elements
                 size = f"{progress.bytes / 1e6:.1f} MB at {mbits:.1f} Mbit/s"
-                logger.info(f"downloading the swarm's {content}: {share:.0%}, {size}")
+                logger.info(f"downloading the swarm's {'step' if is_step else 'state'}: {share:.0%}, {size}")
         return None
 
     def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
         than a state; return whether a peer that started from this very state has sent them."""
-        if (loaded := self.download(0, self.tracker.list_donors(), content="step")) is None:
+        if (loaded := self.download(0, self.tracker.list_donors(), is_step=True)) is None:
             return False
         metadata, gradients = loaded
         averager, grad_averager = self.state_averager, self.state_averager.grad_averager

@@ -201,13 +201,10 @@ class RoundTrust:
             raise MaliciousPeersError({peer: f"has broken {MAX_BROKEN_ROUNDS} rounds in a row"})
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
-        """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average.
-
-        :param shares: from 1 for all of it to -1 for the contrary, see swarm/guard.py
-        :param weight: the weight of this peer's gradient in the average, from 0 to 1
-        :raises MaliciousPeersError: some peers' averages have for some rounds not been what they should
-        :raises AllreduceException: an average points away from what was sent for it
-        """
+        """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average:
+        from 1 for all of it to -1 for the contrary, see swarm/guard.py. Its weight in the average is from 0 to 1. Raise
+        an error if some peers' averages have not been what they should for some rounds, or if one points away from what
+        was sent for it."""
         for peer, share in shares.items():
             self.scores[peer] += TRUST_EMA_ALPHA * weight * (share - self.scores[peer])
         if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:

@@ -1,7 +1,5 @@
-"""The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does.
-
-All data of averagers passes one pacer: the queue stays here, where the next message can overtake it (note 43).
-"""
+"""The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does. All data of averagers
+passes one pacer, so that the queue stays here, where the next message can overtake it (note 43)."""
 
 import asyncio
 import contextlib
@@ -17,6 +15,8 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
+
+from swarm.config import AveragingConfig
 
 logger = logging.getLogger("swarm")
 
@@ -60,28 +60,28 @@ class RoundTimeouts:
     round_seconds: float = 1.0  # of the longest recent round, or of the next one as planned
     epoch_seconds: float = 0.0  # of the last epoch
     # fixed by the user; 0 if the value follows from the uplink
-    fixed_matchmaking: float = 0.0
-    fixed_request: float = 0.0
-    fixed_averaging: float = 0.0
-    fixed_chunk: float = 0.0
+    matchmaking_time: float = 0.0
+    request_timeout: float = 0.0
+    averaging_timeout: float = 0.0
+    next_chunk_timeout: float = 0.0
 
     def __post_init__(self):
         #: the wait for a small answer before the request is sent once more
         self.response = min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
         #: the wait for a peer that was asked to form a group, before another one is asked
-        self.request = self.fixed_request or min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
+        self.request = self.request_timeout or min(2 * self.response, self.matchmaking_time / 2 or MAX_REQUEST_TIMEOUT)
         #: the wait for other peers when a group forms
         share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
-        self.matchmaking = self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
+        self.matchmaking = self.matchmaking_time or max(5.0, 2.5 * self.request, share)
         #: the end of a search for a group: the same for all peers, because the one that began first leads (note 82)
-        self.group_search = 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
+        self.group_search = 2 * (self.matchmaking_time or MAX_MATCHMAKING)
         #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth. The
         #: claims of other peers must not make it longer than three times MAX_CLAIMED_ROUND
         self.slow_round = max(3 * self.round_seconds, min(10 * self.round_seconds, 3 * MAX_CLAIMED_ROUND))
         #: the end of a round, matchmaking included
-        self.averaging = self.fixed_averaging or max(30.0, self.slow_round) + self.matchmaking
+        self.averaging = self.averaging_timeout or max(30.0, self.slow_round) + self.matchmaking
         #: the wait for a chunk of data until a peer is excluded, although it answers pings
-        self.next_chunk = self.fixed_chunk or max(10.0, 4 * self.response, self.round_seconds / 2)
+        self.next_chunk = self.next_chunk_timeout or max(10.0, 4 * self.response, self.round_seconds / 2)
         #: the wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued
         self.silence_in_round = max(self.response, self.round_seconds / 8)
         #: the time for which most of a swarm may be missing until the others continue without them
@@ -174,12 +174,6 @@ class Uplink:
             await asyncio.sleep(-seconds)
         await asyncio.sleep(seconds)
 
-    async def receive(self, messages):
-        """Pass messages on, and count their bytes."""
-        async for message in messages:
-            self.count_received(message.ByteSize())
-            yield message
-
     def count_received(self, size: int) -> None:
         """Add these bytes to `traffic`."""
         with self.lock:
@@ -192,12 +186,10 @@ class Uplink:
         """The timeouts that follow from what is known now."""
         return RoundTimeouts(**{name: value.value for name, value in self._times.items()})
 
-    def fix_timeouts(
-        self, matchmaking: float | None, request: float | None, averaging: float | None, chunk: float | None
-    ) -> None:
-        """Set the timeouts that the user has given, in seconds; None if they follow from the uplink."""
-        for name, value in dict(matchmaking=matchmaking, request=request, averaging=averaging, chunk=chunk).items():
-            self._times[f"fixed_{name}"].value = value or 0.0
+    def fix_timeouts(self, settings: AveragingConfig) -> None:
+        """Set the timeouts that the user has given."""
+        for name in ("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"):
+            self._times[name].value = getattr(settings, name) or 0.0
 
     def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:
         """Record how long a round should take, or took. The longest one counts, and decays. Claims of other peers above

@@ -9,8 +9,8 @@ import torch
 
 from arguments import DataArguments, TrainerArguments
 from common.files import write_file
+from common.signals import STOP_REQUESTED
 from experiment.data import make_train_batches
-from swarm.processes import STOP_REQUESTED
 from text.batches import load_stream_state, sequence_length_at
 
 

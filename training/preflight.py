@@ -63,9 +63,7 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: 
     codecs = COMPRESSIONS[averaging.compression], COMPRESSIONS[averaging.state_compression]
     bits = 2 * max(count_bits(tensors, codec) for codec in codecs)
     seconds = bits / (uplink.mbits * 1e6)
-    uplink.fix_timeouts(
-        averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout, averaging.next_chunk_timeout
-    )
+    uplink.fix_timeouts(averaging)
     uplink.expect_round(seconds, own_seconds=seconds)
     timeouts = uplink.timeouts
     message = (

@@ -31,8 +31,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
-from common.signals import CLEANUPS, exit_with_parent
-from swarm.processes import STOP_REQUESTED
+from common.signals import CLEANUPS, STOP_REQUESTED, exit_with_parent
 from training.devices import choose_devices
 
 logger = logging.getLogger("trainer")

@@ -17,11 +17,11 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
-from common.console import setup_logging
+from common.console import clean_end, handle_stop_signals, setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.optimizer_state import StateAverager
-from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.processes import shut_down
 from swarm.state_server import parse_request
 from tests.programs.state_averager import make_state_averager
 

@@ -8,10 +8,11 @@ import time
 import torch
 
 from arguments import AveragingArguments, OptimizerArguments
+from common.console import clean_end, handle_stop_signals
 from experiment.optimizer import make_optimizer
 from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.joining import Swarm
-from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.processes import shut_down
 
 with clean_end():
     prefix, seed, folder, *maddrs = sys.argv[1:]

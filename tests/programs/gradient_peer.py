@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
 from arguments import AveragingArguments
-from common.console import setup_logging
+from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import COMPRESSIONS
 from swarm import log_steps
 from swarm.allreduce import FailFastAllReduceRunner
@@ -31,7 +32,7 @@ from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
-from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.processes import shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 
@@ -42,7 +43,6 @@ def make_gradient_optimizer(
     parameter: torch.nn.Parameter,
     target_batch_size: int,
     group_size: int,
-    eight_bit: bool = False,
     auxiliary: bool = False,
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
@@ -82,7 +82,7 @@ def make_gradient_optimizer(
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
+        gradients=COMPRESSIONS["none"],
         local_steps=TopKCompression(density),
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
@@ -167,7 +167,6 @@ def main() -> None:
     parser.add_argument("--target_batch_size", type=int, default=128)
     parser.add_argument("--group_size", type=int, default=2)
     parser.add_argument("--numbers", type=int, default=100_000)
-    parser.add_argument("--eight_bit", action="store_true")
     parser.add_argument("--client_mode", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
@@ -213,7 +212,7 @@ def main() -> None:
     if args.mbits:
         dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
     parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
-    options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
+    options = dict(auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
     options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
     options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
@@ -235,7 +234,8 @@ def main() -> None:
             wait_for_others(optimizer, args.others, stop)
             args.others = 0  # once
         if args.matchmaking:
-            dht.uplink.fix_timeouts(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
+            matchmaking_time = args.matchmaking[optimizer.local_epoch >= 2]
+            dht.uplink.fix_timeouts(replace(optimizer.averaging, matchmaking_time=matchmaking_time))
         while optimizer.local_epoch == args.skips and optimizer.tracker.view.epoch == args.skips:
             optimizer.tracker.announce()
             time.sleep(0.2)

@@ -8,12 +8,11 @@ import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 
-from common.console import setup_logging
+from common.console import clean_end, setup_logging
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
-from swarm.processes import clean_end
 from swarm.trust import RoundTrust
 from tests.programs import gradient_peer
 

@@ -9,10 +9,11 @@ import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, OptimizerArguments
+from common.console import clean_end
 from experiment.optimizer import make_optimizer
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 
 with clean_end():
     states, maddrs = [], []

@@ -6,9 +6,10 @@ import time
 
 import torch
 
+from common.console import clean_end
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 from tests.programs.gradient_peer import make_gradient_optimizer
 
 with clean_end():

@@ -4,10 +4,11 @@ import asyncio
 
 from hivemind.p2p import P2P
 
+from common.console import clean_end
 from swarm.addresses import get_peer_id
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 from swarm.reachability import ask_relay_limit
 
 

@@ -17,12 +17,12 @@ from arguments import (
     TrainerArguments,
 )
 from callback import CollaborativeCallback
+from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
 from swarm.config import SwarmConfig
 from swarm.contract import RunContract
 from swarm.joining import Swarm
-from swarm.processes import clean_end
 from training.checkpoint import apply_state
 from training.evaluation import Evaluator
 from training.state import TrainerState

@@ -14,11 +14,12 @@ import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
+from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 

@@ -11,12 +11,13 @@ import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
+from common.console import clean_end
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 from training.model import move_batch
 
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg")

@@ -11,10 +11,11 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 import swarm.averager
 from arguments import AveragingArguments, OptimizerArguments
+from common.console import clean_end
 from experiment.optimizer import make_optimizer
 from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 
 shares = multiprocessing.Array("d", 2)
 plan_allreduce = swarm.averager.plan_allreduce

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import paced_trainer
 from callback import CollaborativeCallback
-from swarm.processes import clean_end
+from common.console import clean_end
 
 end_epoch = CollaborativeCallback.on_epoch_end
 

@@ -9,12 +9,12 @@ import time
 import torch
 from hivemind.p2p import PeerID
 
-from common.console import setup_logging
+from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
-from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.processes import shut_down
 from tests.programs.state_averager import make_state_averager
 
 

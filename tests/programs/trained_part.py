@@ -17,12 +17,13 @@ from arguments import (
     ReportArguments,
     SwarmArguments,
 )
+from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from monitoring.archive import CheckpointHandler
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end, shut_down
+from swarm.processes import shut_down
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
 

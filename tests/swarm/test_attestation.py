@@ -147,8 +147,7 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
 def test_untrusted_contract_blocks_no_peer(peers):
     terms, flags, (monitor, stranger, newcomer) = {"learning_rate": "0.1"}, "--learning_rate 0.1", peers
     other, own = (Swarm(SwarmConfig(PREFIX), dht, dht.public_key) for dht in (stranger, newcomer))
-    other.contract = make_contract(learning_rate="9")
-    other.renew_contract(300).result(timeout=30)
+    other.publish_contract(make_contract(learning_rate="9"), 300).result(timeout=30)
     mine = make_contract(**terms).copy(update={"flags": flags})
     with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
         own.agree_on(mine, 120)

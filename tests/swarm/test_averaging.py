@@ -27,20 +27,16 @@ def joint_epochs(a, b) -> list[int]:
     return [epoch for epoch in joint if epoch - 1 in joint]
 
 
-@pytest.mark.parametrize(
-    "flags, tolerance",
-    [pytest.param((), 1e-5, id="exact"), pytest.param(("--eight_bit",), 3e-2, id="8bit", marks=pytest.mark.slow)],
-)
-def test_average_is_weighted_by_samples(start, flags, tolerance):
-    """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1). Then kill -9 of the
-    other peer, in a round or before it: the survivor's samples enter its next step (note 16).
+def test_average_is_weighted_by_samples(start):
+    """Two peers give unequal numbers of samples. Then kill -9 of the other peer, in a round or before it: the
+    survivor's samples enter its next step (note 16).
 
     Steps are compared, not parameters: a peer that joins while the others step may hold those of an epoch before until
     the next averaging of parameters, which is switched off here.
     """
     prefix = make_prefix()
-    first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16, flags=flags)
-    second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, others=[first], flags=flags)
+    first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
+    second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, others=[first])
     joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 4 and both, 60, "4 joint epochs")
     for epoch in joint:
         one, two = epochs(first)[epoch], epochs(second)[epoch]
@@ -49,7 +45,7 @@ def test_average_is_weighted_by_samples(start, flags, tolerance):
             before, after = epochs(peer)[epoch - 1]["parameter"], epochs(peer)[epoch]["parameter"]
             # SGD with learning rate 1: the parameter moves by the averaged gradient
             step = [a - b for a, b in zip(after, before, strict=True)]
-            assert step == pytest.approx([-expected] * 3, rel=tolerance)
+            assert step == pytest.approx([-expected] * 3, rel=1e-5)
 
     second.kill()
     last = max(epochs(second))
@@ -67,7 +63,7 @@ def test_average_is_weighted_by_samples(start, flags, tolerance):
     before = epochs(first)[after[0]["epoch"] - 1]["parameter"][1]
     assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
     # a peer that joins now finds the record of the dead one, which lasts for a minute, and does not count it
-    joining = start_peer(start, "joining", prefix, gradient=1.0, batch_size=16, others=[first], flags=flags)
+    joining = start_peer(start, "joining", prefix, gradient=1.0, batch_size=16, others=[first])
     joint = wait_until(lambda: joint_epochs(first, joining), 60, "an epoch with the joining peer")
     assert [epochs(peer)[joint[0]]["others"] for peer in (first, joining)] == [1, 1]
     stop(first, joining)

@@ -215,11 +215,10 @@ async def count_answers(add_handler, call_handler) -> int:
 
 
 def test_quic_streams_lose_last_answers():
-    """Note 87; call_whole_stream_handler, which calls older peers too."""
+    """Note 87; call_whole_stream_handler."""
     add_plain, call_plain = patches.ADD_STREAM_HANDLER, patches.CALL_STREAM_HANDLER
     add, call = patches.add_whole_stream_handler, patches.call_whole_stream_handler
     assert any(asyncio.run(count_answers(add_plain, call_plain)) < 20 for _ in range(5))  # on a busy machine, not each
-    assert asyncio.run(count_answers(add_plain, call)) > 0
     assert asyncio.run(count_answers(add, call)) == 20
     install()
     assert P2P.iterate_protobuf_handler is call

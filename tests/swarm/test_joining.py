@@ -32,7 +32,7 @@ MEASURER = """
 import json, sys
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end
+from common.console import clean_end
 
 with clean_end():
     swarm = Swarm.join(SwarmConfig(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))

@@ -22,7 +22,7 @@ from functools import partial
 from swarm.addresses import get_peer_id
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
-from swarm.processes import clean_end
+from common.console import clean_end
 from swarm.reachability import find_connections
 
 async def find(dht, node):

@@ -162,8 +162,8 @@ def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     liars, honest = [PeerID(bytes([number])) for number in range(MAX_DONORS)], PeerID(b"honest")
     asked = []
 
-    async def fetch_epochs(key: str) -> dict[PeerID, float]:
-        return dict.fromkeys(liars, 1e9) | {honest: 5.0} if key == "all_averagers" else {}
+    async def fetch_epochs() -> dict[PeerID, float]:
+        return dict.fromkeys(liars, 1e9) | {honest: 5.0}
 
     async def ask_for_descriptions(_, peers: list[PeerID], request) -> list[Donor]:
         asked.append(peers[:MAX_DONORS])
@@ -304,22 +304,11 @@ def test_blocks_cover_each_element_once():
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 2
 
 
-def test_snapshot_blocks_match_description():
+def test_blocks_arrive_unless_they_are_zeros():
+    """Each has to match the description, or it would fail."""
     torch.manual_seed(0)
-    tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0)]
-    snapshot = StateSnapshot(dict(epoch=1, lineage="a", optimizer_metadata=[]), tensors, make_infos(*tensors))
-    described = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-    codec = LOAD_STATE_COMPRESSIONS["none"]
-    for number, (index, start, stop) in enumerate(snapshot.blocks):
-        data = b"".join(message.tensor_part.buffer for message in snapshot.give([number], codec, "peer"))
-        block = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        assert torch.equal(block, tensors[index].view(-1)[start:stop])
-        assert not digests_differ(described[number], digest(block))
-
-
-def test_blocks_of_zeros_are_not_requested():
-    torch.manual_seed(0)
-    tensors, codec, requested = [torch.randn(2 * BLOCK), torch.zeros(BLOCK + 5)], LOAD_STATE_COMPRESSIONS["none"], []
+    tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0), torch.zeros(BLOCK + 5)]
+    codec, requested = LOAD_STATE_COMPRESSIONS["none"], []
     snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors))
 
     async def request_state(peer: PeerID, request):
@@ -333,7 +322,7 @@ def test_blocks_of_zeros_are_not_requested():
     donor = Donor(PeerID(b"a"), snapshot.description, snapshot.infos, digests)
     download = BlockDownload([donor], averager, lambda peer, error: pytest.fail(repr(error)))
     asyncio.run(download.run())
-    assert sorted(requested) == [0, 1] and not download.queue
+    assert sorted(requested) == [0, 1, 2, 3] and not download.queue
     assert all(map(torch.equal, download.tensors, tensors))
 
 

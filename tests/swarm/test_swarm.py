@@ -225,7 +225,8 @@ def test_second_ctrl_c_warns_of_loss(start):
     code = """if True:
         import time
         from common.console import setup_logging
-        from swarm.processes import clean_end, handle_stop_signals
+        from common.console import clean_end
+        from common.console import handle_stop_signals
         setup_logging("peer")
         with clean_end():
             handle_stop_signals(unsaved="a day of work")

@@ -20,6 +20,8 @@ from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
+from arguments import AveragingArguments
+from swarm.config import AveragingConfig, make_config
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink
@@ -437,7 +439,8 @@ def test_timeouts_follow_measurements_unless_set():
         uplink.record_rtt(0.01)
         uplink.expect_round(1.0)
     assert uplink.timeouts.response == pytest.approx(1.5) and uplink.timeouts.averaging == pytest.approx(30.0 + 7.5)
-    uplink.fix_timeouts(2.0, None, 9.0, 4.0)
+    fixed = dict(matchmaking_time=2.0, averaging_timeout=9.0, next_chunk_timeout=4.0)
+    uplink.fix_timeouts(make_config(AveragingConfig, AveragingArguments(), **fixed))
     assert (uplink.timeouts.matchmaking, uplink.timeouts.averaging, uplink.timeouts.next_chunk) == (2.0, 9.0, 4.0)
     assert uplink.timeouts.request == 1.0  # of which there have to be two in matchmaking_time
 
