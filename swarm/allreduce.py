@@ -26,12 +26,9 @@ CONFIRM_INTERVAL = 0.05  # seconds
 class FailFastAllReduceRunner(AllReduceRunner):
     """A runner that ends a round as soon as it can no longer succeed, and reports the cause (notes 44 and 54)."""
 
-    #: returns whether this peer's uplink has become too slow for its part of the round; set by the averager
-    has_uplink_slowed: Callable[[], bool]
-
-    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, **kwargs):
+    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
         super().__init__(*args, **kwargs)
-        self.uplink, self.settings = uplink, settings
+        self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data

@@ -171,10 +171,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         settings = RoundSettings(self.are_parameters, self.max_weight, residual=self.residual, **turn)
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
-        kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH)
+        kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
         kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
-        runner.has_uplink_slowed = has_uplink_slowed
         self.exchanged_with.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
