@@ -1,7 +1,7 @@
 """The epochs of local steps that end with a commit of the replicated log, as the training loop sees them.
 
 A log begins after a round of gradients in which all peers of a group have stepped together (*genesis*). Its members are
-the first voters. Their states differ in the last bits, so all of them load the state of one member, unless it is far
+the first voters. Their parameters differ in the last bits, so all of them load those of one member, unless they are far
 from their own. From then on each peer makes an *offer* at the end of its epoch, and applies *commits*. An offer takes
 its update out of the local model. The update comes back with the commit, or through the residual if no commit has it. A
 peer without the log, or with a lost state, loads a state and joins.
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import SLOT, Genesis
+from swarm.log import SLOT, Genesis, State
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -107,7 +107,7 @@ class LogSteps:
 
     def _open(self, log_id: bytes, state, applied: bytes, is_new: bool = False) -> None:
         self.rounds.epoch, self._stuck_since, self.exists = self.optimizer.local_epoch, None, True
-        self.tracker.trust.owners = {*state.owners[-1]}
+        self.tracker.trust.owners = state.active
         self.rounds.open(log_id, state, applied, is_new)
 
     # --- the beginning
@@ -119,22 +119,16 @@ class LogSteps:
         if not self.rounds.accepts_connections:
             clients.add(me)
         leaders = sorted(members, key=lambda peer: (peer in clients, hashlib.sha256(group_id + peer).digest()))
+        for momentum in self.optimizer.opt.list_momenta():
+            momentum.zero_()
         for leader in leaders:
-            if leader != me:
-                if self._load_genesis(leader, epoch, members):
-                    break
-                continue
-            for momentum in self.optimizer.opt.list_momenta():
-                momentum.zero_()
-            state = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members).make_state()
-            self.averager.lineage = state.head.hex()
-            self._open(state.head, state, state.head, is_new=True)
-            break
+            if self._start(epoch, members) if leader == me else self._load_genesis(leader, epoch, members):
+                break
         if self.is_open:
             logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
 
     def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
-        """Load the state of a member, and begin the log with it; return whether that succeeded."""
+        """Load the parameters of a member, and begin the log with them; return whether that succeeded."""
         uplink, record = self.tracker.dht.uplink, self.tracker.others.get(leader)
         deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking
         num_bytes = (len(members) - 1) * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
@@ -154,13 +148,21 @@ class LogSteps:
             if not self._is_near(loaded[1]):
                 logger.warning("the state of the first leader is far from this peer's")
                 return False
-            self.averager.apply_downloaded_state(*loaded)
-            genesis = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members)
-            if genesis.make_state() != state:
-                return False
-            self._open(state.head, state, state.head, is_new=True)
-            return True
+            # the moments of this peer stay, because a hostile member could send any
+            own = self.optimizer.opt.state_dict()["state"]
+            self.averager.replace_state(loaded[1][: len(list_params(self.optimizer.opt))], own, epoch, "")
+            return self._start(epoch, members, state)
         return False
+
+    def _start(self, epoch: int, members: Sequence[bytes], expected: State | None = None) -> bool:
+        """Begin a log with this peer's parameters, unless that is another one than expected."""
+        digest = compute_digest(*self._list_numbers())
+        state = Genesis(self.tracker.prefix, epoch, digest, members).make_state()
+        if expected not in (None, state):
+            return False
+        self.averager.lineage = state.head.hex()
+        self._open(state.head, state, state.head, is_new=True)
+        return True
 
     def _is_near(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether these parameters are this peer's, apart from rounding."""
@@ -315,8 +317,8 @@ class LogSteps:
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
-        me, owners = self.tracker.dht.peer_id.to_bytes(), {it.peer for it in commit.offers}
-        self.tracker.trust.owners = {*owners, *self.rounds.find_state(commit.parent).owners[-1]}
+        me, active = self.tracker.dht.peer_id.to_bytes(), self.rounds.find_state(commit.hash).active
+        self.tracker.trust.owners = active
         counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
         samples = sum(self.offers.pop(base).samples for base in counted)
         with self._outer_step(commit), self.tracker.pause_updates():
@@ -325,10 +327,10 @@ class LogSteps:
             averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(optimizer.local_epoch)
         self.rounds.epoch = optimizer.local_epoch
-        optimizer.stats.record_step(samples, group_size=len(owners))
-        optimizer.stats.last_group = frozenset(owners - {me})
+        optimizer.stats.record_step(samples, group_size=len({it.peer for it in commit.offers}))
+        optimizer.stats.last_group = frozenset(active - {me})  # other peers are unknown: new keys cost nothing
         optimizer.begin_epoch()
-        self.tracker.record_round(owners - {me}, None)
+        self.tracker.record_round(active - {me}, None)
 
     def _is_stored(self, commit: Commit) -> bool:
         """Return whether all updates of a commit are on disk, undamaged: an outer step must not end in the middle."""
@@ -339,13 +341,9 @@ class LogSteps:
         return False
 
     def _differs_from_most(self, commit: Commit) -> bool:
-        """Return whether more than half of a commit's offers name another state than the offer of this peer."""
-        own = self.offers.get(commit.parent)
-        digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
-        if not own or not digests:
-            return False
-        digest, count = digests.most_common(1)[0]
-        return digest != own.digest and 2 * count > digests.total()
+        """Return whether most voters name another state in a commit than the offer of this peer does."""
+        own, digest = self.offers.get(commit.parent), self.rounds.find_state(commit.parent).find_digest(commit)
+        return bool(own and digest and digest != own.digest)
 
     @contextlib.contextmanager
     def _outer_step(self, commit: Commit) -> Iterator[None]:

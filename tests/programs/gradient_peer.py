@@ -31,6 +31,7 @@ from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
+from swarm.optimizer_state import StateAverager
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -146,6 +147,19 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
     MPFuture.set_result = set_result
 
 
+def spoil_moments(averager: StateAverager) -> None:
+    """Serve false moments to peers that load the state."""
+    get_state = averager.get_current_state
+
+    def get_spoiled_state() -> tuple:
+        metadata, tensors, infos = get_state()
+        for moment in tensors[1:]:
+            moment.add_(1000.0)
+        return metadata, tensors, infos
+
+    averager.get_current_state = get_spoiled_state
+
+
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
     """Wait until this number of other peers are there, and not behind this one."""
 
@@ -198,6 +212,7 @@ def main() -> None:
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
+    parser.add_argument("--spoils_moments", action="store_true", help="in the states that it serves")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
     setup_logging("peer")
@@ -221,6 +236,8 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.serve_state()
+    if args.spoils_moments:
+        spoil_moments(optimizer.state_averager)
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
     optimizer.sync.backoff.min_epoch = args.download_from
     start_download = optimizer.state_averager.start_download
