@@ -317,8 +317,8 @@ class LogSteps:
             logger.warning(f"cannot apply the commit of epoch {commit.epoch} ({reason}): loading the swarm's state")
             self._load_later_state()
             return
-        me, active = self.tracker.dht.peer_id.to_bytes(), self.rounds.find_state(commit.hash).active
-        self.tracker.trust.owners = active
+        me, state = self.tracker.dht.peer_id.to_bytes(), self.rounds.find_state(commit.hash)
+        owners, self.tracker.trust.owners = {it.peer for it in commit.offers}, state.active
         counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
         samples = sum(self.offers.pop(base).samples for base in counted)
         with self._outer_step(commit), self.tracker.pause_updates():
@@ -327,10 +327,10 @@ class LogSteps:
             averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(optimizer.local_epoch)
         self.rounds.epoch = optimizer.local_epoch
-        optimizer.stats.record_step(samples, group_size=len({it.peer for it in commit.offers}))
-        optimizer.stats.last_group = frozenset(active - {me})  # other peers are unknown: new keys cost nothing
+        optimizer.stats.record_step(samples, group_size=len(owners))
+        optimizer.stats.last_group = frozenset(owners & {*state.voters} - {me})  # new keys cost nothing
         optimizer.begin_epoch()
-        self.tracker.record_round(active - {me}, None)
+        self.tracker.record_round(optimizer.stats.last_group, None)
 
     def _is_stored(self, commit: Commit) -> bool:
         """Return whether all updates of a commit are on disk, undamaged: an outer step must not end in the middle."""

@@ -132,6 +132,20 @@ def test_withheld_updates_delay_one_commit(num_peers, withholders):
     assert spans[0] <= 2 * TIMEOUT + 7 and max(spans[1:]) <= 7
 
 
+def test_withholder_that_waits_delays_one_commit_in_nine():
+    """It serves its updates until lists wait for them again."""
+    network, spans = Network(1, 4, pace=4.0), []
+    log = network.honest[-1].log
+    for epoch in range(1, 28):
+        start = network.now
+        while log.head.epoch < epoch:
+            network.withholders = {PEERS[0]} & log.head.awaited
+            network.run(1)
+            assert network.now < start + 60
+        spans.append(network.now - start)
+    assert sum(span > 8 for span in spans) <= 3
+
+
 class LonelyLog(Log):
     """A liar: as a leader, it proposes its own offer only, at once."""
 
