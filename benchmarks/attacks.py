@@ -70,7 +70,8 @@ TRAINER = (
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 160 "
     "--bandwidth 100 --average_state_every 5 --dataloader_num_workers 0"
 ).split()
-LOCAL = ["--compression", "sparse", "--local_steps_from", "2", "--target_batch_size", "48"]
+LOCAL = ["--compression", "sparse", "--local_steps_from", "2"]
+LOCAL_SAMPLES = 16  # of an honest peer in a local step of the swarm
 TITLES = "attack | acts | epochs | averaged | loss | kept | longest | apart | exit | named by | notes"
 
 
@@ -103,7 +104,8 @@ class Swarm:
         identity = ["--identity_path", self.identities / f"{name}.id"]
         if self.authority:
             identity = ["--invite", self.invite(name)]
-        local = [*LOCAL, "--local_steps", self.args.local_steps] if self.args.local_steps > 1 else []
+        sizes = ["--local_steps", self.args.local_steps, "--target_batch_size", LOCAL_SAMPLES * self.args.honest]
+        local = [*LOCAL, *sizes] if self.args.local_steps > 1 else []
         return [*self.common, *data, *TRAINER, *local, *own, *identity, *more]
 
     def invite(self, name: str) -> Path:

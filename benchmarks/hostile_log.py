@@ -180,6 +180,36 @@ def propose_alone() -> None:
     Log.make_list, Log.take_times = make_own_list, take_times_early
 
 
+def lead_never() -> None:
+    """Do nothing as a leader."""
+    lead = Log.lead
+
+    def lead_honestly(self) -> None:
+        if not is_time():
+            lead(self)
+        elif self.head.find_leader(self.memory.promised) == self.me and self.ready_time <= self.now:
+            note("does not lead")
+
+    Log.lead = lead_honestly
+
+
+def omit_offers() -> None:
+    """As a leader, omit as many offers of other peers as the rules allow."""
+    make_list = Log.make_list
+
+    def make_small_list(self) -> Commit | None:
+        commit = make_list(self)
+        if commit and is_time():
+            for offer in [it for it in commit.offers if it.peer != self.me]:
+                smaller = replace(commit, offers=tuple(it for it in commit.offers if it != offer))
+                if smaller.offers and self.is_fair(smaller):
+                    note("omits an offer")
+                    commit = smaller
+        return commit
+
+    Log.make_list = make_small_list
+
+
 def vote_twice() -> None:
     """Send another vote for a list that does not exist."""
     send_vote = Log.send_vote
@@ -196,10 +226,11 @@ def vote_twice() -> None:
 # --- many identities --------------------------------------------------------------------------------------------------
 
 
-def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) -> None:
+def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False, digest: bytes | None = None) -> None:
     """After each commit, make an offer of noise for each of many keys at once, and vouch for all of them.
 
     :param is_fleeting: whether the keys are others each time, so that lists wait for the last ones
+    :param digest: the state that the offers name; default: the true one
     """
     offer, identities, done = LogSteps.offer, [], set()
 
@@ -210,19 +241,19 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False) ->
                 identities.clear()
             identities.extend(Identity(RSAPrivateKey()) for _ in range(count - len(identities)))
             for number, identity in enumerate(identities):
-                offer_noise(self, identity, number)
+                offer_noise(self, identity, number, digest)
             note(f"offers noise with {count} keys")
         offer(self)
 
     LogSteps.offer = offer_many
 
 
-def offer_noise(steps: LogSteps, identity: Identity, seed: int) -> None:
+def offer_noise(steps: LogSteps, identity: Identity, seed: int, digest: bytes | None) -> None:
     """Send an offer that another key has signed."""
     rounds, size = steps.rounds, sum(momentum.numel() for momentum in steps.optimizer.opt.list_momenta())
     noise = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-3
     blocks = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), steps.codec)
-    digest, blob = swarm.log_steps.compute_digest(*steps._list_numbers()), rounds.store.add(blocks)
+    digest, blob = digest or swarm.log_steps.compute_digest(*steps._list_numbers()), rounds.store.add(blocks)
     with rounds._lock:
         rounds.identity.public_keys |= identity.public_keys
         offer = Offer(steps.head, digest, identity.peer, 100, blob, sum(map(len, blocks)), True, 1000.0, b"")
@@ -243,8 +274,11 @@ ATTACKS = {
     "log_withhold": withhold,
     "log_drip": drip,
     "log_alone": propose_alone,
+    "log_omit": omit_offers,
+    "log_mute": lead_never,
     "log_votes": vote_twice,
     "log_keys": offer_with_fresh_keys,
+    "log_digest": lambda: offer_with_fresh_keys(13, digest=bytes(32)),
     "log_ghosts": lambda: offer_with_fresh_keys(2, is_fleeting=True),
     "log_relay": relay_nothing,
 }

@@ -24,13 +24,13 @@ of this process: it cannot have voted on what follows.
 proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
 propose. Voters vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a
-deadline that follows from the usual time between commits. Awaited are voters with offers in both of the last two
-commits. So a voter whose update does not arrive delays one commit. After that it is not awaited, and leads few
-attempts, until two commits have its offers again. New keys cannot delay any. The list must have half of the voters'
-offers that they hold: a leader alone could send an update that no other one bounds. A list that omits fewer passes: the
-next one can have them. Branches compare by their content, because certificates differ from peer to peer: more voters
-whose offers build on the branch, then the smaller hash of the first commit. A leave record counts from the commit that
-holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+deadline that follows from the usual time between commits. Awaited are voters with offers in all of the last WINDOW
+commits. So a voter whose update does not arrive delays one commit in nine, and new keys delay none. Leaders are
+*active*, with an offer in one of the last two commits. The list must have two thirds of the voters' offers that they
+hold. If it omits fewer, the next one can have them. Branches compare by their content, because certificates differ from
+peer to peer: more voters whose offers build on the branch, then the smaller hash of the first commit. A peer's votes in
+both certificates of a fork are a proof. A leave record counts from the commit that holds it, so a leaving peer votes
+until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -104,13 +104,13 @@ class State:
 
     @property
     def awaited(self) -> set[bytes]:
-        """The voters with an offer in both of the last two commits. Lists wait for their offers, and they lead."""
-        return {*self.voters}.intersection(*self.owners[-2:])
+        """The voters with an offer in each of the last commits. Lists wait for their offers."""
+        return {*self.voters}.intersection(*self.owners)
 
     @property
-    def recent_owners(self) -> set[bytes]:
-        """The owners of offers in the last two commits."""
-        return {*self.owners[-2], *self.owners[-1]}
+    def active(self) -> set[bytes]:
+        """The voters with an offer in one of the last two commits. They lead, and their samples count."""
+        return {*self.voters} & {*self.owners[-2], *self.owners[-1]}
 
     @property
     def participants(self) -> set[bytes]:
@@ -119,12 +119,18 @@ class State:
 
     def find_leader(self, attempt: int) -> bytes:
         """Return the only peer that may propose in an attempt. If the leader of attempt 0 fails, others follow in turn:
-        it and the voters that are not awaited have one turn where the others have four."""
+        it and the voters that are not active have one turn where the others have four."""
         able = [peer for peer in self.voters if peer not in self.clients] or self.voters
-        awaited = self.awaited
-        first, *others = sorted(able, key=lambda peer: (peer not in awaited, compute_hash(self.head, peer)))
-        turns = [first, *others, *3 * [peer for peer in others if peer in awaited]]
+        active = self.active
+        first, *others = sorted(able, key=lambda peer: (peer not in active, compute_hash(self.head, peer)))
+        turns = [first, *others, *3 * [peer for peer in others if peer in active]]
         return turns[attempt % len(turns)]
+
+    def find_digest(self, commit: Commit) -> bytes:
+        """Return the digest of the model at the head that most voters name in the next commit, or nothing."""
+        digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
+        names = (digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS))
+        return next(names, b"")
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
         """Return whether more than half of the voters have one of these records."""
@@ -156,27 +162,22 @@ class State:
         is_new = record.key not in self.counted if isinstance(record, Offer) else record.peer in self.participants
         return record.base in (self.head, self.parent) and is_new
 
-    def check(self, commit: Commit, is_signed: Callable[[object], bool]) -> None:
-        """Raise a ValueError unless this may be the next commit, votes apart."""
-        if (commit.parent, commit.epoch) != (self.head, self.epoch + 1):
-            raise ValueError("another parent")
+    def accepts(self, commit: Commit, is_signed: Callable[[object], bool]) -> bool:
+        """Return whether this may be the next commit, votes apart."""
         peers = [[record.peer for record in records] for records in (commit.leaves, commit.proofs)]
-        for names in (*peers, [offer.key for offer in commit.offers]):
-            if list(names) != sorted(set(names)):
-                raise ValueError("not in order")
-        if not all(map(self.fits, (*commit.offers, *commit.leaves, *commit.proofs))):
-            raise ValueError("a record does not fit")
         votes = (vote for proof in commit.proofs for vote in (proof.first, proof.second))
-        if not all(map(is_signed, (*commit.offers, *commit.leaves, *votes))):
-            raise ValueError("a signature is invalid")
+        return (
+            (commit.parent, commit.epoch) == (self.head, self.epoch + 1)
+            and all(names == sorted(set(names)) for names in (*peers, [offer.key for offer in commit.offers]))
+            and all(map(self.fits, (*commit.offers, *commit.leaves, *commit.proofs)))
+            and all(map(is_signed, (*commit.offers, *commit.leaves, *votes)))
+        )
 
-    def check_votes(self, commit: Commit, is_signed: Callable[[object], bool]) -> None:
-        """Raise a ValueError unless a quorum voted for a child of the head in one attempt."""
-        terms = {(vote.parent, vote.proposal, vote.attempt, vote.last - vote.attempt) for vote in commit.votes}
-        if not self.has_quorum(commit.votes) or terms != {(self.head, commit.hash, commit.votes[0].attempt, 0)}:
-            raise ValueError("no quorum")
-        if not all(map(is_signed, commit.votes)):
-            raise ValueError("a signature is invalid")
+    def is_chosen(self, commit: Commit, is_signed: Callable[[object], bool]) -> bool:
+        """Return whether a quorum voted for this child of the head in one attempt."""
+        terms = {(vote.parent, vote.proposal, vote.last, vote.attempt) for vote in commit.votes}
+        attempts = {(self.head, commit.hash, vote.attempt, vote.attempt) for vote in commit.votes[:1]}
+        return self.has_quorum(commit.votes) and terms == attempts and all(map(is_signed, commit.votes))
 
     def advance(self, commit: Commit) -> "State":
         """Return the state after a valid commit."""
@@ -468,15 +469,15 @@ class Log:
             self.sign_leave()
 
     def take_commit(self, sender: bytes, commit: Commit) -> None:
-        """Keep a valid commit that a quorum has voted for."""
-        if commit.hash not in self.chain and commit.parent in self.chain:
-            state = self.chain[commit.parent].state
-            try:
-                state.check_votes(commit, self.is_signed)  # first, so that only voters can cause more work
-                state.check(commit, self.is_signed)
-            except ValueError:
-                return
+        """Keep a valid commit that a quorum has voted for, and proofs if the votes contradict those for another one."""
+        if commit.hash in self.chain or commit.parent not in self.chain:
+            return
+        state = self.chain[commit.parent].state
+        if state.is_chosen(commit, self.is_signed) and state.accepts(commit, self.is_signed):
+            others = [it.commit for it in self.chain.values() if it.commit and it.commit.parent == state.head]
             self.add_commit(commit)
+            for proof in [Proof(first, second) for it in others for first in it.votes for second in commit.votes]:
+                self.take_notice(sender, proof)
 
     def add_commit(self, commit: Commit) -> None:
         """Add a valid commit, and follow its branch if that is the better one."""
@@ -591,10 +592,10 @@ class Log:
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:
-        """Return whether a list has half of the voters' offers that are here: its leader must not decide alone."""
+        """Return whether a list has two thirds of the voters' offers that are here: no leader may decide alone."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
         expected = {offer.key for offer in self.choose(offers)}
-        return 2 * len(expected & {offer.key for offer in commit.offers}) >= len(expected)
+        return 3 * len(expected & {offer.key for offer in commit.offers}) >= 2 * len(expected)
 
     def settle(self) -> None:
         """Take all steps that the records allow."""
@@ -689,11 +690,7 @@ class Log:
         has_two = sum(other.attempt == proposal.attempt for other in known) >= 2
         if has_two or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
             return
-        try:
-            self.head.check(commit, self.is_signed)
-        except ValueError:
-            return
-        if not all(map(self.is_signed, votes)):
+        if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):
             return
         if len(known) >= MAX_PROPOSALS:
             self.drop_record(min(known, key=lambda other: other.attempt))

@@ -403,10 +403,10 @@ class LogRounds:
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
         if peer in self.helpers:
-            self.helpers[peer] = envelope.mbits
+            self.helpers[peer] = envelope.mbits if self.tracker.trust.is_known(peer) else 0.0
             if envelope.request and self.log is not None:  # it cannot call this peer
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
-        if self.log is None and envelope.state:
+        if self.log is None and envelope.state and peer in self.tracker.trust.select_known(self.tracker.others):
             self.offered = peer, envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen.pop(peer, None)  # the newest ones are the last ones
@@ -434,12 +434,12 @@ class LogRounds:
         return pack(Envelope(self.log_id, self.epoch, state=pack(entry.state) if entry else b""))
 
     def _fetch(self, offer: Offer) -> None:
-        """Fetch the blob of an offer, with all peers that have made offers lately as possible sources."""
-        offers = list(self.log.select(Offer))
-        for entry in list(self.log.list_path().values())[-2:]:
-            offers += entry.commit.offers if entry.commit else ()
+        """Fetch the blob of an offer, with all voters that have made offers lately as possible sources."""
+        recent = self.log.list_entries(self.log.head.epoch - 2)
+        offers = (*self.log.select(Offer), *(it for entry in recent for it in entry.commit.offers))
+        offers = [offer, *(it for it in offers if it.peer in self.log.head.voters)]
         holders = {PeerID(peer): mbits for peer, mbits in self.helpers.items()}
-        holders |= {PeerID(it.peer): it.mbits for it in (*offers, offer) if it.accepts_connections}
+        holders |= {PeerID(it.peer): it.mbits for it in offers if it.accepts_connections}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         owner = PeerID(offer.peer)

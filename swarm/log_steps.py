@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -179,7 +179,7 @@ class LogSteps:
 
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
-        self.tracker.trust.owners = self.rounds.log.head.recent_owners if self.is_open else set()
+        self.tracker.trust.owners = self.rounds.log.head.active if self.is_open else set()
         self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned():
             self._take_back(offer)
@@ -277,7 +277,7 @@ class LogSteps:
     def _apply(self, commit: Commit, before: State) -> bool:
         """Make the outer step of a commit, given the log's state before; return whether that was possible."""
         optimizer, averager, me = self.optimizer, self.averager, self.tracker.dht.peer_id.to_bytes()
-        if self._differs_from_most(commit):
+        if self._differs_from_most(commit, before):
             self._load_state("this peer's state differs from most others")
             return False
         try:
@@ -303,16 +303,12 @@ class LogSteps:
         owners = {it.peer for it in commit.offers}
         samples = sum(it.samples for it in commit.offers if it.peer == me)
         optimizer.stats.record_step(samples, group_size=len(owners))
-        optimizer.stats.last_group = frozenset(owners - {me})
+        optimizer.stats.last_group = frozenset(owners & {*before.voters} - {me})  # new keys cost nothing
         optimizer.begin_epoch()
-        self.tracker.record_round(owners - {me}, None)
+        self.tracker.record_round(optimizer.stats.last_group, None)
         return True
 
-    def _differs_from_most(self, commit: Commit) -> bool:
-        """Return whether more than half of a commit's offers name another state than the offer of this peer."""
-        own = self._last_offer
-        digests = Counter(it.digest for it in commit.offers if it.base == commit.parent)
-        if own is None or own.base != commit.parent or not digests:
-            return False
-        digest, count = digests.most_common(1)[0]
-        return digest != own.digest and 2 * count > digests.total()
+    def _differs_from_most(self, commit: Commit, before: State) -> bool:
+        """Return whether most voters name another state in a commit than the offer of this peer does."""
+        own, digest = self._last_offer, before.find_digest(commit)
+        return own is not None and own.base == commit.parent and digest not in (b"", own.digest)

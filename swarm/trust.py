@@ -55,7 +55,7 @@ class PeerTrust:
         self.uplink, self.is_auxiliary = uplink, is_auxiliary
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
-        #: ids of the peers with updates in the last commits: only their samples count; empty without a log
+        #: ids of the voters with updates in the last commits: only their samples count; empty without a log
         self.owners: set[bytes] = set()
         self.absent: dict[bytes, Absence] = {}
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
