@@ -1,10 +1,10 @@
-"""Measure the samples per second that are masked and padded on one core: our collator, and a plain loop over tokens.
+"""Measure the samples per second that are masked and padded on one core: as trainers do it, and by a plain loop.
 
     python benchmarks/masking.py
 
-Both take the same instances as lists, [CLS] A [SEP] B [SEP] of 512 random tokens, and return batches of 32. The loop
-masks whole words token by token, as BERT's and RuLeanALBERT's collators do. Rounds alternate; the last line has the
-medians. "as trained" is IndexedBatches, which reads the instances from an Arrow table as trainers do.
+Both take the same instances, [CLS] A [SEP] B [SEP] of 512 random tokens, and return batches of 32. The loop masks
+whole words token by token, as BERT's and RuLeanALBERT's collators do. Rounds alternate; the last line has the medians.
+"as trained" is IndexedBatches, which reads the instances from an Arrow table.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from transformers import AlbertTokenizer
 from arguments import DataArguments
 from experiment.data import make_collator
 from text.batches import IndexedBatches
-from text.collators import DataCollatorForWholeWordMask, to_tensors
+from text.collators import to_tensors
 from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -93,13 +93,11 @@ def main() -> None:
     pieces = [f"{'▁' * (number % 3 > 0)}piece{number}" for number in range(VOCABULARY - len(SPECIAL))]
     tokenizer = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL] + [(piece, -5.0) for piece in pieces])
     instances = make_instances(args.samples)
-    collator = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8)
     collate = functools.partial(make_collator, tokenizer=tokenizer, args=DataArguments())
     stored = IndexedBatches(Dataset.from_list(instances), collate, DataArguments())
     batches = [range(start, min(start + BATCH_SIZE, args.samples)) for start in range(0, args.samples, BATCH_SIZE)]
     ways = {
         "plain loop": lambda rows: mask_by_loop([instances[row] for row in rows], tokenizer),
-        "collator": lambda rows: collator([instances[row] for row in rows]),
         "as trained": lambda rows: to_tensors(stored[np.array(rows), [rows[0]], None]),
     }
     rates = {name: [] for name in ways}

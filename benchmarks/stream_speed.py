@@ -11,14 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, as in a worker
 
 from arguments import DataArguments
 from experiment.data import make_train_batches, make_training_dataset
-from text.collators import DataCollatorForWholeWordMask
+from text.collators import DataCollatorForWholeWordMask, take_rows
 from text.documents import split_paragraphs, split_sentences
-from text.streams import ChunkTokenizer, list_instances, stream_documents
+from text.streams import ChunkTokenizer, stream_documents
+from text.tokenization import join_parts
 from text.tokenizers import load_tokenizer
 
 
@@ -64,12 +67,14 @@ def main():
     sentences = measure("of it sentences", lambda: [split_sentences(document) for document in documents])
     flat = list(itertools.chain(*sentences))
     measure("of it tokens", lambda: tokenize.encoder.encode_batch_fast(flat, add_special_tokens=False))
-    rows = list(itertools.chain(*(list_instances(columns, lengths) for _, columns, lengths in results)))
-    collate = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8)
-    measure("masks and padding", lambda: [collate(rows[start : start + 32]) for start in range(0, len(rows), 32)])
-    print(f"CPU milliseconds for 1,000 of {len(rows):,} samples:")
+    columns, lengths = join_parts([part for _, *part in results])
+    collator, generator = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8), np.random.default_rng(1)
+    batches = np.split(np.arange(len(lengths)), range(32, len(lengths), 32))
+    taken = (take_rows(columns, lengths, rows) for rows in batches)
+    measure("masks and padding", lambda: [collator.collate(*rows, generator, 512) for rows in taken])
+    print(f"CPU milliseconds for 1,000 of {len(lengths):,} samples:")
     for name, seconds in parts.items():
-        print(f"  {name:18} {1e6 * seconds / len(rows):7.0f}")
+        print(f"  {name:18} {1e6 * seconds / len(lengths):7.0f}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tokenize_wikitext103
 from text.documents import make_document_random, read_text, split_chapters, split_sentences
+from text.instances import PAIRS
 from text.tokenization import ChunkEncoder
 from text.tokenizers import load_tokenizer, train_tokenizer
 
@@ -68,7 +69,7 @@ def main():
         args = tokenize_wikitext103.TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
         train_tokenizer(chapters, args).save_pretrained(folder)
         tokenizer = load_tokenizer(folder)
-        encoder = ChunkEncoder(tokenizer, args)
+        encoder = ChunkEncoder(tokenizer, PAIRS, SEQ_LENGTH, args.seed)
         for run in range(1, RUNS + 1):
             start = time.process_time()
             documents = [split_sentences(paragraphs) for paragraphs in chapters]
@@ -77,7 +78,7 @@ def main():
             note(run, "twice", time.process_time() - start, splitting, tokens)
 
             start = time.process_time()
-            _, lengths = encoder["train", list(enumerate(chapters))]
+            _, lengths = encoder["train", [(number, text, "english") for number, text in enumerate(chapters)]]
             tokens = int(lengths.sum())
             note(run, "once", time.process_time() - start, splitting, tokens)
     for part in ("whole", "without sentence splitting"):

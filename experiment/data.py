@@ -17,7 +17,7 @@ from experiment.model import find_objective
 from text.batches import BatchLoader, IndexedBatches, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
-from text.fetch import FetchedDataset, fetch_data
+from text.fetch import fetch_data
 from text.instances import PAIRS, InstanceKind
 from text.stored import load_tokenized_dataset
 from text.streams import TrainingDataset, read_sources
@@ -60,10 +60,10 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, SHUFFLE_BUFFER, kind)
 
 
-def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
-    """Return the tokenizer's folder: that of the dataset, unless the flags name a tokenizer or a pretrained model."""
+def choose_tokenizer(fetched: Path | None, args: ModelArguments) -> str | Path:
+    """Return the tokenizer's folder: the dataset's, if any, unless the flags name a tokenizer or a pretrained model."""
     is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
-    return args.tokenizer_path if found.tokenizer is None or is_named else found.tokenizer
+    return args.tokenizer_path if fetched is None or is_named else fetched
 
 
 def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
@@ -78,11 +78,10 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
         if args.train_file or args.dataset_name:
             tokenizer, (source, documents) = load_tokenizer(model_args.tokenizer_path, kind), load_documents(args, kind)
             folder = tokenize_for_trainer(source, documents, tokenizer, kind, model_args.seed, args)
-            found = FetchedDataset(folder)
         else:
-            found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-            tokenizer = load_tokenizer(choose_tokenizer(found, model_args), kind)
-        splits, corpus = load_tokenized_dataset(found.dataset, tokenizer, kind)
+            folder, fetched = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+            tokenizer = load_tokenizer(choose_tokenizer(fetched, model_args), kind)
+        splits, corpus = load_tokenized_dataset(folder, tokenizer, kind)
     if args.streaming:
         splits["train"] = make_training_dataset(tokenizer, args, kind)
         corpus["seq_length"] = args.max_sequence_length
@@ -124,9 +123,7 @@ def make_train_batches(
     if isinstance(dataset, TrainingDataset):
         dataset.seed = state["seed"] if state else seed
         collator = collate(dataset.kind.columns, choose_multiple(dataset.max_sequence_length))
-        return StreamedBatches(
-            dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
-        )
+        return StreamedBatches(dataset, collator, batch_size, num_workers, stop, state)
     return BatchLoader(IndexedBatches(dataset, collate, args), batch_size, seed, num_workers)
 
 

@@ -22,7 +22,7 @@ import pyarrow.parquet
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import disable_progress_bars
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -309,11 +309,7 @@ TASKS = {
         label_column="answers",
     ),
     "lidirus": Task(
-        "LiDiRus",
-        ("sentence1", "sentence2"),
-        ENTAILMENT,
-        measure=METRICS["mcc"],
-        files={"test": "LiDiRus.jsonl"},
+        "LiDiRus", ("sentence1", "sentence2"), ENTAILMENT, measure=METRICS["mcc"], files={"test": "LiDiRus.jsonl"}
     ),
     "rucola": Task(
         "RuCoLA",
@@ -547,7 +543,4 @@ class SpanModel(nn.Module):
     def save_pretrained(self, folder: str | Path, **_) -> None:
         """Save the encoder's present weights in the format of from_pretrained, and the head in head.safetensors."""
         self.encoder.save_pretrained(folder)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},
-            Path(folder) / "head.safetensors",
-        )
+        save_model(self.classifier, str(Path(folder) / "head.safetensors"))

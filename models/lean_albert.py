@@ -12,7 +12,6 @@ a saved folder opens anywhere with trust_remote_code=True.
 """
 
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -329,10 +328,6 @@ class LeanAlbertPreTrainedModel(PreTrainedModel):
                 init.xavier_normal_(module.adapter_first)
                 init.zeros_(module.adapter_second)
 
-    def load_state_dict(self, state_dict: dict[str, Tensor], *args, **kwargs):
-        """Load a state dict like torch, but accept RuLeanALBERT's names too."""
-        return super().load_state_dict(rename_ruleanalbert(state_dict, self.config), *args, **kwargs)
-
 
 class LeanAlbertModel(LeanAlbertPreTrainedModel):
     """The encoder without a head."""
@@ -528,43 +523,3 @@ LeanAlbertConfig.register_for_auto_class()
 for auto_class, model_class in AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(LeanAlbertConfig, model_class, exist_ok=True)
     model_class.register_for_auto_class(auto_class)
-
-
-# ---------------------------------------------------------------- RuLeanALBERT's checkpoints
-
-#: RuLeanALBERT's names -> ours, if they differ. Our layer number is group x num_inner_groups + number in the group; our
-#: state has a single copy of each shared matrix
-RULEANALBERT_LAYER = re.compile(r"albert\.transformer\.layer_groups\.(\d+)\.layers\.(\d+)\.(\w+\.\w+)\.(.+)")
-RULEANALBERT_MODULES = {
-    "attention.layer_norm": "attention_norm",
-    "attention.sandwich_norm": "attention_sandwich_norm",
-    "attention.dense_qkv": "qkv",
-    "attention.dense_out": "attention_output",
-    "ffn.layer_norm": "ffn_norm",
-    "ffn.sandwich_norm": "ffn_sandwich_norm",
-    "ffn.dense_i2h": "ffn_input",
-    "ffn.dense_h2o": "ffn_output",
-}
-# a constant, and a copy of the decoder's bias
-RULEANALBERT_LEFT_OUT = ("albert.embeddings.position_ids", "predictions.bias")
-
-
-def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> dict[str, Tensor]:
-    """Return a state dict with our names, from one with RuLeanALBERT's names or ours.
-
-    :raises ValueError: copies of a shared matrix differ, so the config does not belong to this state
-    """
-    renamed = {}
-    for name, tensor in state.items():
-        new = name.replace("albert.transformer.post_layer_norm.", "albert.post_layer_norm.")
-        if match := RULEANALBERT_LAYER.fullmatch(name):
-            group, inner, module, rest = match.groups()
-            layer = int(group) * config.num_inner_groups + int(inner)
-            new = f"albert.layers.{layer}.{RULEANALBERT_MODULES.get(module, module)}.{rest}"
-            if rest == "shared_matrix.weight":
-                new = f"albert.matrices.{config.find_matrices(layer)}.{RULEANALBERT_MODULES[module]}"
-        if new in renamed and not torch.equal(renamed[new], tensor):
-            raise ValueError(f"{name} should be shared with other layers, but differs: use the state's own config")
-        if name not in RULEANALBERT_LEFT_OUT:
-            renamed[new] = tensor
-    return renamed

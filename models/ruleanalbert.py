@@ -5,6 +5,7 @@ python -c "from models.ruleanalbert import *; print(load_ruleanalbert('config.js
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import torch
@@ -14,6 +15,19 @@ from safetensors.torch import load_file
 from common.console import first_line
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 
+#: RuLeanALBERT's names -> ours, if they differ. Our layer number is group x num_inner_groups + number in the group; our
+#: state has a single copy of each shared matrix
+LAYER = re.compile(r"albert\.transformer\.layer_groups\.(\d+)\.layers\.(\d+)\.(\w+\.\w+)\.(.+)")
+MODULES = {
+    "attention.layer_norm": "attention_norm",
+    "attention.sandwich_norm": "attention_sandwich_norm",
+    "attention.dense_qkv": "qkv",
+    "attention.dense_out": "attention_output",
+    "ffn.layer_norm": "ffn_norm",
+    "ffn.sandwich_norm": "ffn_sandwich_norm",
+    "ffn.dense_i2h": "ffn_input",
+    "ffn.dense_h2o": "ffn_output",
+}
 #: errors of invalid JSON, of a file that torch cannot load, and of a state that lacks names or has other shapes
 INVALID = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError)
 INVALID += (pickle.UnpicklingError, SafetensorError)
@@ -37,13 +51,32 @@ def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAl
         words = state["albert.embeddings.word_embeddings.weight"]
         # the config may be older than the final tokenizer
         config.vocab_size = len(words)
-        # safetensors files keep only one name of tied weights
-        state = {"predictions.decoder.weight": words, **state}
-        if "predictions.bias" in state:
-            state = {"predictions.decoder.bias": state["predictions.bias"], **state}
         model = LeanAlbertForPreTraining(config)
-        model.load_state_dict(state)
+        # safetensors files keep only one name of tied weights
+        model.load_state_dict(rename_state({"predictions.decoder.weight": words, **state}, config))
     except INVALID as e:
         problem = "torch cannot load it" if isinstance(e, pickle.UnpicklingError) else first_line(e)
         raise ValueError(f"{state_path} is not a state of RuLeanALBERT for {config_path}: {problem}") from e
     return model.eval()
+
+
+def rename_state(state: dict[str, torch.Tensor], config: LeanAlbertConfig) -> dict[str, torch.Tensor]:
+    """Return a state dict with our names, from one with RuLeanALBERT's names.
+
+    :raises ValueError: copies of a shared tensor differ, so the config does not belong to this state
+    """
+    renamed = {}
+    for name, tensor in state.items():
+        new = name.replace("albert.transformer.post_layer_norm.", "albert.post_layer_norm.")
+        new = new.replace("predictions.bias", "predictions.decoder.bias")
+        if match := LAYER.fullmatch(name):
+            group, inner, module, rest = match.groups()
+            layer = int(group) * config.num_inner_groups + int(inner)
+            new = f"albert.layers.{layer}.{MODULES.get(module, module)}.{rest}"
+            if rest == "shared_matrix.weight":
+                new = f"albert.matrices.{config.find_matrices(layer)}.{MODULES[module]}"
+        if new in renamed and not torch.equal(renamed[new], tensor):
+            raise ValueError(f"{name} should be shared, but differs: use the state's own config")
+        renamed[new] = tensor
+    renamed.pop("albert.embeddings.position_ids", None)  # a constant
+    return renamed

@@ -7,6 +7,7 @@ import torch
 
 from arguments import DataArguments
 from experiment import data
+from text.collators import DataCollator, to_tensors
 from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -37,6 +38,13 @@ def make_model_batch(share: float = 0.15, vocab_size: int = 300) -> dict[str, to
     types = (torch.arange(16) >= 8).long().expand(4, -1).clone()
     batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
     return batch | {"sentence_order_label": torch.tensor([0, 1, 1, 0])}
+
+
+def collate(collator: DataCollator, rows: list[dict], seed: object = 0) -> dict[str, torch.Tensor]:
+    """Return the batch of these instances."""
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    flat = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
+    return to_tensors(collator.collate(flat, lengths, np.random.default_rng(seed), np.inf))
 
 
 def make_batches(dataset, tokenizer, count, args=None, **changes):

@@ -41,8 +41,9 @@ from finetune_mlm import (
     make_task_model,
     tune,
 )
-from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertConfig, LeanAlbertForPreTraining
+from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from models.pretrained import Pretrained, check_tokenizer
+from models.ruleanalbert import MODULES
 
 CPU = torch.device("cpu")
 QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
@@ -307,7 +308,7 @@ def old_checkpoint(toy_model, tmp_path) -> Path:
     """state.pth with RuLeanALBERT's names, config.json and tokenizer/, whose normalizer is not AlbertTokenizer's."""
     folder = tmp_path / "guide"
     (folder / "tokenizer").mkdir(parents=True)
-    theirs = {ours: name for name, ours in RULEANALBERT_MODULES.items()}
+    theirs = {ours: name for name, ours in MODULES.items()}
     state = {}
     for name, tensor in LeanAlbertForPreTraining.from_pretrained(toy_model).state_dict().items():
         parts = name.split(".")

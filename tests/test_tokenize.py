@@ -9,8 +9,6 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
-import numpy
-import pyarrow
 import pytest
 from mains import expect_user_error, refuse, run_main
 from processes import ROOT, read_files, run_python
@@ -24,7 +22,7 @@ from experiment import data
 from text import tokenization
 from text.documents import read_documents, read_text
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
-from text.stored import load_tokenized_dataset, make_tables
+from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, train_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
 
@@ -136,21 +134,16 @@ def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
 
 
-def test_special_tokens_in_text_stay_text(written, tmp_path):
-    (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 20)
-    tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+def test_single_document_with_special_tokens(written, tmp_path):
+    """Its end becomes the validation split, and special tokens in it stay text."""
+    (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 80)
+    result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    assert "one document: its last 4 of 80 parts" in result.stdout
     dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
+    assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
     for split in dataset.values():
         for ids in split["input_ids"]:
             assert (ids.count(2), ids.count(3), ids.count(4)) == (1, 2, 0)
-
-
-def test_single_document_validation_is_its_end(written, tmp_path, novel):
-    (tmp_path / "a.txt").write_text("\n".join(novel[:600]))
-    result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    assert "one document: its last" in result.stdout
-    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
-    assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
 
 
 @pytest.fixture(scope="module", params=["mlm", "clm"])
@@ -386,11 +379,3 @@ def test_tokenize_worker_bug_shows_traceback(written, monkeypatch):
     tokenizer = load_tokenizer(written / "tokenizer")
     with pytest.raises(RuntimeError, match="(?s)Original Traceback.*a bug"):
         tokenization.tokenize_splits({"train": [["One sentence."]]}, tokenizer, TokenizeArguments(num_proc=2))
-
-
-def test_block_tables_fit_32_bit_offsets():
-    ids, lengths = numpy.arange(23, dtype=numpy.int32), numpy.array([5, 5, 5, 5, 3])
-    tables = list(make_tables({"input_ids": ids}, lengths, most=12))
-    assert [table.num_rows for table in tables] == [2, 2, 1]
-    rows = pyarrow.concat_tables(tables)["input_ids"].to_pylist()
-    assert rows == [part.tolist() for part in numpy.split(ids, lengths.cumsum()[:-1])]

@@ -14,9 +14,10 @@ import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, cut_rows, to_tensors
+from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows, to_tensors
 from text.instances import KINDS, PAIRS
-from text.streams import ChunkTokenizer, Position, list_instances, stream_documents
+from text.streams import ChunkTokenizer, Position, stream_documents
+from text.tokenization import join_parts
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
@@ -120,13 +121,8 @@ def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | No
     rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
     flat, lengths = batches.read_rows(rows, batches.longest)
     flat = batches.collator.add_labels(flat, lengths, generator)
-    cuts = np.arange(batch_size, len(rows), batch_size)
-    ends = np.cumsum(lengths)[cuts - 1]
-    parts = {name: np.split(flat[name], cuts if name == "sentence_order_label" else ends) for name in flat}
-    return [
-        to_tensors(batches.collator.pad({name: parts[name][number] for name in parts}, part, batches.longest))
-        for number, part in enumerate(np.split(lengths, cuts))
-    ]
+    parts = np.split(np.arange(len(rows)), np.arange(batch_size, len(rows), batch_size))
+    return [to_tensors(batches.collator.pad(*take_rows(flat, lengths, part), batches.longest)) for part in parts]
 
 
 def group_by_length(
@@ -189,13 +185,18 @@ class StreamedBatches:
     there the same batches follow, once each. If batch size or shuffle_buffer have changed, the pool starts over
     instead; if a source was late, part of the pool may be lost or repeated.
 
-    :param collator: a function (sequences, mask seed, sequence length) -> batch
     :param stop: an event that ends the iteration during a wait for data
     :param state: the state to continue from; None: start at the beginning
     """
 
     def __init__(
-        self, dataset, collator, *, batch_size: int, num_workers=0, stop: threading.Event | None = None, state=None
+        self,
+        dataset,
+        collator: DataCollator,
+        batch_size: int,
+        num_workers: int,
+        stop: threading.Event | None,
+        state: dict | None,
     ):
         self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
         self.stop, self.progress = stop, state
@@ -221,32 +222,31 @@ class StreamedBatches:
 
         chunks = prepare_in_workers(ChunkTokenizer(dataset), hand_out(), self.num_workers)
 
-        def gather(pool: dict, count: int) -> bool:
+        def gather(pool: list[tuple], count: int) -> bool:
             """Fill the pool up to this many sequences; return False if the stream has ended before that."""
-            while len(pool["instances"]) < count and (result := next(chunks, None)):
-                begin, columns, lengths = result
-                if len(lengths):
-                    pool["begin"] = pool["begin"] or begin
-                    pool["instances"] += list_instances(columns, lengths)
-            return len(pool["instances"]) >= count
+            while (is_short := sum(len(lengths) for *_, lengths in pool) < count) and (chunk := next(chunks, None)):
+                if len(chunk[2]):
+                    pool.append(chunk)
+            return not is_short
 
         largest = max(dataset.shuffle_buffer, self.batch_size)
         size, taken = min(4 * self.batch_size, largest), 0
         if saved:
             size = max(saved["pool_size"], self.batch_size)
             taken = saved["taken"] * all(saved[name] == value for name, value in own.items())
-        pool = {"begin": None, "instances": []}
+        pool: list[tuple] = []  # of chunks: the state before each, its columns and lengths
         while gather(pool, size):
-            seed, next_size = [dataset.seed, pool["begin"]["documents"]], min(2 * size, largest)
-            lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
+            begin = pool[0][0]
+            columns, lengths = join_parts([part for _, *part in pool])
+            seed, next_size, next_pool = [dataset.seed, begin["documents"]], min(2 * size, largest), []
             batches = group_by_length(lengths // 8, self.batch_size, np.random.default_rng(seed))
-            next_pool = {"begin": None, "instances": []}
             for number in range(taken, len(batches)):
                 if not gather(next_pool, next_size * (number + 1) // len(batches)):
                     return
-                instances = [pool["instances"][row] for row in batches[number]]
-                self.progress = {**own, **pool["begin"], "pool_size": size, "taken": number + 1}
-                yield self.collator(instances, [*seed, number], self.sequence_length)
+                self.progress = {**own, **begin, "pool_size": size, "taken": number + 1}
+                longest, generator = self.sequence_length, np.random.default_rng([*seed, number])
+                rows = cut_rows(*take_rows(columns, lengths, batches[number]), longest)
+                yield to_tensors(self.collator.collate(*rows, generator, longest))
             pool, size, taken = next_pool, next_size, 0
 
 

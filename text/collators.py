@@ -1,7 +1,5 @@
 """Collators that make a padded batch with labels of sequences, with a new mask at each call."""
 
-import math
-
 import numpy as np
 
 from common.console import UserError
@@ -51,6 +49,14 @@ def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> tupl
     return flat, kept_first + kept_second
 
 
+def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> tuple[Columns, np.ndarray]:
+    """Return some of the rows that are joined end to end: their columns, as int64, and their lengths."""
+    begins, taken = np.cumsum(lengths) - lengths, lengths[rows]
+    places = begins[rows].repeat(taken) + count_within(taken)
+    chosen = {name: rows if name == "sentence_order_label" else places for name in flat}
+    return {name: values[chosen[name]].astype(np.int64) for name, values in flat.items()}, taken
+
+
 class DataCollator:
     """The base class of the collators, which make a padded batch with labels for every kind of data.
 
@@ -60,29 +66,6 @@ class DataCollator:
     def __init__(self, tokenizer, pad_to_multiple_of: int = 1):
         self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}  # value of each column
         self.pad_to_multiple_of = pad_to_multiple_of
-
-    def __call__(self, instances: list[dict], seed: int | list[int] | None = None, longest: float = math.inf) -> dict:
-        """Return the batch as tensors.
-
-        :param instances: dictionaries of lists, arrays or tensors: input_ids, and optionally token_type_ids,
-            special_tokens_mask and sentence_order_label
-        :param seed: the seed of the masks; None: use torch's global generator
-        :param longest: the number of tokens to which sequences are truncated
-        """
-        import torch
-
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, ()))
-        lengths = np.array([len(instance["input_ids"]) for instance in instances])
-        flat = {
-            name: np.concatenate([np.asarray(instance[name]) for instance in instances]).astype(np.int64)
-            for name in ("input_ids", "token_type_ids", "special_tokens_mask")
-            if name in instances[0]
-        }
-        if "sentence_order_label" in instances[0]:
-            flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
-        flat, lengths = cut_rows(flat, lengths, longest)
-        return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
     def collate(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> Columns:
         """Return the batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""

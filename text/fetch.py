@@ -21,7 +21,6 @@ import re
 import shutil
 import tarfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common.console import UserError, format_bytes
@@ -34,28 +33,20 @@ PATIENCE = 60.0  # seconds without a byte, over all attempts, before the start f
 MAX_HEADER = 2**20  # bytes of a file's header in an archive
 
 
-@dataclass
-class FetchedDataset:
-    """The local folders of the dataset that --dataset_path names."""
-
-    dataset: Path  # folder with corpus.json
-    tokenizer: Path | None = None  # folder of the archive's tokenizer
-
-
-def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedDataset:
+def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> tuple[Path, Path | None]:
     """Download and unpack the dataset that --dataset_path names, or find it in the cache; on failure, a UserError.
 
     :param path: a folder, an archive, or the http(s) URL of one
     :param sha256: the archive's sha256, 64 hexadecimal digits; None: do not check it
+    :returns: the local folders of the dataset, and of the archive's tokenizer or None
     """
-    cache_dir = Path(cache_dir)
     if "://" in path and not is_url(path):
         raise UserError(f"--dataset_path {path} is not an http(s) address: fix it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
             raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
-        return FetchedDataset(Path(path))
-    return FetchedDataset(*locate_dataset(fetch(path, sha256, cache_dir)))
+        return Path(path), None
+    return locate_dataset(fetch(path, sha256, Path(cache_dir)))
 
 
 def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE) -> Path:

@@ -1,7 +1,6 @@
 """Tokenized datasets on disk: a DatasetDict of train and validation, and corpus.json, which describes it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -68,25 +67,16 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
     }
 
 
-def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
-    """Yield Arrow tables of sequences from columns joined end to end; sentence_order_label has one value each.
-
-    A table has at most `most` tokens, because the offsets in a list column have 32 bits.
-    """
+def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
+    """Return the Arrow table of sequences from columns joined end to end; sentence_order_label has one value each."""
     import pyarrow
 
-    rows = most // int(lengths.max())
-    for start in range(0, len(lengths), rows):
-        part, begin = lengths[start : start + rows], lengths[:start].sum()
-        offsets = pyarrow.array(np.concatenate([[0], part.cumsum()]), pyarrow.int32())
-        arrays = {}
-        for name, values in columns.items():
-            if name == "sentence_order_label":
-                arrays[name] = pyarrow.array(values[start : start + rows])
-            else:
-                tokens = pyarrow.array(values[begin : begin + part.sum()])
-                arrays[name] = pyarrow.ListArray.from_arrays(offsets, tokens)
-        yield pyarrow.table(arrays)
+    arrays = {name: pyarrow.array(values) for name, values in columns.items()}
+    # large, because the offsets of other lists have 32 bits
+    offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int64())
+    for name in arrays.keys() - {"sentence_order_label"}:
+        arrays[name] = pyarrow.LargeListArray.from_arrays(offsets, arrays[name])
+    return pyarrow.table(arrays)
 
 
 def write_dataset(tables: dict, corpus: dict, folder: Path):

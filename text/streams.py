@@ -44,19 +44,10 @@ import pydantic
 from fsspec.implementations.http_sync import HTTPFileSystem
 
 from common.console import UserError, first_line, suggest
-from text.documents import (
-    cut_blocks,
-    encode_documents,
-    load_sentence_splitter,
-    make_document_random,
-    make_instances,
-    make_text_encoder,
-    split_paragraphs,
-    split_sentences,
-    take_text,
-)
+from text.documents import cut_blocks, load_sentence_splitter, split_paragraphs, take_text
 from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, TEMPORARY_ANSWERS, is_url
 from text.instances import InstanceKind
+from text.tokenization import ChunkEncoder
 
 logger = logging.getLogger("streams")
 
@@ -123,13 +114,6 @@ def explain_failure(error: Exception) -> tuple[str, bool]:
         return "No such file", False
     is_temporary = hasattr(error, "response") and (code is None or code >= 500 or code in TEMPORARY_ANSWERS)
     return getattr(error, "strerror", None) or first_line(error), is_temporary
-
-
-def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
-    """Return the parts of a file of lines as (begin, end), in bytes."""
-    if path.endswith(PACKED):
-        return [(0, sys.maxsize)]
-    return [(begin, begin + PART_BYTES) for begin in range(0, file.seek(0, io.SEEK_END), PART_BYTES)]
 
 
 def read_lines(file: BinaryIO, path: str, part: tuple[int, int]) -> Iterator[bytes]:
@@ -222,7 +206,9 @@ class Source:
                 yield range(table.num_row_groups), functools.partial(read_parquet, table, self.text_column)
             else:
                 join = join_lines if self.format == "text" else iter
-                yield list_line_parts(file, path), lambda part: join(read_lines(file, path, part))
+                size, length = (1, sys.maxsize) if path.endswith(PACKED) else (file.seek(0, io.SEEK_END), PART_BYTES)
+                parts = [(begin, begin + length) for begin in range(0, size, length)]
+                yield parts, lambda part: join(read_lines(file, path, part))
 
     def decode(self, record: object) -> str:
         """Return the text of a record of `open`; raise a ValueError or RecursionError if it is broken."""
@@ -469,35 +455,20 @@ class TrainingDataset:
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
 
 
-class ChunkTokenizer:
+class ChunkTokenizer(ChunkEncoder):
     """The tokenization of stream_documents' chunks, for DataLoader's workers.
 
     It maps (state, chunk) to (state, columns joined end to end, lengths). The last block of each chunk may be shorter.
     """
 
     def __init__(self, dataset: TrainingDataset):
-        self.dataset, self.encoder = dataset, make_text_encoder(dataset.tokenizer)
+        super().__init__(dataset.tokenizer, dataset.kind, dataset.max_sequence_length, dataset.seed)
+        self.sources = dataset.sources
 
     def __getitem__(self, key: tuple[dict | None, list]) -> tuple:
-        (state, chunk), dataset = key, self.dataset
-        tokenizer, kind, length = dataset.tokenizer, dataset.kind, dataset.max_sequence_length
-        documents = [split_paragraphs(text) for *_, text in chunk]
-        if not kind.has_pairs:
-            ids = encode_documents([d for d in documents if d], kind, tokenizer, self.encoder)
-            return state, *cut_blocks(ids, length, kind, tokenizer, keep_rest=True)
-        sources = [dataset.sources[index] for _, index, _ in chunk]
-        documents = [
-            split_sentences(paragraphs, source.language) for paragraphs, source in zip(documents, sources, strict=True)
-        ]
-        generators = [make_document_random(dataset.seed, "stream", number) for number, _, _ in chunk]
-        return state, *make_instances(documents, generators, length, tokenizer, self.encoder)
-
-
-def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
-    """Return a dictionary of arrays for each instance, from columns joined end to end."""
-    ends = lengths.cumsum()
-    parts = {
-        name: values.tolist() if name == "sentence_order_label" else np.split(values, ends)[:-1]
-        for name, values in columns.items()
-    }
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+        state, chunk = key
+        documents = [(number, split_paragraphs(text), self.sources[index].language) for number, index, text in chunk]
+        encoded = super().__getitem__(("stream", documents))
+        if not self.kind.has_pairs:
+            encoded = cut_blocks(encoded, self.seq_length, self.kind, self.tokenizer, keep_rest=True)
+        return state, *encoded

@@ -34,7 +34,7 @@ from text.documents import (
     take_conversation,
 )
 from text.instances import KINDS, TEXT, InstanceKind
-from text.stored import describe_corpus, make_tables, write_dataset
+from text.stored import describe_corpus, make_table, write_dataset
 from text.tokenizers import tokenizer_fingerprint
 from text.workers import prepare_in_workers
 
@@ -75,32 +75,33 @@ def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str
 
 
 class ChunkEncoder:
-    """A map for workers from (split, [(index, paragraphs)]) to columns and their lengths, or to ids for blocks."""
+    """An encoder of documents for workers: to columns, joined end to end, and lengths, or to ids for blocks."""
 
-    def __init__(self, tokenizer, args):
-        self.tokenizer, self.args, self.kind = tokenizer, args, KINDS[args.objective]
+    def __init__(self, tokenizer, kind: InstanceKind, seq_length: int, seed: int):
+        self.tokenizer, self.kind, self.seq_length, self.seed = tokenizer, kind, seq_length, seed
         self.encoder = make_text_encoder(tokenizer)
 
-    def __getitem__(self, key: tuple[str, list[tuple[int, list[str]]]]):
-        (split, chunk), args = key, self.args
+    def __getitem__(self, key: tuple[str, list[tuple[int, list[str], str]]]):
+        """Encode documents of a split, given as (number in the split, paragraphs, language)."""
+        split, chunk = key
+        documents = [paragraphs for _, paragraphs, _ in chunk]
         if self.kind.has_turns:
-            return encode_conversations([messages for _, messages in chunk], self.tokenizer)
+            return encode_conversations(documents, self.tokenizer)
         if not self.kind.has_pairs:
-            return encode_documents([paragraphs for _, paragraphs in chunk], self.kind, self.tokenizer, self.encoder)
-        documents = [split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
-        generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
-        return make_instances(documents, generators, args.seq_length, self.tokenizer, self.encoder)
+            return encode_documents(documents, self.kind, self.tokenizer, self.encoder)
+        documents = [split_sentences(paragraphs, language) for _, paragraphs, language in chunk]
+        generators = [make_document_random(self.seed, split, number) for number, *_ in chunk]
+        return make_instances(documents, generators, self.seq_length, self.tokenizer, self.encoder)
 
 
 def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict:
     """Return an Arrow table of instances for each split, in the order of the documents."""
-    import pyarrow
-
     kind = KINDS[args.objective]
-    chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents)]
+    chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents, args.language)]
     parts = {name: [] for name in splits}
     num_workers = args.num_proc if args.num_proc > 1 else 0
-    results = prepare_in_workers(ChunkEncoder(tokenizer, args), chunks, num_workers)
+    encoder = ChunkEncoder(tokenizer, kind, args.seq_length, args.seed)
+    results = prepare_in_workers(encoder, chunks, num_workers)
     try:
         with show_progress("tokenizing", CHUNK_CHARACTERS * len(chunks)) as progress:
             for (name, _), part in zip(chunks, results, strict=True):
@@ -127,7 +128,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict
             columns, lengths = cut_blocks(np.concatenate(part), args.seq_length, kind, tokenizer)
         if not len(lengths):
             raise UserError(f"too little text for a {name} split: give more text")
-        tables[name] = pyarrow.concat_tables(make_tables(columns, lengths))
+        tables[name] = make_table(columns, lengths)
     return tables
 
 
@@ -138,11 +139,11 @@ def join_parts(parts: list[tuple[dict[str, np.ndarray], np.ndarray]]) -> tuple[d
     return columns, np.concatenate([lengths for _, lengths in parts])
 
 
-def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield lists of documents with their indices, each of about CHUNK_CHARACTERS characters."""
+def make_chunks(documents: list[list[str]], language: str) -> Iterator[list[tuple[int, list[str], str]]]:
+    """Yield lists of documents for ChunkEncoder, each of about CHUNK_CHARACTERS characters."""
     chunk, size = [], 0
     for index, document in enumerate(documents):
-        chunk.append((index, document))
+        chunk.append((index, document, language))
         size += sum(map(len, document))
         if size >= CHUNK_CHARACTERS:
             yield chunk

@@ -86,9 +86,9 @@ def fetch_records(
     return dict(sorted({peer_label(public_key): record for public_key, record in records.items()}.items()))
 
 
-def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:
+def fetch_progress(dht: DHT, prefix: str) -> dict[str, LocalTrainingProgress]:
     """Return the newest progress records of hivemind's tracker in the run's trainers, by peer label."""
-    records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress, timeout)
+    records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress)
     return {peer_label(public_key): progress for public_key, (progress, _) in records.items()}
 
 

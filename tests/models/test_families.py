@@ -12,7 +12,7 @@ import torch
 import transformers
 from mains import expect_user_error
 from processes import LOOPBACK, make_prefix, wait_until
-from rows import make_model_batch
+from rows import collate, make_model_batch
 from safetensors.torch import load_file, save_file
 from swarms import TRAINER, flags, largest_difference, run_card, start_trainer, stop
 from tokenizers import Tokenizer, models
@@ -116,9 +116,9 @@ def test_packed_documents_match_documents_alone(write, name):
     model = make_model(ModelArguments(write(name)), tokenizer).eval()
     collator, end = DataCollatorForCausalLM(tokenizer), tokenizer.eos_token_id
     first, second, third = [*range(10, 21), end], [*range(30, 37), end], [*range(40, 43), end]
-    packed = collator([{"input_ids": [*first, *second]}, {"input_ids": third}])
+    packed = collate(collator, [{"input_ids": [*first, *second]}, {"input_ids": third}])
     assert packed["position_ids"].tolist() == [[*range(12), *range(8)], [*range(4), *[0] * 16]]
-    alone = [collator([{"input_ids": document}]) for document in (first, second, third)]
+    alone = [collate(collator, [{"input_ids": document}]) for document in (first, second, third)]
     results = [evaluate(model, batches, CPU) for batches in ([packed], alone)]
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
     gradients = []
@@ -137,8 +137,8 @@ def test_model_that_joins_documents_is_known(write, name, is_apart):
     model = make_model(ModelArguments(write(name), objective="clm"), VOCABULARY)
     contract = make_contract(model, "a", OptimizerArguments(), AveragingArguments()).contract
     assert model.keeps_documents_apart is is_apart and ("documents" in contract) is is_apart
-    tokenizer = make_word_tokenizer()
-    batch = DataCollatorForCausalLM(tokenizer)([{"input_ids": [5, 7, 2, 8, 9]}, {"input_ids": [5, 7]}])
+    collator = DataCollatorForCausalLM(make_word_tokenizer())
+    batch = collate(collator, [{"input_ids": [5, 7, 2, 8, 9]}, {"input_ids": [5, 7]}])
     assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
 
 

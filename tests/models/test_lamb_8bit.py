@@ -87,21 +87,14 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> N
         optimizer.step()
 
 
-def test_lamb_32bit_matches_torch_optimizer():
-    field, ours = make_params(), make_params()
-    take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
-    take_steps(Lamb8bit(make_groups(ours), min_8bit_size=10**9, **OPTIONS), 10)
-    for param, other in zip(field, ours, strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("device", DEVICES)
-def test_lamb_8bit_tracks_lamb(device):
+@pytest.mark.parametrize("min_8bit_size, error", [(10**9, 1e-5), (1, 0.03)], ids=["32 bits", "8 bits"])
+def test_lamb_8bit_tracks_lamb(min_8bit_size, error, device):
     start, field, ours = make_params(), make_params(), [nn.Parameter(p.detach().to(device)) for p in make_params()]
     take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
-    take_steps(Lamb8bit(make_groups(ours), min_8bit_size=1, **OPTIONS), 10)
+    take_steps(Lamb8bit(make_groups(ours), min_8bit_size=min_8bit_size, **OPTIONS), 10)
     for before, param, other in zip(start, field, ours, strict=True):
-        assert (other.cpu() - param).norm() < 0.03 * (param - before).norm()
+        assert (other.cpu() - param).norm() < error * (param - before).norm()
 
 
 def test_lamb_8bit_is_independent_of_chunks(monkeypatch):

@@ -21,7 +21,6 @@ from common.console import UserError
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_param_groups
-from models import lean_albert
 from models.lean_albert import (
     LeanAlbertConfig,
     LeanAlbertForMaskedLM,
@@ -31,7 +30,7 @@ from models.lean_albert import (
     SharedLinear,
     recompute,
 )
-from models.ruleanalbert import load_ruleanalbert
+from models.ruleanalbert import LAYER, load_ruleanalbert, rename_state
 from training.model import make_trained_model, move_batch
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -433,8 +432,7 @@ def test_ruleanalbert_state_gives_same_logits(name, form, tmp_path):
         torch.testing.assert_close(outputs[key], parts["out"][key], rtol=1e-4, atol=1e-5)
     assert outputs.loss.item() == pytest.approx(parts["out"]["loss"].item(), rel=1e-5)
     model.train()(**parts["in"]).loss.backward()
-    parts["grad"]["predictions.decoder.bias"] = parts["grad"]["predictions.bias"]
-    gradients = lean_albert.rename_ruleanalbert(parts["grad"], model.config)
+    gradients = rename_state(parts["grad"], model.config)
     for key, param in model.named_parameters():
         torch.testing.assert_close(param.grad, gradients.pop(key), rtol=1e-4, atol=1e-5)
     assert not gradients
@@ -447,15 +445,16 @@ def test_ruleanalbert_names_all_map():
         config = LeanAlbertConfig(**known["common"], **variant["options"])
         state, shared = {}, {}
         for number, (key, shape) in enumerate(variant["state"].items()):
-            found = lean_albert.RULEANALBERT_LAYER.fullmatch(key)
+            found = LAYER.fullmatch(key)
             if found and found[4] == "shared_matrix.weight":
                 layer = int(found[1]) * config.num_inner_groups + int(found[2])
                 state[key] = shared.setdefault((found[3], config.find_matrices(layer)), torch.full(shape, number / 7))
             else:
                 state[key] = torch.full(shape, number / 7)
         state["predictions.decoder.weight"] = state["albert.embeddings.word_embeddings.weight"]
+        state["predictions.decoder.bias"] = state["predictions.bias"]
         model = LeanAlbertForPreTraining(config)
-        model.load_state_dict(state)  # strict: each name once, each shape right
+        model.load_state_dict(rename_state(state, config))  # strict: each name once, each shape right
         assert len(model.albert.matrices) == (len(shared) // 4), name
         values = [param.flatten()[0].item() for param in model.parameters()]
         assert len(set(values)) == len(values), name

@@ -5,10 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from processes import ROOT
-from rows import SPECIAL, are_equal, make_rows
+from rows import SPECIAL, are_equal, collate, make_rows
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
@@ -60,7 +59,7 @@ def words_of(ids: list[int], begins_word: list[bool]) -> list[list[int]]:
 def test_whole_words_are_masked_evenly(piecewise):
     tokenizer, begins_word = piecewise
     rows = make_rows(3000, len(tokenizer))
-    batch = DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
+    batch = collate(DataCollatorForWholeWordMask(tokenizer), rows, seed=1)
     counts = {}  # pieces of a word -> [words, chosen ones]
     tokens, before, after = [], [], []
     for row, ids, labels in zip(rows, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
@@ -98,13 +97,9 @@ def test_masks_depend_only_on_seed(piecewise):
     tokenizer, _ = piecewise
     rows = make_rows(20, len(tokenizer))
     collator, another = DataCollatorForWholeWordMask(tokenizer), DataCollatorForWholeWordMask(tokenizer)
-    one = collator(rows, seed=[3, 4])
-    assert are_equal([one], [another(rows, seed=[3, 4])]) and not are_equal([one], [collator(rows, seed=[3, 5])])
-    # without a seed, torch's generator decides, as in transformers
-    torch.manual_seed(1)
-    one, two = collator(rows), collator(rows)
-    torch.manual_seed(1)
-    assert are_equal([one], [collator(rows)]) and not are_equal([one], [two])
+    one = collate(collator, rows, seed=[3, 4])
+    assert are_equal([one], [collate(another, rows, seed=[3, 4])])
+    assert not are_equal([one], [collate(collator, rows, seed=[3, 5])])
 
 
 @pytest.mark.parametrize("whole_word_mask", [True, False])
@@ -113,35 +108,32 @@ def test_collator_matches_stored_batches(piecewise, whole_word_mask):
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
     args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3)
-    collate = partial(data.make_collator, tokenizer=tokenizer, args=args)
-    stored = to_tensors(IndexedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
+    make_collator = partial(data.make_collator, tokenizer=tokenizer, args=args)
+    stored = to_tensors(IndexedBatches(Dataset.from_list(rows), make_collator, args)[numbers, [1, 2], None])
     collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 8, whole_word_mask)
     assert stored["input_ids"].shape[1] % 8 == 0
-    assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
-    # arrays and tensors work too, and special tokens are recognized
-    arrays = [{name: np.array(value) for name, value in row.items() if name != "special_tokens_mask"} for row in rows]
-    tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
-    for instances in (arrays, tensors):
-        assert are_equal([stored], [collator([instances[number] for number in numbers], seed=[1, 2])])
-    bare = collator([{"input_ids": rows[number]["input_ids"]} for number in numbers], seed=[1, 2])
+    assert are_equal([stored], [collate(collator, [rows[number] for number in numbers], seed=[1, 2])])
+    # special tokens are recognized
+    bare = collate(collator, [{"input_ids": rows[number]["input_ids"]} for number in numbers], seed=[1, 2])
     assert set(bare) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
-    assert torch.equal(bare["labels"], stored["labels"]) and not bare["token_type_ids"].any()
+    assert bare["labels"].equal(stored["labels"]) and not bare["token_type_ids"].any()
 
 
 def test_batch_masks_at_least_one_word(piecewise):
     tokenizer, _ = piecewise
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
     # two tokens between special ones are one word
-    labels = collator([{"input_ids": [2, 100, 101, 3]}], seed=0)["labels"]
+    labels = collate(collator, [{"input_ids": [2, 100, 101, 3]}])["labels"]
     assert labels.tolist() == [[-100, 100, 101, -100]]
-    assert not (collator([{"input_ids": [2, 1, 3]}], seed=0)["labels"] != -100).any()
+    assert not (collate(collator, [{"input_ids": [2, 1, 3]}])["labels"] != -100).any()
     # no word continues in the next instance, even without special tokens
     for seed in range(10):
-        labels = collator([{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed=seed)["labels"]
+        labels = collate(collator, [{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed)["labels"]
         assert labels.tolist() in ([[5, 100], [-100, -100]], [[-100, -100], [101, 102]])
     # no special token is chosen, even if all others are
     collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
-    assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
+    labels = collate(collator, [{"input_ids": [2, 100, 1, 101, 3]}])["labels"]
+    assert labels.tolist() == [[-100, 100, -100, 101, -100]]
 
 
 def test_tokenizer_without_word_marks_is_refused():
@@ -153,7 +145,7 @@ def test_tokenizer_without_word_marks_is_refused():
         check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
     check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
     rows = make_rows(20, len(pieces))
-    labels = DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
+    labels = collate(DataCollatorForWholeWordMask(unmarked, whole_word_mask=False), rows)["labels"]
     assert (labels != -100).sum() > 100
 
 

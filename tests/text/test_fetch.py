@@ -153,7 +153,7 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
     make_tar(tmp_path / "data.tar", text)
     with pytest.raises(UserError, match="is not a dataset of"):
-        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache).dataset, None)
+        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache)[0], None)
 
 
 def test_unpack_endless_headers_are_refused(cache, tmp_path):

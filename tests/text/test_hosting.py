@@ -79,23 +79,22 @@ def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, na
     source = f"{server.url}/{name}" if is_remote else str(hosted / name)
     sha256 = hash_file(hosted / name)
     for _ in range(2):
-        found = fetch.fetch_data(source, sha256, cache)
-    assert read_files(found.dataset) == read_files(tiny_data["--dataset_path"])
-    assert read_files(found.tokenizer) == read_files(tiny_data["--tokenizer_path"])
+        folder, fetched = fetch.fetch_data(source, sha256, cache)
+    assert read_files(folder) == read_files(tiny_data["--dataset_path"])
+    assert read_files(fetched) == read_files(tiny_data["--tokenizer_path"])
     # the second call found it in the cache
     assert len(server.requests) == is_remote
     assert left_in(cache) == [f"{name.split('.')[0]}-{sha256[:16]}"]
     # the archive's own tokenizer is taken unless another one is named
-    assert data.choose_tokenizer(found, ModelArguments()) == found.tokenizer
-    assert data.choose_tokenizer(found, ModelArguments(tokenizer_path="mine")) == "mine"
-    tokenizer = load_tokenizer(found.tokenizer)
-    dataset, corpus = load_tokenized_dataset(found.dataset, tokenizer)
+    assert data.choose_tokenizer(fetched, ModelArguments()) == fetched
+    assert data.choose_tokenizer(fetched, ModelArguments(tokenizer_path="mine")) == "mine"
+    dataset, corpus = load_tokenized_dataset(folder, load_tokenizer(fetched))
     assert len(dataset["train"]) == corpus["instances"]["train"] > 0
 
 
 def test_dataset_folder_is_left_unchanged(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
-    assert fetch.fetch_data(str(folder), None, cache) == fetch.FetchedDataset(folder)
+    assert fetch.fetch_data(str(folder), None, cache) == (folder, None)
     assert not cache.exists()
     expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
@@ -179,7 +178,7 @@ def test_wrong_or_cut_archive_is_refused(server, hosted, cache):
     server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
     expect_stop("damaged", url, None, cache)
     assert left_in(cache) == []
-    assert fetch.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
+    assert fetch.fetch_data(url, sha256.upper(), cache)[0].is_dir()
 
 
 # ---------------------------------------------------------------- hostile archives
@@ -220,7 +219,7 @@ FETCH = """
 import logging, sys
 from text.fetch import fetch_data
 logging.basicConfig(level="INFO")
-print(fetch_data(*sys.argv[1:4]).dataset)
+print(fetch_data(*sys.argv[1:4])[0])
 """
 
 

@@ -14,7 +14,7 @@ import torch
 from mains import expect_user_error
 from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from swarms import history, start_alone, start_monitor, stop
+from swarms import history, start_alone, stop
 from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
@@ -340,45 +340,6 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
     start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()
     assert list(history(tmp_path, "chosen")) == [summary["epoch"] + 1]
     assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
-
-
-@pytest.mark.slow
-def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
-    """Both peers are killed; one continues alone, and the other follows."""
-    prefix, names = make_prefix(), ["first", "second"]
-    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    own = {**tiny_data, "--initial_peers": peers, "--target_batch_size": 256, "--target_group_size": 2}
-    own |= {"--total_steps": 400, "--save_steps": 3}
-    trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
-
-    def epochs_together() -> list[int]:
-        lines = [history(tmp_path, name) for name in names]
-        return [epoch for epoch in lines[0] if all(line.get(epoch, {}).get("averaged_with") == 2 for line in lines)]
-
-    wait_until(lambda: len(epochs_together()) >= 12, 120, "epochs together")
-    for trainer in trainers:
-        trainer.kill()
-    before = history(tmp_path, "first")
-    epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
-
-    back = start_alone(start, "back", tmp_path / "first", prefix, own)
-    back.wait_for(f"epoch {epoch + 3}/", 90)
-    after = history(tmp_path, "first")
-    assert [number for number in after if number <= epoch] == [number for number in before if number <= epoch]
-    assert [number for number in after if number > epoch][:3] == [epoch + 1, epoch + 2, epoch + 3]
-    assert all(after[number] == before[number] for number in before if number <= epoch)
-    assert [after[number]["averaged_with"] for number in range(epoch + 1, epoch + 4)] == [1, 1, 1]
-    for number in range(epoch + 1, epoch + 4):
-        # warm-up of 5, peak at the sixth, zero at 400: the learning rate after an epoch
-        rate = (number + 1) / 6 if number < 5 else (400 - number) / 395
-        assert after[number]["learning_rate"] == pytest.approx(2e-3 * rate)
-    assert_loss_goes_on(after, epoch)
-    assert after[epoch + 1]["total_samples"] == after[epoch]["total_samples"] + after[epoch + 1]["samples_accumulated"]
-
-    start_alone(start, "follower", tmp_path / "second", prefix, own)
-    joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
-    norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_checkpoint_of_earlier_version_loads():
