@@ -91,11 +91,11 @@ LIES = [*hostile_log.ATTACKS, "pair_ahead"]
 LIE_MINUTES = 12.0
 OWN_ID = r"(?: parameters, peer |others may join through --initial_peers /\S+/p2p/)(\w+)"
 BAN = r"peer (\w+) (.*: no rounds with it.*)"
-SHORT = dict(minutes=4.0, every=25.0, target_batch_size=12, steps=60)
+SHORT = dict(minutes=4.0, every=25.0, local_steps=6, steps=60)
 DISK, DISK_MEGABYTES = "cable1", 200
-SECONDS_PER_BATCH, LOCAL_STEPS, JOINT_STEPS, START_SECONDS = 4.0, 25, 1, 4.0
+SECONDS_PER_BATCH, JOINT_STEPS, START_SECONDS = 4.0, 1, 4.0
 RECIPE = "--optim muon --learning_rate 2e-3 --lr_scheduler_type wsd --warmup_steps 0"
-LOG = f"--local_steps {LOCAL_STEPS} --local_steps_from {JOINT_STEPS} --compression sparse"
+LOG = f"--local_steps_from {JOINT_STEPS} --compression sparse"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
 EVALUATION = "--do_eval --max_eval_samples 512"
 BEGIN = "--optim muon --learning_rate 6e-3 --warmup_steps 20 --total_steps 1000000 --target_batch_size 64"
@@ -180,7 +180,7 @@ class Rehearsal:
             command += ["--assist_in_averaging", "--store_checkpoints", "--save_steps", 2]
         else:
             command = ["run_training_monitor.py", *command, "--experiment_prefix", self.prefix, "--status_port", 8080]
-            command += [*list_recipe(self.args), *LOG.split()]
+            command += [*list_recipe(self.args), *LOG.split(), "--local_steps", self.args.local_steps]
             command += ["--authorize", "--authority_key", self.folder / "authority.pem"] if self.is_closed else []
         if name == "monitor" or not self.is_closed:
             command += ["--identity_path", self.folder / f"{name}.id"]
@@ -486,16 +486,16 @@ def run_alone(args: argparse.Namespace, folder: Path, *flags: object) -> Path:
 def list_recipe(args: argparse.Namespace) -> list:
     """Return the flags of the model's optimizer; the learning rate decays in about the last fifth of the time."""
     rate = sum(batch for _, batch in list(LINES.values())[: args.trainers]) / SECONDS_PER_BATCH
-    epochs = JOINT_STEPS + 1.1 * args.minutes * 60 * rate / args.target_batch_size / LOCAL_STEPS
+    epochs = JOINT_STEPS + 1.1 * args.minutes * 60 * rate / args.target_batch_size / args.local_steps
     return [*RECIPE.split(), "--total_steps", math.ceil(epochs), "--target_batch_size", args.target_batch_size]
 
 
 def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
     """Train with one process on this number of samples, with the same schedule, and return its folder."""
     *recipe, _, epochs, _, batch = list_recipe(args)
-    steps = (epochs - JOINT_STEPS) * LOCAL_STEPS
+    steps = (epochs - JOINT_STEPS) * args.local_steps
     own = ["--total_steps", steps, "--target_batch_size", batch, "--max_steps", samples // batch]
-    own += ["--per_device_train_batch_size", batch, *EVALUATION.split(), "--eval_steps", 25]
+    own += ["--per_device_train_batch_size", batch, *EVALUATION.split(), "--eval_steps", args.local_steps]
     return run_alone(args, args.output_dir / "alone", *recipe, *own, "--model_name_or_path", model)
 
 
@@ -650,7 +650,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30, help="of each run")
     parser.add_argument("--trainers", type=int, default=12, choices=range(2, MAX_TRAINERS + 1))
     parser.add_argument("--seed", type=int, default=0, help="seed of the events")
-    parser.add_argument("--target_batch_size", type=int, default=48, help="an epoch has 25 times as many samples")
+    parser.add_argument("--target_batch_size", type=int, default=48, help="of a joint step, and of the one process")
+    parser.add_argument("--local_steps", type=int, default=25, help="batches of this size in an epoch")
     parser.add_argument("--every", type=float, default=45, help="seconds between two events")
     parser.add_argument("--events", nargs="*", choices=[*CHURN, *ONCE], default=[*CHURN, *ONCE], metavar="KIND")
     parser.add_argument("--lies", nargs="*", choices=LIES, metavar="KIND", help="kinds of malicious peers")
