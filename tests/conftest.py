@@ -37,7 +37,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # a shell makes background processes ignore Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also after `timeout`, no process of a test is left
+        signal.signal(number, signal.default_int_handler)
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
