@@ -336,7 +336,8 @@ class LogRounds:
         if time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + HELPERS_INTERVAL
             key = f"{self.tracker.prefix}_state_averager.all_averagers"
-            self._when_done(self.dht.get(key, latest=True, return_future=True), self._take_helpers)
+            self._search = self.dht.get(key, latest=True, return_future=True)  # without a reference, it would not end
+            self._when_done(self._search, self._take_helpers)
 
     def _take_helpers(self, entry: object) -> None:
         epochs = parse_epochs(entry if isinstance(entry, ValueWithExpiration) else None, self.identity.peer)

@@ -33,7 +33,7 @@ logger = logging.getLogger("swarm")
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a leader that has no log yet is asked again
-MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
+MIN_LEADER_TIMEOUT, MIN_GENESIS_TIMEOUT = 20.0, 60.0  # seconds until the leader has a log; for the first anchor
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -91,8 +91,7 @@ class LogSteps:
     # --- the beginning
 
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
-        """Begin a log after a round of gradients with these members, this peer included. If the anchor does not arrive,
-        this peer joins later, or another round makes another try."""
+        """Begin a log after a round with these peers, this one included; if that fails, another round tries again."""
         epoch, me = self.optimizer.local_epoch, self.tracker.dht.peer_id.to_bytes()
         can_call, anchor = self.rounds.can_call, Numbers(list_params(self.optimizer.opt))
         leader = min(members, key=lambda peer: (not can_call(peer), hashlib.sha256(group_id + peer).digest()))
@@ -122,7 +121,7 @@ class LogSteps:
             states.append(found[1] if found else None)
             return states[-1] is not None and states[-1].epoch >= epoch
 
-        self._wait(ask, 2 * uplink.timeouts.matchmaking, GENESIS_PAUSE)
+        self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking), GENESIS_PAUSE)
         blob = states[-1].parent if states and states[-1] else b""
         if not blob or Genesis(self.tracker.prefix, epoch, blob, members).make_state() != states[-1]:
             return None  # the leader has died, or gone on
@@ -153,9 +152,9 @@ class LogSteps:
         if time.monotonic() < self._next_join:
             return self.exists
         self._next_join = time.monotonic() + JOIN_INTERVAL
-        peers = self.tracker.list_donors() or [*filter(self.rounds.can_call, self.tracker.present)]
-        peers = peers or list(self.rounds.helpers)  # a run of clients
-        found = self.rounds.find(peers, NEWEST if self._ended else self.head)
+        peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
+        # in a run of clients, the auxiliary peers
+        found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended else self.head)
         if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
             found = None  # it has no commit since this peer has left it
         self.exists = found is not None

@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import msgpack
 import psutil
@@ -19,8 +19,10 @@ from processes import LOOPBACK, make_prefix
 from swarm.dht import DHT
 from swarm.errors import SwarmError
 from swarm.exchange import (
+    MAX_MBITS,
     MAX_MESSAGE_BYTES,
     MAX_REQUESTS,
+    MIN_MBITS,
     REQUEST,
     SHARE,
     BlobStore,
@@ -390,6 +392,14 @@ def test_store_keeps_newest_and_drops_damaged(tmp_path):
     with pytest.raises(KeyError):
         list(store.open(blobs[-1]))
     assert not store.has(blobs[-1])
+
+
+def test_relays_share_blob_of_one_owner():
+    """Of the anchor with which a log begins, all other members fetch the same number of blocks for the others."""
+    owner, *others = [PeerID(bytes([number])) for number in range(8)]
+    loads = plan_loads({owner: MIN_MBITS, **dict.fromkeys(others, MAX_MBITS)}, 10**9, 0.0)
+    sources = Counter(choose_source(owner, (number + 0.5) / 70, loads) for number in range(70))
+    assert sources == dict.fromkeys(others, 10)
 
 
 def test_loads_spare_slow_lines_if_time_allows():
