@@ -339,13 +339,13 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     malformed, a UserError says so.
     """
     folder = task.folder or Path(data_dir, task.name)
-    if not folder.is_dir():
-        records = load_from_hub(task, data_dir)
+    if folder.is_dir():
+        files = {split: folder / name for split, name in task.files.items()}
+        if not task.folder and len(files) > 1 and not files["test"].exists():
+            del files["test"]  # its unlabelled texts are not needed to evaluate a model
+        records = {split: read_file(task, path) for split, path in files.items()}
     else:
-        # the unlabelled test texts are not needed to evaluate a model
-        is_optional = not task.folder and len(task.files) > 1 and not (folder / task.files["test"]).exists()
-        splits = [split for split in task.files if split != "test" or not is_optional]
-        records = {split: read_file(task, folder / task.files[split]) for split in splits}
+        records = load_from_hub(task, data_dir)
     examples = {split: make_examples(task, found) for split, found in records.items()}
     if "in_domain" in examples:
         domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}

@@ -138,11 +138,3 @@ def test_pretrained_model_sets_config_and_tokenizer(given, expected):
     args = arguments.ModelArguments(**given)
     assert (args.config_path, args.tokenizer_path) == expected
     assert dataclasses.replace(args) == args
-
-
-def test_missing_tokenizer_names_its_script():
-    words = ["--config_path", "configs/gpt-demo.json", "--tokenizer_path", "no/such/folder"]
-    run = run_python("run_trainer.py", "--run_id", "a", *words, expect=2)
-    assert "Traceback" not in run.stderr
-    [line] = [line for line in run.stderr.splitlines() if "error:" in line]
-    assert "python tokenize_wikitext103.py --objective clm" in line

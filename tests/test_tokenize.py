@@ -1,5 +1,6 @@
 """tokenize_wikitext103.py, run as users run it. Run: python -m pytest tests/test_tokenize.py"""
 
+import itertools
 import json
 import math
 import os
@@ -83,20 +84,17 @@ def test_tokenize_writes_expected_files(written):
 def test_sequences_keep_all_text_within_documents(written):
     tokenizer = load_tokenizer(written / "tokenizer")
     dataset, _ = load_tokenized_dataset(written / "dataset", tokenizer)
-    documents = read_documents(written / "documents.jsonl")
-    texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
-    found = []
-    for split in dataset.values():
-        text = []
-        for row in split:
+    splits = tokenization.split_documents(read_documents(written / "documents.jsonl"), TokenizeArguments())
+    for name, documents in splits.items():
+        texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
+        rows = []
+        for row in dataset[name]:
             cut = row["input_ids"].index(3)
             segments = [row["input_ids"][1:cut], row["input_ids"][cut + 1 : -1]]
-            text += sum(segments[::-1] if row["sentence_order_label"] else segments, [])
-            if text in texts:  # a document is complete, and the next instance begins the next one
-                found.append(texts.index(text))
-                text = []
-        assert text == []
-    assert sorted(found) == list(range(40))
+            rows.append(sum(segments[::-1] if row["sentence_order_label"] else segments, []))
+        assert sum(rows, []) == sum(texts, [])
+        # each document ends with a row
+        assert {*itertools.accumulate(map(len, texts))} <= {*itertools.accumulate(map(len, rows))}
 
 
 def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
@@ -162,26 +160,20 @@ def test_blocks_drop_only_last_incomplete(blocks, written):
     dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, KINDS[objective])
     assert corpus["objective"] == objective and corpus["documents"] == {"train": 38, "validation": 2}
     joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
-    documents = [joint.join(paragraphs) for paragraphs in read_documents(written / "documents.jsonl")]
-    texts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + [end] for text in documents]
-    if objective == "clm":
-        assert tokenizer.pad_token_id == end and [tokenizer.decode(text[:-1]) for text in texts] == documents
-    for split in dataset.values():
+    args = TokenizeArguments(objective=objective)
+    for name, documents in tokenization.split_documents(read_documents(written / "documents.jsonl"), args).items():
+        split, texts = dataset[name], [joint.join(paragraphs) for paragraphs in documents]
+        tokens = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        if objective == "clm":
+            assert tokenizer.pad_token_id == end and [tokenizer.decode(ids) for ids in tokens] == texts
         rows = split["input_ids"]
         assert {len(row) for row in rows} == {64} and set(split.column_names) == set(KINDS[objective].columns)
         if objective == "mlm":
             assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
             assert all(row["special_tokens_mask"] == [int(token < 5) for token in row["input_ids"]] for row in split)
         ids = sum(([*row[1:-1]] if objective == "mlm" else list(row) for row in rows), [])
-        while ids in texts or any(ids[: len(text)] == text for text in texts):  # documents one behind the other
-            text = next(text for text in texts if ids[: len(text)] == text)
-            texts.remove(text)
-            ids = ids[len(text) :]
-        [rest] = [text for text in texts if text[: len(ids)] == ids and ids] or [[]]
-        assert len(rest) - len(ids) < 64, "more than a block was lost"
-        if rest:
-            texts.remove(rest)
-    assert texts == []
+        expected = sum(([*text, end] for text in tokens), [])
+        assert ids == expected[: len(ids)] and len(expected) - len(ids) < 64, "more than a block was lost"
 
 
 TWICE = """
@@ -222,7 +214,8 @@ def test_tokenizer_without_mask_needs_clm(blocks, tmp_path):
     objective, folder, _ = blocks
     if objective == "clm":
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
-        assert "no cls token" in refuse(tokenize_wikitext103, *flags, "--dataset_path", tmp_path / "dataset")
+        flags += ("--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer")
+        assert "no cls token" in refuse(tokenize_wikitext103, *flags)
     else:  # [SEP] may end a text
         tokenizer = load_tokenizer(folder / "tokenizer", TEXT)
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"

@@ -206,6 +206,7 @@ class Source:
                 yield range(table.num_row_groups), functools.partial(read_parquet, table, self.text_column)
             else:
                 join = join_lines if self.format == "text" else iter
+                # a packed file is one part of unknown size
                 size, length = (1, sys.maxsize) if path.endswith(PACKED) else (file.seek(0, io.SEEK_END), PART_BYTES)
                 parts = [(begin, begin + length) for begin in range(0, size, length)]
                 yield parts, lambda part: join(read_lines(file, path, part))

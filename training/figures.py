@@ -136,18 +136,17 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
         return None
     names = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
     medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in names}
+    names = ("samples_per_second", "bytes_sent", "bytes_received", "skipped_steps")
+    totals = {name: sum(getattr(metrics, name) for metrics in current) for name in names}
     return SwarmMetrics(
         epoch=newest_epoch,
         loss=average_loss(current),
         alive_peers=len(current),
         samples=sum(metrics.samples_accumulated for metrics in current),
-        samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
         compute_seconds=compute_seconds(medians),
         averaged_with=min(metrics.averaged_with for metrics in current),
-        bytes_sent=sum(metrics.bytes_sent for metrics in current),
-        bytes_received=sum(metrics.bytes_received for metrics in current),
-        skipped_steps=sum(metrics.skipped_steps for metrics in current),
         **medians,
+        **totals,
     )
 
 

@@ -16,3 +16,9 @@ def tokenizer():
 def dataset():
     """1,000 instances of 20 to 64 tokens; some words are <unk>."""
     return Dataset.from_list(make_rows(1000, 200, length=64))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A folder for downloads, which does not exist yet."""
+    return tmp_path / "cache"

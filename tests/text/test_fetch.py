@@ -24,11 +24,6 @@ def short_patience(monkeypatch):
     monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
 
 
-@pytest.fixture
-def cache(tmp_path) -> Path:
-    return tmp_path / "cache"
-
-
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
     """Expect the fetch to fail soon, in one line with these words; return the kinds of files in the cache."""
     start = time.monotonic()

@@ -43,11 +43,6 @@ def server(hosted):
         yield file_server
 
 
-@pytest.fixture
-def cache(tmp_path) -> Path:
-    return tmp_path / "cache"
-
-
 def left_in(cache: Path) -> list[str]:
     """Return the names of the files in the cache, except for locks."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []

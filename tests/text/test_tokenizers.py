@@ -24,6 +24,8 @@ def test_missing_tokenizer_names_command(tmp_path, tokenizer):
             load()
     with pytest.raises(UserError, match="--objective clm --dataset_path"):
         load_tokenized_dataset(tmp_path / "none", tokenizer, TEXT)
+    with pytest.raises(UserError, match="python tokenize_wikitext103.py --objective clm"):
+        load_tokenizer(tmp_path / "none", TEXT)
 
 
 def test_tokenizer_without_special_tokens_is_refused(tmp_path):
