@@ -14,7 +14,7 @@ import torch
 from mains import expect_user_error
 from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from swarms import history, start_alone, stop
+from swarms import history, start_alone, start_monitor, stop
 from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
@@ -261,6 +261,15 @@ def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> 
     return history(tmp_path, name)
 
 
+def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
+    """Check that the loss did not jump at a restart, and is far below a new model's."""
+    untrained = math.log(500) + math.log(2)
+    before = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number <= epoch][-3:])
+    after = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number > epoch][:2])
+    assert before < untrained - 0.3
+    assert after == pytest.approx(before, abs=0.35)
+
+
 def test_insufficient_disk_is_error_before_joining(start, small_disk, tiny_data):
     disk = small_disk(1000)
     trainer = start_alone(start, "trainer", disk / "out", make_prefix(), tiny_data)
@@ -311,10 +320,7 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
     for number in (epoch, epoch + 1, epoch + 2):
         assert both[number]["learning_rate"] == pytest.approx(2e-3 * (100 - number) / 95)
     assert both[epoch + 1]["total_samples"] == both[epoch]["total_samples"] + both[epoch + 1]["samples_accumulated"]
-    # the loss is far below a new model's, and did not jump
-    losses = [both[number]["loss"] for number in range(epoch - 2, epoch + 3)]
-    before, after = statistics.mean(losses[:3]), statistics.mean(losses[3:])
-    assert before < math.log(500) + math.log(2) - 0.3 and after == pytest.approx(before, abs=0.35)
+    assert_loss_goes_on(both, epoch)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["samples"] == both[max(both)]["total_samples"]
     assert summary["epochs_here"] == max(both)
@@ -334,6 +340,45 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
     start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()
     assert list(history(tmp_path, "chosen")) == [summary["epoch"] + 1]
     assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
+
+
+@pytest.mark.slow
+def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
+    """Both peers are killed; one continues alone, and the other follows."""
+    prefix, names = make_prefix(), ["first", "second"]
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    own = {**tiny_data, "--initial_peers": peers, "--target_batch_size": 256, "--target_group_size": 2}
+    own |= {"--total_steps": 400, "--save_steps": 3}
+    trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
+
+    def epochs_together() -> list[int]:
+        lines = [history(tmp_path, name) for name in names]
+        return [epoch for epoch in lines[0] if all(line.get(epoch, {}).get("averaged_with") == 2 for line in lines)]
+
+    wait_until(lambda: len(epochs_together()) >= 12, 120, "epochs together")
+    for trainer in trainers:
+        trainer.kill()
+    before = history(tmp_path, "first")
+    epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
+
+    back = start_alone(start, "back", tmp_path / "first", prefix, own)
+    back.wait_for(f"epoch {epoch + 3}/", 90)
+    after = history(tmp_path, "first")
+    assert [number for number in after if number <= epoch] == [number for number in before if number <= epoch]
+    assert [number for number in after if number > epoch][:3] == [epoch + 1, epoch + 2, epoch + 3]
+    assert all(after[number] == before[number] for number in before if number <= epoch)
+    assert [after[number]["averaged_with"] for number in range(epoch + 1, epoch + 4)] == [1, 1, 1]
+    for number in range(epoch + 1, epoch + 4):
+        # warm-up of 5, peak at the sixth, zero at 400: the learning rate after an epoch
+        rate = (number + 1) / 6 if number < 5 else (400 - number) / 395
+        assert after[number]["learning_rate"] == pytest.approx(2e-3 * rate)
+    assert_loss_goes_on(after, epoch)
+    assert after[epoch + 1]["total_samples"] == after[epoch]["total_samples"] + after[epoch + 1]["samples_accumulated"]
+
+    start_alone(start, "follower", tmp_path / "second", prefix, own)
+    joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
+    norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_checkpoint_of_earlier_version_loads():
