@@ -120,8 +120,6 @@ class LogRounds:
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
         self.epoch, self.exchange_seconds = 0, 0.0
-        #: set if there are events for the training loop
-        self.news = threading.Event()
         self._events: deque[tuple[str, object]] = deque()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
@@ -182,7 +180,6 @@ class LogRounds:
         """Return what the training loop has to do: `apply` a commit, `return` an offer to the residual, load another
         state after a `fork`, or `switch` to the log of the others."""
         with self._lock:
-            self.news.clear()
             events, self._events = list(self._events), deque()
         return events
 
@@ -313,7 +310,6 @@ class LogRounds:
                 self._fetch(content)
             elif kind in ("apply", "return", "fork"):
                 self._events.append((kind, content))
-                self.news.set()
         self._wake.set()
 
     def _list_members(self) -> set[bytes]:
@@ -462,4 +458,3 @@ class LogRounds:
         best = min(logs, key=lambda it: (-logs[it], it))
         if best != self.log_id and ("switch", best) not in self._events:
             self._events.append(("switch", best))
-            self.news.set()

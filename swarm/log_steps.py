@@ -21,12 +21,11 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.exchange import BlobStore
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import SLOT, Genesis
+from swarm.log import Genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
-from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("swarm")
@@ -35,6 +34,7 @@ JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a member that has no log yet is asked again
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the state of a member, until that of the next one is loaded
 SEARCH_TIMEOUT = 30.0  # seconds in which the commit of a downloaded state should become known
+EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -58,11 +58,10 @@ class LogSteps:
     """The offers and the commits of one peer.
 
     :param optimizer: the collaborative optimizer, of whose epochs these are a part
-    :param overlap: whether the loop continues with local steps while a commit is on its way
     """
 
-    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None, overlap: bool):
-        self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
+    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None):
+        self.optimizer, self.codec = optimizer, codec
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         dht, numbers = self.tracker.dht, Numbers(list_params(optimizer.opt))
         options = dict(accepts_connections=not dht.client_mode, is_auxiliary=optimizer.is_auxiliary)
@@ -265,13 +264,16 @@ class LogSteps:
             grad_averager.samples += offer.samples
 
     def offer(self) -> None:
-        """Offer the pending update if the epoch is over; then wait for the commit, unless rounds overlap."""
-        optimizer, head = self.optimizer, self.head
-        grad_averager, seconds = optimizer.grad_averager, time.monotonic()
+        """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
+        head, grad_averager = self.head, self.optimizer.grad_averager
         if head in self.offers or not grad_averager.samples:
             return
-        if not (self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head)):
-            return
+        if self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head):
+            with self._count_seconds(), self.tracker.performance_ema.pause():
+                self._make_offer(head)
+
+    def _make_offer(self, head: bytes) -> None:
+        optimizer, grad_averager = self.optimizer, self.optimizer.grad_averager
         update = optimizer.local.measure()
         try:
             blocks = encode(Numbers(update), Numbers(grad_averager.unsent), self.codec)
@@ -281,7 +283,7 @@ class LogSteps:
             return
         optimizer.local.record_averaged(update)
         samples, grad_averager.samples = grad_averager.samples, 0
-        self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
+        self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(*self._list_numbers())
         try:
             self.offers[head] = self.rounds.add_offer(head, digest, samples, blocks)
@@ -289,22 +291,13 @@ class LogSteps:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
             grad_averager.samples += samples
-            return
-        if not self.overlap:
-            with self.tracker.performance_ema.pause():
-                self._wait_for_commit(head)
-            optimizer.stats.averaging_seconds += time.monotonic() - seconds
 
-    def _wait_for_commit(self, head: bytes) -> None:
-        """Wait until the model has another commit, or it is too late for one."""
-        deadline = time.monotonic() + 2 * self.rounds.log.timeout + SLOT
-        announced = time.monotonic()
-        while self.head == head and self.is_open and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
-            self.rounds.news.wait(0.1)
-            self.follow()
-            if time.monotonic() > announced + ANNOUNCE_INTERVAL:
-                announced = time.monotonic()
-                self.tracker.announce()
+    @contextlib.contextmanager
+    def _count_seconds(self) -> Iterator[None]:
+        """Count the time of this context, in which the loop computes nothing."""
+        started = time.monotonic()
+        yield
+        self.optimizer.stats.averaging_seconds += time.monotonic() - started
 
     def _apply(self, commit: Commit) -> None:
         """Make the outer step of a commit."""
@@ -319,7 +312,7 @@ class LogSteps:
         self.tracker.trust.owners = {*owners, *self.rounds.find_state(commit.parent).owners[-1]}
         counted = [it.base for it in commit.offers if it.peer == me and it.base in self.offers]
         samples = sum(self.offers.pop(base).samples for base in counted)
-        with self._outer_step(commit), self.tracker.pause_updates():
+        with self._count_seconds(), self._outer_step(commit), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)

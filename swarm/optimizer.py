@@ -121,7 +121,7 @@ class CollaborativeOptimizer:
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
-            self.log_steps = LogSteps(self, compressions["local_steps"], folder, averaging.overlap)
+            self.log_steps = LogSteps(self, compressions["local_steps"], folder)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)

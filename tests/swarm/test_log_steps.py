@@ -62,9 +62,7 @@ def assert_steps_contain_updates(*peers) -> None:
         assert step == pytest.approx(-(update + 0.5 * momentum), rel=1e-3), epoch
 
 
-@pytest.mark.parametrize(
-    "flags", [(), *(pytest.param(it, marks=pytest.mark.slow) for it in (("--overlap",), ("--client_mode",)))]
-)
+@pytest.mark.parametrize("flags", [(), pytest.param(("--client_mode",), marks=pytest.mark.slow)])
 def test_peers_keep_same_bytes(start, flags):
     swarm = Peers(start, (), (), flags)
     swarm.wait(*swarm.all, more=5)
