@@ -353,7 +353,8 @@ class CollaborativeOptimizer:
         wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
-            can_replay = is_synchronous and not self._takes_local_steps
+            # a log begins with the state of one member, which the step before it does not lead to
+            can_replay = is_synchronous and not (self.log_steps and wanted >= self.averaging.local_steps_from)
             how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)

@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
     parser.add_argument("--local_steps", type=int, default=1)
+    parser.add_argument("--local_steps_from", type=int, default=3)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--density", type=float, default=1.0, help="of local steps")
     parser.add_argument("--counts_less", action="store_true", help="than the others: for it, no epoch is ever over")
@@ -215,8 +216,9 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
-    options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
-    options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
+    options |= dict(local_steps=args.local_steps, local_steps_from=args.local_steps_from)
+    options |= dict(outer_lr=1.0, outer_momentum=0.5, overlap=args.overlap, density=args.density)
+    options |= dict(times_follow_the_line=args.times_follow_the_line)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:

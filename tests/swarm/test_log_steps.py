@@ -77,6 +77,16 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
+def test_new_peer_loads_first_state_alone(start):
+    flags = "--local_steps_from", 1, "--local_steps", 60  # a first epoch of local steps that lasts a while
+    swarm = Peers(start, flags, flags)
+    wait_until(lambda: all(map(last_epoch, swarm.all)), 60, "the beginning of the log")
+    three = swarm.add(*flags)
+    wait_until(lambda: last_epoch(three) > 1, 120, "an epoch of local steps")
+    stop(*swarm.all)
+    assert epochs(three)[last_epoch(three)]["traffic"][1] < 600_000  # a state has 400 kB, and so has a joint step
+
+
 @pytest.mark.slow
 def test_killed_and_new_peer_leave_bytes_equal(start):
     swarm = Peers(start, (), (), ())
