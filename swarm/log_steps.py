@@ -118,40 +118,43 @@ class LogSteps:
         if not self.rounds.accepts_connections:
             clients.add(me)
         leaders = sorted(members, key=lambda peer: (peer in clients, hashlib.sha256(group_id + peer).digest()))
-        for leader in leaders:
-            if leader != me:
-                if self._load_genesis(leader, epoch, members):
-                    break
-                continue
+        place = leaders.index(me)
+        # each member serves two others, because the first one alone would have to send all copies
+        donors = [leaders[(place - 1) // 2], *leaders[:place]] if place else []
+        level = (place + 1).bit_length() - 1
+        if not any(self._load_genesis(donor, epoch, members, level) or self.exists for donor in donors):
             for momentum in self.optimizer.opt.list_momenta():
                 momentum.zero_()
             state = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members).make_state()
             self.averager.lineage = state.head.hex()
             self._open(state.head, state, state.head, is_new=True)
-            break
         if self.is_open:
             logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
 
-    def _load_genesis(self, leader: bytes, epoch: int, members: Sequence[bytes]) -> bool:
-        """Load the state of a member, and begin the log with it; return whether that succeeded."""
-        uplink, record = self.tracker.dht.uplink, self.tracker.others.get(leader)
-        deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking
-        num_bytes = (len(members) - 1) * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
+    def _load_genesis(self, donor: bytes, epoch: int, members: Sequence[bytes], level: int) -> bool:
+        """Load the state of a member, and begin the log with it; return whether that succeeded.
+
+        :param level: how many downloads, one after the other, bring the first member's state to this one
+        """
+        uplink, record = self.tracker.dht.uplink, self.tracker.others.get(donor)
+        num_bytes = 2 * 4 * Numbers(list_params(self.optimizer.opt)).total  # the momentum is zero
         timeout = max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes))
+        deadline = time.monotonic() + 2 * uplink.timeouts.matchmaking + (level - 1) * timeout
         while time.monotonic() < deadline and not STOP_REQUESTED.is_set():
-            peers = list(self.rounds.helpers) if record and record.client_mode else [leader]
+            peers = list(self.rounds.helpers) if record and record.client_mode else [donor]
             found = self.rounds.find(peers, NEWEST)
             state = found[1] if found else None
             if state is None or state.epoch < epoch:
                 time.sleep(GENESIS_PAUSE)
                 continue
             if (state.epoch, state.voters) != (epoch, tuple(sorted(members))):
-                return False  # it has gone on, so this peer joins
-            loaded = self.optimizer.sync.download(epoch, [leader], timeout=timeout)
+                self.exists = True  # it has gone on, so this peer joins
+                return False
+            loaded = self.optimizer.sync.download(epoch, [donor], timeout=timeout)
             if loaded is None or loaded[0]["lineage"] != state.head.hex():
                 continue
             if not self._is_near(loaded[1]):
-                logger.warning("the state of the first leader is far from this peer's")
+                logger.warning("the state of the first member is far from this peer's")
                 return False
             self.averager.apply_downloaded_state(*loaded)
             genesis = Genesis(self.tracker.prefix, epoch, compute_digest(*self._list_numbers()), members)

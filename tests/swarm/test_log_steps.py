@@ -5,7 +5,7 @@ from processes import make_prefix, wait_until
 from swarms import Swarm, epochs, start_peer, stop
 
 FROM = 3  # the epoch at which the log begins: gradient_peer.py
-GRADIENTS = 1.0, 1.0, 2.0, 3.0  # the offers of two peers may have the same bytes
+GRADIENTS = 1.0, 1.0, 2.0, 3.0, 1.0, 2.0  # the offers of two peers may have the same bytes
 
 
 class Peers:
@@ -85,6 +85,17 @@ def test_new_peer_loads_first_state_alone(start):
     wait_until(lambda: last_epoch(three) > 1, 120, "an epoch of local steps")
     stop(*swarm.all)
     assert epochs(three)[last_epoch(three)]["traffic"][1] < 600_000  # a state has 400 kB, and so has a joint step
+
+
+@pytest.mark.slow
+def test_members_pass_on_first_state(start):
+    swarm = Peers(start, *[()] * 6)
+    swarm.wait(*swarm.all, more=1)
+    stop(*swarm.all)
+    at = [[epochs(peer)[epoch]["traffic"][0] for epoch in (FROM - 2, FROM - 1, FROM + 1)] for peer in swarm.all]
+    sent = [end - begin - (begin - before) for before, begin, end in at]  # without the last round
+    assert sum(sent) > 5 * 400_000
+    assert max(sent) < 0.7 * sum(sent)  # otherwise, one of them sends all
 
 
 @pytest.mark.slow
