@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
+    parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
@@ -247,6 +248,9 @@ def main() -> None:
         else:
             parameter.grad = torch.full_like(parameter, args.gradient)
             optimizer.step(batch_size=args.batch_size)
+        while args.waits and optimizer.log_steps.offers and not stop.is_set():
+            time.sleep(0.05)
+            optimizer.log_steps.follow()
         steps += 1
         control = optimizer.rounds.gradient_round
         if optimizer.local_epoch == args.cancels_at and control.stage.name == "LOOKING_FOR_GROUP":

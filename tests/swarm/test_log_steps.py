@@ -64,7 +64,7 @@ def assert_steps_contain_updates(*peers) -> None:
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--client_mode",), marks=pytest.mark.slow)])
 def test_peers_keep_same_bytes(start, flags):
-    swarm = Peers(start, (), (), flags)
+    swarm = Peers(start, ("--waits",), ("--waits",), ("--waits", *flags))
     swarm.wait(*swarm.all, more=5)
     stop(*swarm.all)
     assert_same_bytes(*swarm.all)
@@ -79,9 +79,8 @@ def test_peers_keep_same_bytes(start, flags):
 
 def test_new_peer_loads_first_state_alone(start):
     flags = "--local_steps_from", 1, "--local_steps", 60  # a first epoch of local steps that lasts a while
-    swarm = Peers(start, flags, flags)
-    wait_until(lambda: all(map(last_epoch, swarm.all)), 60, "the beginning of the log")
-    three = swarm.add(*flags)
+    swarm = Peers(start, flags, flags, (*flags, "--skips", 0))
+    *_, three = swarm.all
     wait_until(lambda: last_epoch(three) > 1, 120, "an epoch of local steps")
     stop(*swarm.all)
     assert epochs(three)[last_epoch(three)]["traffic"][1] < 600_000  # a state has 400 kB, and so has a joint step
