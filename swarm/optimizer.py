@@ -142,6 +142,11 @@ class CollaborativeOptimizer:
         return self.state_averager.local_epoch
 
     @property
+    def pending_samples(self) -> int:
+        """This peer's samples that no step has used yet, those in its offers included."""
+        return self.grad_averager.samples + (self.log_steps.pending_samples if self.log_steps else 0)
+
+    @property
     def param_groups(self) -> list[dict]:
         """The model's parameters, for torch's GradScaler."""
         return [{"params": list(self.state_averager.main_parameters)}]
@@ -183,8 +188,7 @@ class CollaborativeOptimizer:
         if self.log_steps:
             self.log_steps.follow()
         self.grad_averager.accumulate(batch_size)
-        in_offers = self.log_steps.pending_samples if self.log_steps else 0
-        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
+        self.tracker.report_local_progress(self.local_epoch, self.pending_samples)
         if self._takes_local_steps:
             if self.log_steps.is_open:
                 self.log_steps.offer()
