@@ -209,7 +209,7 @@ class AveragingArguments(FlagGroup):
     )
     overlap: bool = flag(
         False,
-        "Average in the background, for long rounds; small models stop learning without --local_steps.",
+        "Average gradients in the background, for long rounds; small models stop learning. Local steps always do so.",
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
         shared=True,
     )

@@ -126,6 +126,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
         group_info = self.select_group(group_info)
         running = self._running_groups[group_info.group_id]
+        running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
         try:
             async with asyncio.timeout(self.dht.uplink.timeouts.averaging):

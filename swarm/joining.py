@@ -40,6 +40,7 @@ from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
 
+PUBLISH_TIMEOUT = 30.0  # seconds to wait for this peer's contract, which is published again later
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
@@ -107,12 +108,12 @@ class Swarm:
         """
         require_same(self.prefix, contract, self.list_contracts())
         self.contract = contract
-        self.publish_contract(contract, lifetime).result(timeout=30)
+        concurrent.futures.wait([self.publish_contract(contract, lifetime)], PUBLISH_TIMEOUT)
         try:
             others = [other for other in self.list_contracts() if other.joined < contract.joined]
             require_same(self.prefix, contract, others)
         except ContractMismatch:
-            self.publish_contract(None, lifetime).result(timeout=30)
+            concurrent.futures.wait([self.publish_contract(None, lifetime)], PUBLISH_TIMEOUT)
             raise
 
     def recheck_contract(self) -> None:

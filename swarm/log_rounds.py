@@ -214,11 +214,14 @@ class LogRounds:
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
         calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
-        concurrent.futures.wait(calls, self.dht.uplink.timeouts.request + 1.0)
-        answers = []
-        for call in calls:
-            with contextlib.suppress(Exception):  # no answer, or an invalid one
-                answers.append(unpack(Envelope, call.result(timeout=0)))
+        answers: list[Envelope] = []
+        with contextlib.suppress(TimeoutError):
+            for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
+                with contextlib.suppress(Exception):  # no answer, or an invalid one
+                    answers.append(unpack(Envelope, call.result()))
+                kinds = Counter((answer.log, answer.state) for answer in answers)
+                if 2 * max(kinds.values(), default=0) > len(asked):
+                    break  # the others cannot change it, and a dead peer would take the whole time
         logs = Counter(answer.log for answer in answers if answer.log)
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
         if not log_id or 2 * logs[log_id] < len(answers):

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from common.signals import STOP_REQUESTED
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import SLOT, Genesis, State
+from swarm.log import Genesis, State
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -34,6 +34,7 @@ logger = logging.getLogger("swarm")
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds until a leader that has no log yet is asked again
 MIN_LEADER_TIMEOUT, MIN_GENESIS_TIMEOUT = 20.0, 60.0  # seconds until the leader has a log; for the first anchor
+EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -44,11 +45,10 @@ class LogSteps:
     """The offers and the commits of one peer.
 
     :param optimizer: the collaborative optimizer, of whose epochs these are a part
-    :param overlap: whether the loop continues with local steps while a commit is on its way
     """
 
-    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None, overlap: bool):
-        self.optimizer, self.codec, self.overlap = optimizer, codec, overlap
+    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None):
+        self.optimizer, self.codec = optimizer, codec
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         numbers = Numbers(list_params(optimizer.opt))
         self.rounds = LogRounds(self.tracker.dht, self.tracker, numbers, codec, folder, optimizer.is_auxiliary)
@@ -237,14 +237,17 @@ class LogSteps:
                 self.tracker.announce()
 
     def offer(self) -> None:
-        """Offer the pending update if the epoch is over; then wait for the commit, unless rounds overlap."""
-        optimizer, head = self.optimizer, self.head
-        grad_averager, seconds = optimizer.grad_averager, time.monotonic()
+        """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
+        head = self.head
         is_done = self._last_offer is not None and self._last_offer.base == head
-        if is_done or not grad_averager.samples:
+        if is_done or not self.optimizer.grad_averager.samples:
             return
-        if not (self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head)):
-            return
+        if self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head):
+            with self._count_seconds(), self.tracker.performance_ema.pause():
+                self._make_offer(head)
+
+    def _make_offer(self, head: bytes) -> None:
+        optimizer, grad_averager = self.optimizer, self.optimizer.grad_averager
         update = optimizer.local.measure()
         try:
             blocks = encode(Numbers(update), Numbers(grad_averager.unsent), self.codec)
@@ -254,7 +257,7 @@ class LogSteps:
             return
         optimizer.local.record_averaged(update)
         samples, grad_averager.samples = grad_averager.samples, 0
-        self.rounds.exchange_seconds = self.tracker.dht.uplink.timeouts.epoch_seconds / 4 if self.overlap else 0.0
+        self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(*self._list_numbers())
         try:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
@@ -262,16 +265,13 @@ class LogSteps:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
             grad_averager.samples += samples
-            return
-        if not self.overlap:
-            with self.tracker.performance_ema.pause():
-                self._wait(lambda: self._has_left(head), 2 * self.rounds.log.timeout + SLOT)
-            optimizer.stats.averaging_seconds += time.monotonic() - seconds
 
-    def _has_left(self, head: bytes) -> bool:
-        """Do what the log has asked for; return whether the model has another commit than this one, or no log."""
-        self.follow()
-        return self.head != head or not self.is_open
+    @contextlib.contextmanager
+    def _count_seconds(self) -> Iterator[None]:
+        """Count the time of this context, in which the loop computes nothing."""
+        started = time.monotonic()
+        yield
+        self.optimizer.stats.averaging_seconds += time.monotonic() - started
 
     def _apply(self, commit: Commit, before: State) -> bool:
         """Make the outer step of a commit, given the log's state before; return whether that was possible."""
@@ -291,7 +291,7 @@ class LogSteps:
             Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)
         ]
-        with self.tracker.pause_updates():
+        with self._count_seconds(), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)

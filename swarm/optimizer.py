@@ -121,7 +121,7 @@ class CollaborativeOptimizer:
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
-            self.log_steps = LogSteps(self, compressions["local_steps"], folder, averaging.overlap)
+            self.log_steps = LogSteps(self, compressions["local_steps"], folder)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
@@ -140,6 +140,11 @@ class CollaborativeOptimizer:
     def local_epoch(self) -> int:
         """The number of steps that this peer's parameters have made."""
         return self.state_averager.local_epoch
+
+    @property
+    def pending_samples(self) -> int:
+        """This peer's samples that no step has used yet, those in its offers included."""
+        return self.grad_averager.samples + (self.log_steps.rounds.count_pending() if self.log_steps else 0)
 
     @property
     def param_groups(self) -> list[dict]:
@@ -183,8 +188,7 @@ class CollaborativeOptimizer:
         if self.log_steps:
             self.log_steps.follow()
         self.grad_averager.accumulate(batch_size)
-        in_offers = self.log_steps.rounds.count_pending() if self.log_steps else 0
-        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples + in_offers)
+        self.tracker.report_local_progress(self.local_epoch, self.pending_samples)
         if self._takes_local_steps:
             if self.log_steps.is_open:
                 self.log_steps.offer()
@@ -352,7 +356,8 @@ class CollaborativeOptimizer:
         wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
-            can_replay = is_synchronous and not self._takes_local_steps
+            # a log begins with the state of one member, which the step before it does not lead to
+            can_replay = is_synchronous and not (self.log_steps and wanted >= self.averaging.local_steps_from)
             how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)

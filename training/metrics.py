@@ -160,7 +160,7 @@ class MetricsReporter:
             # Samples computed since this process started, and those of them that wait for the next round. Others that
             # are not in total_samples are lost.
             "computed_samples": stats.computed_samples - stats.samples_before,
-            "pending_samples": self.optimizer.grad_averager.samples,
+            "pending_samples": self.optimizer.pending_samples,
             "longest_step": stats.last_epoch.longest_step,
             "compute_seconds": compute_seconds(metrics),
             "data_wait_share": self.measure_wait_share(),

@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
     parser.add_argument("--local_steps", type=int, default=1)
+    parser.add_argument("--local_steps_from", type=int, default=3)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--density", type=float, default=1.0, help="of local steps")
     parser.add_argument("--counts_less", action="store_true", help="than the others: for it, no epoch is ever over")
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
+    parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
@@ -214,8 +216,9 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
     options = dict(auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
-    options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
-    options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
+    options |= dict(local_steps=args.local_steps, local_steps_from=args.local_steps_from)
+    options |= dict(outer_lr=1.0, outer_momentum=0.5, overlap=args.overlap, density=args.density)
+    options |= dict(times_follow_the_line=args.times_follow_the_line)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
@@ -245,6 +248,9 @@ def main() -> None:
         else:
             parameter.grad = torch.full_like(parameter, args.gradient)
             optimizer.step(batch_size=args.batch_size)
+        while args.waits and optimizer.log_steps.rounds.count_pending() and not stop.is_set():
+            time.sleep(0.05)
+            optimizer.log_steps.follow()
         steps += 1
         control = optimizer.rounds.gradient_round
         if optimizer.local_epoch == args.cancels_at and control.stage.name == "LOOKING_FOR_GROUP":

@@ -14,9 +14,10 @@ from records import make_tracker, run_dhts, run_trackers
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
 from common.console import UserError
+from swarm import joining
 from swarm.attestation import RunAttestation, ask_initial_peers, request_in_dht, set_attestation
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, RunContract
+from swarm.contract import ContractMismatch, RunContract, fetch_contracts
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
@@ -166,6 +167,15 @@ def test_untrusted_contract_blocks_no_peer(peers):
     newcomer.attestation = RunAttestation(prefix=PREFIX)
     own.recheck_contract()
     assert newcomer.attestation.contract.contract == terms
+
+
+def test_slow_dht_ends_no_joining_peer(peers, monkeypatch):
+    monkeypatch.setattr(joining, "PUBLISH_TIMEOUT", 0.0)
+    other, *_, dht = peers
+    dht.attestation, own = RunAttestation(prefix=PREFIX), Swarm(SwarmConfig(PREFIX), dht, dht.public_key)
+    own.agree_on(make_contract(learning_rate="0.1"), 120)
+    published = dht.public_key, own.contract
+    wait_until(lambda: published in fetch_contracts(other, PREFIX).items(), 10, "the contract")
 
 
 def test_untrusted_samples_do_not_count():

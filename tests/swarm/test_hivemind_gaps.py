@@ -63,6 +63,7 @@ PRESENT = {
     "aux_peers_fill_group": (Matchmaking.rpc_join_group, "len(self.current_followers) + 1 >= self.target_group_size"),
     "clients_serve_no_state": (hivemind.DecentralizedAverager._run_internal, "if not self.client_mode:"),
     "client_epochs_are_ignored": (ProgressTracker._parse_swarm_progress_data, "if not peer.client_mode"),
+    "shutdown_takes_futures_for_rounds": (hivemind.DecentralizedAverager._shutdown, "group.finalize(cancel=True)"),
     "step_task_is_dropped": (
         hivemind.DecentralizedAverager._run_internal,
         "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))",

@@ -5,7 +5,7 @@ from processes import make_prefix, wait_until
 from swarms import Swarm, epochs, start_peer, stop
 
 FROM = 3  # the epoch at which the log begins: gradient_peer.py
-GRADIENTS = 1.0, 1.0, 2.0, 3.0  # the offers of two peers may have the same bytes
+GRADIENTS = 1.0, 1.0, 2.0, 3.0, 1.0, 2.0  # the offers of two peers may have the same bytes
 
 
 class Peers:
@@ -62,11 +62,9 @@ def assert_steps_contain_updates(*peers) -> None:
         assert step == pytest.approx(-(update + 0.5 * momentum), rel=1e-3), epoch
 
 
-@pytest.mark.parametrize(
-    "flags", [(), *(pytest.param(it, marks=pytest.mark.slow) for it in (("--overlap",), ("--client_mode",)))]
-)
+@pytest.mark.parametrize("flags", [(), pytest.param(("--client_mode",), marks=pytest.mark.slow)])
 def test_peers_keep_same_bytes(start, flags):
-    swarm = Peers(start, (), (), flags)
+    swarm = Peers(start, ("--waits",), ("--waits",), ("--waits", *flags))
     swarm.wait(*swarm.all, more=5)
     stop(*swarm.all)
     assert_same_bytes(*swarm.all)
@@ -77,6 +75,26 @@ def test_peers_keep_same_bytes(start, flags):
         assert traffic < (len(of_log) - 1) * 40_000  # of 400 kB
     if not flags:
         assert_steps_contain_updates(*swarm.all)
+
+
+def test_new_peer_loads_first_state_alone(start):
+    flags = "--local_steps_from", 1, "--local_steps", 60  # a first epoch of local steps that lasts a while
+    swarm = Peers(start, flags, flags, (*flags, "--skips", 0))
+    *_, three = swarm.all
+    wait_until(lambda: last_epoch(three) > 1, 120, "an epoch of local steps")
+    stop(*swarm.all)
+    assert epochs(three)[last_epoch(three)]["traffic"][1] < 600_000  # a state has 400 kB, and so has a joint step
+
+
+@pytest.mark.slow
+def test_members_pass_on_first_state(start):
+    swarm = Peers(start, *[()] * 6)
+    swarm.wait(*swarm.all, more=1)
+    stop(*swarm.all)
+    at = [[epochs(peer)[epoch]["traffic"][0] for epoch in (FROM - 2, FROM - 1, FROM + 1)] for peer in swarm.all]
+    sent = [end - begin - (begin - before) for before, begin, end in at]  # without the last round
+    assert sum(sent) > 5 * 400_000
+    assert max(sent) < 0.7 * sum(sent)  # otherwise, one of them sends all
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""The search of a new peer for the log of the others."""
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+from hivemind.p2p import PeerID
+from records import make_tracker, run_dhts
+
+from swarm.aggregation import Numbers
+from swarm.exchange import BlobStore, Exchange
+from swarm.log import Genesis
+from swarm.log_records import pack
+from swarm.log_rounds import NEWEST, Envelope, LogRounds
+from swarm.sparse import TopKCompression
+
+TIMEOUT = 30.0  # seconds for an answer
+
+
+def test_find_does_not_wait_for_silent_peer(tmp_path):
+    """If three of four peers agree, the fourth one cannot change the choice."""
+    is_over = threading.Event()
+    with run_dhts(*[[]] * 5) as (own, *others):
+        peers = [dht.peer_id.to_bytes() for dht in others]
+        state = Genesis("run", 3, bytes(32), tuple(peers)).make_state()
+        tracker = make_tracker(own, "run", 64)
+        own.uplink.fix_timeouts(replace(tracker.averaging, request_timeout=TIMEOUT))
+        rounds = LogRounds(own, tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path, False)
+
+        def answer(is_silent: bool, _: PeerID, message: bytes) -> bytes:
+            if is_silent:
+                is_over.wait(2 * TIMEOUT)
+            return pack(Envelope(state.head, 3, state=pack(state)))
+
+        exchanges = [
+            Exchange(dht, "run", BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, answer_as)
+            for dht, answer_as in zip(others, [partial(answer, is_silent) for is_silent in (0, 0, 0, 1)], strict=True)
+        ]
+        started = time.monotonic()
+        assert rounds.find(peers, NEWEST) == (state.head, state)
+        assert time.monotonic() - started < TIMEOUT
+        is_over.set()
+        for part in (rounds, *exchanges, tracker):
+            part.shutdown()
