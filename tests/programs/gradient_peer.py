@@ -147,17 +147,12 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
     MPFuture.set_result = set_result
 
 
-def spoil_moments(averager: StateAverager) -> None:
-    """Serve false moments to peers that load the state."""
-    get_state = averager.get_current_state
-
-    def get_spoiled_state() -> tuple:
-        metadata, tensors, infos = get_state()
-        for moment in tensors[1:]:
-            moment.add_(1000.0)
-        return metadata, tensors, infos
-
-    averager.get_current_state = get_spoiled_state
+def serve_false_moments(averager: StateAverager, get_state=StateAverager.get_current_state) -> tuple:
+    """Return the state with false moments."""
+    metadata, tensors, infos = get_state(averager)
+    for moment in tensors[1:]:
+        moment.add_(1000.0)
+    return metadata, tensors, infos
 
 
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
@@ -217,6 +212,8 @@ def main() -> None:
     args = parser.parse_args()
     setup_logging("peer")
     log_steps.SILENCE_TIMEOUT = args.silence
+    if args.spoils_moments:
+        StateAverager.get_current_state = serve_false_moments
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
     if args.asks_in_vain:
@@ -236,8 +233,6 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.serve_state()
-    if args.spoils_moments:
-        spoil_moments(optimizer.state_averager)
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
     optimizer.sync.backoff.min_epoch = args.download_from
     start_download = optimizer.state_averager.start_download
