@@ -31,7 +31,6 @@ from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
-from swarm.optimizer_state import StateAverager
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -147,14 +146,6 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
     MPFuture.set_result = set_result
 
 
-def serve_false_moments(averager: StateAverager, get_state=StateAverager.get_current_state) -> tuple:
-    """Return the state with false moments."""
-    metadata, tensors, infos = get_state(averager)
-    for moment in tensors[1:]:
-        moment.add_(1000.0)
-    return metadata, tensors, infos
-
-
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
     """Wait until this number of other peers are there, and not behind this one."""
 
@@ -207,13 +198,10 @@ def main() -> None:
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
-    parser.add_argument("--spoils_moments", action="store_true", help="in the states that it serves")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
     setup_logging("peer")
     log_steps.SILENCE_TIMEOUT = args.silence
-    if args.spoils_moments:
-        StateAverager.get_current_state = serve_false_moments
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
     if args.asks_in_vain:

@@ -79,19 +79,6 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
-def test_log_begins_without_moments_of_leader(start):
-    """The others are clients, so the hostile peer's parameters are the first of the log."""
-    swarm = Peers(start, ("--spoils_moments",), ("--client_mode",), ("--client_mode",))
-    swarm.wait(swarm.all[0], more=3)
-    stop(*swarm.all)
-    members = [peer for peer in swarm.all if "local steps begin" in peer.text]
-    assert swarm.all[0] in members and len(members) > 1
-    assert_same_bytes(*members)
-    for peer in members:
-        anchors = [line["anchor"] for line in epochs(peer).values()]
-        assert max(abs(after - before) for before, after in zip(anchors, anchors[1:], strict=False)) < 100
-
-
 @pytest.mark.slow
 def test_killed_and_new_peer_leave_bytes_equal(start):
     swarm = Peers(start, (), (), ())
