@@ -162,8 +162,8 @@ def compute_cosines(products: list[list[int]]) -> list[list[float]]:
 
 
 def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]) -> float:
-    """Return the median cosine of a contribution with the others, so that a minority of them cannot decide."""
-    return statistics.median([cosines[index][i] for i in others if i != index] or [0.0])
+    """Return the upper median cosine of a contribution with the others: two of five contributions cannot decide."""
+    return statistics.median_high([cosines[index][i] for i in others if i != index] or [0.0])
 
 
 def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:

@@ -94,7 +94,7 @@ def test_members_pass_on_first_state(start):
     at = [[epochs(peer)[epoch]["traffic"][0] for epoch in (FROM - 2, FROM - 1, FROM + 1)] for peer in swarm.all]
     sent = [end - begin - (begin - before) for before, begin, end in at]  # without the last round
     assert sum(sent) > 5 * 400_000
-    assert max(sent) < 0.7 * sum(sent)  # otherwise, one of them sends all
+    assert sorted(sent)[-2] > 0.9 * 400_000  # otherwise, one of them sends all
 
 
 @pytest.mark.slow
