@@ -387,7 +387,7 @@ def test_client_follows_leader_that_began_later(client_mode, seconds):
     """The leader, which has just begun, refuses requests that expire before its own search."""
     matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
     matchmaking.client_mode, matchmaking.min_matchmaking_time = client_mode, 3.0
-    uplink = SimpleNamespace(timeouts=RoundTimeouts(fixed_matchmaking=3.0))
+    uplink = SimpleNamespace(timeouts=RoundTimeouts(matchmaking_time=3.0))
     matchmaking.group_key_manager = SimpleNamespace(dht=SimpleNamespace(uplink=uplink))
     matchmaking.step_control = SimpleNamespace(scheduled_time=get_dht_time() + 4.0)
     matchmaking.potential_leaders = PotentialLeaders(None, 3.0, None)
