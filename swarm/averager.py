@@ -74,13 +74,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     gives_up_early = False
     #: see RoundSettings; shared with the averager's process
     residual: torch.Tensor | None = None
-    # of the next round, see RoundSettings
-    _num_partitions, _partition_index = 1, 0
-    _expected = None
 
     def __init__(self, *args, max_weight: float | None = None, **kwargs):
         """:param max_weight: see RoundSettings"""
         self.max_weight = max_weight
+        # of the next round, see RoundSettings
+        self._num_partitions, self._partition_index, self._expected = 1, 0, None
         #: the id of the last round's group, in hex, once they exchange data
         self.exchanged_with = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only

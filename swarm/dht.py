@@ -71,15 +71,14 @@ class DHT(hivemind.DHT):
     """A DHT that reconnects to lost peers, and exits without a traceback if a process that waits for its answer has
     ended: a helper process, as in each clean stop, or the killed main process."""
 
-    #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
-    attestation: RunAttestation | None = None
-
     def __init__(self, *args, identity_path: str | None = None, membership: Membership | None = None, **kwargs):
         """
         :param identity_path: the file of the peer's key; default: a temporary key
         :param membership: the membership of a closed run; None if the run is open
         """
         self.uplink, self.membership = Uplink(), membership
+        #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
+        self.attestation: RunAttestation | None = None
         maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
         kwargs |= {name: add_quic(value) for name, value in maddrs.items() if value}
         install()

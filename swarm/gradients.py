@@ -20,17 +20,18 @@ class GradientAverager(VerifyingAverager):
     has sent, and a failed round restores it. Only peers with the same state average together (note 56)."""
 
     are_parameters = False
-    #: the LocalSteps of this peer's model, or None; and whether the peers take local steps now. Set by the optimizer
-    local, is_local = None, False
-    #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage; set by the optimizer
-    round_state = 0, False, ""
-    #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its gradients;
-    #: None once the next round has started. Set by the optimizer
-    last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], **kwargs):
         """:param kwargs: the arguments of DecentralizedAverager"""
         self.parameters = tuple(parameters)
+        # the optimizer sets these four
+        #: the LocalSteps of this peer's model, or None; and whether the peers take local steps now
+        self.local, self.is_local = None, False
+        #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage
+        self.round_state = 0, False, ""
+        #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its
+        #: gradients; None once the next round has started
+        self.last_step: tuple[int, str, bytes] | None = None
         #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         #: the samples of the pending gradients that have not been in a round

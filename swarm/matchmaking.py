@@ -82,9 +82,11 @@ def sign_round_state(epoch: int, is_synchronous: bool, lineage: str, sketch: Seq
 class NonBlockingKeyManager(GroupKeyManager):
     """A key manager that does not wait for the DHT when a search for a group ends (note 78)."""
 
-    #: seconds of the DHT's time; the latest expiration time of a search that this peer has declared
-    declared_until = -math.inf
-    next_look, look_period = -math.inf, MIN_LOOK_PERIOD
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        #: seconds of the DHT's time; the latest expiration time of a search that this peer has declared
+        self.declared_until = -math.inf
+        self.next_look, self.look_period = -math.inf, MIN_LOOK_PERIOD
 
     async def declare_averager(
         self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group: bool = True
@@ -111,16 +113,14 @@ class EarlyStartMatchmaking(Matchmaking):
     Only trainers count towards the group size (notes 11, 22 and 66).
     """
 
-    #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
-    expected: frozenset[bytes] = frozenset()
-    excluded: frozenset[bytes] = frozenset()
-    #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
-    min_peers = 1
-    #: the peer that is asked to lead, and the limit of the request; no peer can join this one until the leader answers
-    requested_leader: PeerID | None = None
-    request_limit: asyncio.Timeout | None = None
-
     def __init__(self, *args, **kwargs):
+        #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
+        self.expected, self.excluded = frozenset(), frozenset()
+        #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
+        self.min_peers = 1
+        #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
+        self.requested_leader: PeerID | None = None
+        self.request_limit: asyncio.Timeout | None = None
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None

@@ -41,16 +41,17 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     #: a peer that missed the group of the others would otherwise delay its next step by averaging_timeout
     gives_up_early = True
-    #: the id of the group whose gradients the next step applies, or of this peer if it is alone; set by the optimizer
-    group_id = b""
-    #: the lineage after the next step, if it applies a commit of the log; set by the optimizer
-    next_lineage: str | None = None
-    #: the averager whose last step is served to peers that missed it; set by the optimizer
-    grad_averager: GradientAverager | None = None
-    #: the local steps, by which the model is ahead of the parameters here, or None; set by the optimizer
-    local = None
 
     def __init__(self, *args, **kwargs):
+        # the optimizer sets these four
+        #: the id of the group whose gradients the next step applies, or of this peer if it is alone
+        self.group_id = b""
+        #: the lineage after the next step, if it applies a commit of the log
+        self.next_lineage: str | None = None
+        #: the averager whose last step is served to peers that missed it
+        self.grad_averager: GradientAverager | None = None
+        #: the local steps, by which the model is ahead of the parameters here, or None
+        self.local = None
         self.download_progress = multiprocessing.Value(DownloadProgress)
         super().__init__(*args, **kwargs)
         self.optimizer.register_step_post_hook(self.record_step)
