@@ -184,6 +184,11 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     counts = (0, 0)
     while not stop.wait(STEP_SECONDS):  # stands for the work of computing a gradient
         optimizer.step(batch_size=BATCH_SIZE)
+        if is_sparse:  # a trainer would go on with local steps; here, the wait for the commit is the time of the round
+            started, before = time.monotonic(), optimizer.stats.averaging_seconds
+            while optimizer.log_steps.rounds.count_pending() and not stop.wait(0.02):
+                optimizer.log_steps.follow()
+            optimizer.stats.averaging_seconds = before + time.monotonic() - started
         if counts != (counts := (optimizer.stats.succeeded, optimizer.stats.failed)):
             line = {"time": time.time(), "epoch": optimizer.local_epoch, "averaged_with": optimizer.stats.group_size}
             numbers = [
