@@ -77,6 +77,7 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
+@pytest.mark.slow
 def test_new_peer_loads_first_state_alone(start):
     flags = "--local_steps_from", 1, "--local_steps", 60  # a first epoch of local steps that lasts a while
     swarm = Peers(start, flags, flags, (*flags, "--skips", 0))
