@@ -192,7 +192,7 @@ class State:
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
         # commits from one new voter to the next: a quarter more in WINDOW commits, or two if there are fewer than four
         interval = WINDOW // 2 if len(voters) < 4 else WINDOW >> (len(voters) // 4).bit_length() - 1
-        is_time = commit.epoch % interval == 0 and len(voters) < MAX_VOTERS
+        is_time = len(voters) < MAX_VOTERS and commit.epoch % interval == 0
         new = sorted(able, key=lambda peer: (-counts[peer], peer))[:1] if is_time else []
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
         return State(
@@ -504,8 +504,12 @@ class Log:
 
     def list_unapplied(self) -> list[Commit]:
         """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
-        entry = self.list_path().get(self.model)
-        return [it.commit for it in self.list_entries(entry.state.epoch)] if entry else []
+        commits, entry = [], self.chain[self.head.head]
+        while entry.commit and entry.state.head != self.model:  # from the newest one, because few are missing
+            commits.append(entry.commit)
+            if (entry := self.chain.get(entry.state.parent)) is None:
+                return []
+        return commits[::-1] if entry.state.head == self.model else []
 
     def find_next(self) -> Commit | None:
         """Return the commit that the model needs next, if all blobs are here."""
@@ -513,14 +517,12 @@ class Log:
 
     def has_lost(self, head: bytes) -> bool:
         """Return whether a commit is in a branch that has lost."""
-        return head in self.chain and head not in self.list_path()
+        return head != self.head.head and head in self.chain and head not in self.list_path()
 
     def list_pending(self) -> list[Offer]:
         """Return this peer's offers that the model lacks and that have not returned."""
-        return [
-            *self.own.values(),
-            *(it for commit in self.list_unapplied() for it in commit.offers if it.peer == self.me),
-        ]
+        unapplied = [it for commit in self.list_unapplied() for it in commit.offers if it.peer == self.me]
+        return [*self.own.values(), *unapplied]
 
     def holds_all(self, commit: Commit) -> bool:
         """Return whether all blobs of a commit are here."""

@@ -97,6 +97,15 @@ def test_voter_without_offer_leads_few_attempts():
     assert PEERS[0] in advance(state, PEERS[:4]).awaited
 
 
+@pytest.mark.parametrize("num_voters", [31, 63, 64])
+def test_voters_increase_to_their_limit(num_voters):
+    """The more voters there are, the fewer commits lie between two new ones; none is new beyond the limit."""
+    peers = tuple(map(name_peer, range(num_voters + 1)))
+    state = Genesis("run", 0, DIGEST, peers[:num_voters]).make_state()
+    state = replace(state, owners=(peers,) * WINDOW)
+    assert len(advance(state, peers[-15:], times=2).voters) == min(num_voters + 1, 64)
+
+
 def test_new_keys_are_neither_active_nor_believed():
     """Thirteen of them have offers in a commit of three voters, and name another state."""
     state = make_state(3)
