@@ -303,7 +303,8 @@ def tune(
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
             batches = order_batches(rows["train"], args.batch_size, generator)
-            loss_sum = torch.zeros((), device=device)  # read once, because each read waits for the device
+            # kept on the device to avoid a synchronization in each step
+            loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):
                 group = batches[start : start + args.grad_acc_steps]
                 samples = sum(map(len, group))
@@ -314,6 +315,7 @@ def tune(
                     losses = compute_losses(logits, right)
                     scaler.scale(losses.sum() / samples).backward()
                     loss_sum += losses.detach().sum()
+                    right_sum += right.gather(1, logits.argmax(dim=1, keepdim=True)).sum()
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 scaler.step(optimizer)
@@ -326,8 +328,8 @@ def tune(
                 predictions = predict(model, rows["validation"], task, pretrained.tokenizer, args.batch_size, device)
             metrics = {name: float(value) for name, value in task.measure(examples["validation"], predictions).items()}
             score = next(iter(metrics.values()))
-            loss = loss_sum.item() / len(rows["train"])
-            result["history"].append({"epoch": epoch, "train_loss": loss, **metrics})
+            loss, accuracy = (total.item() / len(rows["train"]) for total in (loss_sum, right_sum))
+            result["history"].append({"epoch": epoch, "train_loss": loss, "train_accuracy": accuracy, **metrics})
             bar.set_postfix({"loss": f"{loss:.3f}", next(iter(metrics)): f"{score:.3f}"})
             if not best_state or score > next(iter(result["metrics"].values())):
                 result |= {"best_epoch": epoch, "metrics": metrics}

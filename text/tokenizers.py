@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -122,6 +123,12 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
 def train_tokenizer(documents: list[list[str]], args):
     """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested."""
     from transformers import AlbertTokenizer
+
+    text = " ".join(itertools.islice(itertools.chain.from_iterable(documents), 10_000))
+    letters = [character for character in text if character.isalpha()]
+    marked = sum(len(unicodedata.normalize("NFKD", character)) > 1 for character in letters)
+    if not args.keep_accents and marked > 0.01 * len(letters):
+        print(f"{marked / len(letters):.1%} of the letters lose their accents (short i becomes i): see --keep_accents")
 
     flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
     trained = train_like(AlbertTokenizer(**flags), itertools.chain.from_iterable(documents), args)

@@ -37,6 +37,38 @@ from utils import LocalMetrics, make_validators
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_evaluate_matches_plain_transformers(tmp_path, kind):
+    """All labels have the same weight, in batches of any size."""
+    path = tmp_path / "config.json"
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
+    sizes |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=40) if kind == "gpt2" else dict(intermediate_size=64)
+    path.write_text(json.dumps({"model_type": kind, "initializer_range": 0.5, **sizes}))
+    model = make_model(ModelArguments(str(path)), 50)
+    plain = type(model)(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    generator, batches, losses, hits = torch.Generator().manual_seed(0), [], [], []
+    for rows, share in ((4, 0.1), (2, 0.9)):
+        ids = torch.randint(5, 50, (rows, 16), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < share, ids, -100)
+        labels[:, 0] = -100
+        labels[0, 1] = ids[0, 1]
+        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        with torch.no_grad():
+            scores = plain(input_ids=ids).logits.log_softmax(-1)
+        if kind == "gpt2":  # each token is predicted at the position before it
+            scores = scores.roll(1, dims=1)
+        for row, column in (labels != -100).nonzero().tolist():
+            losses.append(-scores[row, column, labels[row, column]].item())
+            hits.append(scores[row, column].argmax().item() == labels[row, column].item())
+    result = evaluate(model, batches, torch.device("cpu"))
+    loss = math.fsum(losses) / len(losses)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["accuracy"] == pytest.approx(sum(hits) / len(hits))
+    assert perplexity(result["loss"]) == pytest.approx(math.prod(math.exp(x / len(losses)) for x in losses), rel=1e-4)
+    assert math.isfinite(perplexity(1000.0))
+
+
 def test_bits_per_byte_is_independent_of_tokenizer():
     """A model that gives each byte of a text a probability of 1/256 has 8 bits per byte by any tokenizer."""
     text, results = read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000], []
@@ -74,10 +106,15 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
         ({"evaluation": {**GOOD, "loss": 0.0, "accuracy": 1.0}, "final_epoch": 10**9}, True),
         ({"evaluation": None}, False),  # left out where there is none
         ({"evaluation": {**GOOD, "loss": 1000.5}}, False),
+        ({"evaluation": {**GOOD, "loss": math.nan}}, False),
         ({"evaluation": {**GOOD, "accuracy": -0.01}}, False),
+        ({"evaluation": {**GOOD, "samples": 10**9 + 1}}, False),
         ({"evaluation": {**GOOD, "epoch": 4}}, False),  # newer than the record
+        ({"evaluation": {**GOOD, "epoch": 3.0}}, False),
         ({"evaluation": {**GOOD, "more": 1}}, False),
+        ({"evaluation": {"epoch": 3, "loss": 5.25}}, False),
         ({"final_epoch": -1}, False),
+        ({"final_epoch": 1.5}, False),
     ],
     ids=str,
 )
@@ -110,7 +147,6 @@ def test_progress_shows_samples_and_expected_end():
         "seconds_left": 60 * 12.0,
     }
     assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
-    assert math.isfinite(perplexity(1000.0))
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
 
 

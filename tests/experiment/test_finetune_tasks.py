@@ -173,6 +173,15 @@ def test_macro_f1_averages_three_classes():
         assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
 
 
+def test_matthews_correlation():
+    # 3 true positives, 2 true negatives, 1 false positive, 2 false negatives:
+    # (3 x 2 - 1 x 2) / sqrt((3 + 1) (3 + 2) (2 + 1) (2 + 2)) = 4 / sqrt(240)
+    labels, predictions = [1, 1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1, 0, 0]
+    metrics = TASKS["lidirus"].measure(label_examples(*labels), predictions)
+    assert metrics == pytest.approx({"mcc": 4 / math.sqrt(240), "accuracy": 5 / 8})
+    assert TASKS["lidirus"].measure(label_examples(1, 0), [1, 1])["mcc"] == 0
+
+
 def test_muserc_scores_answers():
     # paragraph 0: labels 1 0 | 1, judged 1 1 | 1: 2 right, 1 too many: F1 4/5; of its questions the second is whole
     # paragraph 1: labels 1 1, judged 1 0: 1 right, 1 missed: F1 2/3; its question is not whole

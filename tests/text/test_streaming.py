@@ -15,10 +15,11 @@ import pyarrow.parquet
 import pytest
 import torch
 from file_server import FileServer
-from mains import expect_user_error
+from mains import expect_user_error, refuse
 from processes import ROOT, make_prefix, wait_until
 from swarms import TINY, stop
 
+import run_trainer
 from arguments import DataArguments
 from experiment import data
 from text import streams
@@ -227,6 +228,19 @@ def test_mixture_follows_weights_and_repeats(mixture):
 # ---------------------------------------------------------------- batches
 
 
+def test_mixture_is_deterministic_and_resumes(mixture):
+    chunks = list(itertools.islice(stream_documents(mixture, seed=1), 20))
+    assert chunks == list(itertools.islice(stream_documents(mixture, seed=1), 20))
+    assert chunks[0] != next(iter(stream_documents(mixture, seed=2)))
+    for number in (1, 13):
+        state = json.loads(json.dumps(chunks[number][0]))
+        resumed = itertools.islice(stream_documents(mixture, seed=1, state=state), 20 - number)
+        assert [chunk for _, chunk in resumed] == [chunk for _, chunk in chunks[number:]]
+
+
+# ---------------------------------------------------------------- batches
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_data):
     return load_tokenizer(tiny_data["--tokenizer_path"])
@@ -428,6 +442,13 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["sources"]["austen"]["documents"] > 0
     assert summary["sources"]["austen"]["broken"] == 0
+
+
+def test_trainer_without_source_is_one_line(tiny_data, tmp_path):
+    sources = write_sources(tmp_path / "s.json", {"path": tmp_path / "gone.jsonl"})
+    flags = ["--run_id", "a", "--streaming", "--sources", sources, "--config_path", "configs/demo.json"]
+    line = refuse(run_trainer, *flags, "--tokenizer_path", tiny_data["--tokenizer_path"])
+    assert "gone.jsonl" in line and "--sources" in line
 
 
 def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
