@@ -23,6 +23,7 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
 
     :param kept_at: with a new key, a restarted trainer would be another peer, and the samples in its checkpoint would
         count twice in total_samples
+    :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
     path = config.identity_path or kept_at
     if config.invite:

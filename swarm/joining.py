@@ -95,14 +95,15 @@ class Swarm:
         return [other for key, other in fetch_contracts(self.dht, self.prefix).items() if key != self.public_key]
 
     def compare_contract(self, contract: RunContract) -> bool:
-        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet."""
+        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet, or
+        raise a ContractMismatch."""
         others = self.list_contracts()
         require_same(self.prefix, contract, others)
         return bool(others)
 
     def agree_on(self, contract: RunContract, lifetime: float) -> None:
-        """Compare this peer's contract with the run's, and publish it. Of two peers that start at the same moment, at
-        least one sees the other when it compares again after that. Only peers that joined earlier count.
+        """Compare this peer's contract with the run's, and publish it, or raise a ContractMismatch. Peers that start at
+        the same moment compare again, and at least one sees the other. Only peers that joined earlier count.
 
         :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
         """
@@ -117,7 +118,8 @@ class Swarm:
             raise
 
     def recheck_contract(self) -> None:
-        """Compare the contracts again after an epoch, if this peer joined before any peer had contributed."""
+        """Compare the contracts again after an epoch, if this peer joined before any peer had contributed, or raise a
+        ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)

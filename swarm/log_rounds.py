@@ -119,8 +119,6 @@ class LogRounds:
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
         self.epoch, self.exchange_seconds = 0, 0.0
-        #: set if the log may have something new for the training loop
-        self.news = threading.Event()
         self._returned: list[Offer] = []
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
@@ -314,7 +312,6 @@ class LogRounds:
             elif kind == "return":
                 self._returned.append(content)
         self._wake.set()
-        self.news.set()
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages: those that are known to have worked, and the last

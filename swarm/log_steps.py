@@ -32,7 +32,7 @@ from swarm.sparse import TopKCompression
 logger = logging.getLogger("swarm")
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
-GENESIS_PAUSE = 0.3  # seconds until a leader that has no log yet is asked again
+GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT, MIN_GENESIS_TIMEOUT = 20.0, 60.0  # seconds until the leader has a log; for the first anchor
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
@@ -114,16 +114,16 @@ class LogSteps:
 
     def _load_anchor(self, anchor: Numbers, leader: bytes, epoch: int, members: Sequence[bytes]) -> bytes | None:
         """Load the leader's anchor, and return its blob; or None if it does not arrive, or is far from this peer's."""
-        rounds, uplink, states = self.rounds, self.tracker.dht.uplink, []
+        rounds, uplink, state = self.rounds, self.tracker.dht.uplink, None
 
         def ask() -> bool:
+            nonlocal state
             found = rounds.find([leader] if rounds.can_call(leader) else list(rounds.helpers), NEWEST)
-            states.append(found[1] if found else None)
-            return states[-1] is not None and states[-1].epoch >= epoch
+            state = found[1] if found else None
+            return state is not None and state.epoch >= epoch
 
-        self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking), GENESIS_PAUSE)
-        blob = states[-1].parent if states and states[-1] else b""
-        if not blob or Genesis(self.tracker.prefix, epoch, blob, members).make_state() != states[-1]:
+        self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking))
+        if state is None or Genesis(self.tracker.prefix, epoch, blob := state.parent, members).make_state() != state:
             return None  # the leader has died, or gone on
         fetching, num_bytes = rounds.fetch_anchor(blob, leader, members), 4 * len(members) * anchor.total
         self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
@@ -226,12 +226,10 @@ class LogSteps:
             restore(list(self.rounds.store.open(offer.blob)), Numbers(grad_averager.unsent))
             grad_averager.samples += offer.samples
 
-    def _wait(self, is_over: Callable[[], bool], seconds: float, pause: float = 0.1) -> None:
+    def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait at most these seconds, and report that this peer is there."""
         deadline, announced = time.monotonic() + seconds, time.monotonic()
-        while not is_over() and time.monotonic() < deadline and not STOP_REQUESTED.is_set():
-            self.rounds.news.wait(pause)
-            self.rounds.news.clear()
+        while not is_over() and time.monotonic() < deadline and not STOP_REQUESTED.wait(GENESIS_PAUSE):
             if time.monotonic() > announced + ANNOUNCE_INTERVAL:
                 announced = time.monotonic()
                 self.tracker.announce()

@@ -130,9 +130,9 @@ class StateAverager(TrainingStateAverager, StateServer):
         items = metadata["optimizer_metadata"]
         values = [item["value"] if "value" in item else moments[item["index"]] for item in items]
         state = nested_pack(values, self.optimizer.state_dict())["state"]
-        self.replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
+        self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
 
-    def replace_state(self, parameters: Sequence[torch.Tensor], state: dict, epoch: int, lineage: str) -> None:
+    def _replace_state(self, parameters: Sequence[torch.Tensor], state: dict, epoch: int, lineage: str) -> None:
         """Replace the state; learning rate and other options of this process stay, as the contract says."""
         # an auxiliary peer has nothing to average and must not wait for the other peers' round
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
@@ -171,4 +171,4 @@ class StateAverager(TrainingStateAverager, StateServer):
             raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
         self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
         # a copy, because torch keeps the tensors it loads and changes them in place
-        self.replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))
+        self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

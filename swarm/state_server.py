@@ -293,8 +293,10 @@ class StateServer(VerifyingAverager):
             yield message
 
     async def _find_snapshot(self, peer: PeerID, epoch: int, step_key: str) -> StateSnapshot | None:
-        """Return a snapshot of the current state, or the newest existing one if there is no room for another. With a
-        step's key, return one of this step instead, or None unless it is the last one, and no round has started since.
+        """Return a snapshot of the current state; if there is no room for another one, the newest that exists.
+
+        :param step_key: the key of the step that is requested instead, or an empty string. The result is None unless it
+            is the last step and no round has started since
         """
         async with self._lock_snapshots:
             for snapshot in self._snapshots:

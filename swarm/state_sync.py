@@ -64,7 +64,7 @@ class StateSync:
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
         own = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), clients=self.tracker.list_clients())
-        future = averager.start_download(min_epoch, is_step, **own, **dict(timeout=longest) | options)
+        future = averager.start_download(min_epoch, is_step, timeout=longest, **own, **options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():
             with contextlib.suppress(concurrent.futures.TimeoutError):
