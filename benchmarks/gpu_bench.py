@@ -107,7 +107,7 @@ def measure_model(scale: Scale, name: str) -> dict:
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = statistics.median([devices.time_pass(model, batch, autocast) for _ in range(20)])
-    compiled = "compiled" if model._compiled_call_impl else "not compiled"  # compile_model logs why
+    compiled = "compiled" if any(module._compiled_call_impl for module in model.modules()) else "not compiled"
     shape, memory = f"{name}, {compiled}, {rows} x {spec.length:,} tokens", torch.cuda.max_memory_allocated()
     return {"shape": shape, "flop": flop, "tokens_per_second": rows * spec.length / seconds, "memory": memory}
 

@@ -225,12 +225,23 @@ def find_batch_size(
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
+def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers in the outermost lists of the model, such as its transformer blocks."""
+    if isinstance(module, torch.nn.ModuleList):
+        return list(module)
+    return [block for child in module.children() for block in find_blocks(child)]
+
+
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
-    """Compile the model in place (--torch_compile), or raise a UserError if the compiler fails."""
+    """Compile the model's layers in place (--torch_compile), or raise a UserError if the compiler fails.
+
+    Layers of one kind share their code. The whole model would take four to seven times as long (docs/measured.md).
+    """
     start = time.monotonic()
-    # otherwise another number of labels would recompile the model, see objectives.select_labelled_positions
-    torch._dynamo.config.force_nn_module_property_static_shapes = False
-    model.compile()  # in place, so that parameters keep their names
+    for block in find_blocks(model) or [model]:
+        block.compile(dynamic=True)  # in place, so that parameters keep their names; once for all sizes
+    # a length of its own, because the compiler would take it for the hidden size if they were equal
+    batch = {name: tensor[:, :-1] if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
     if "attention_mask" in padded:  # batches without padding have no mask, see move_batch
         padded["attention_mask"][0, -1] = 0
@@ -240,11 +251,7 @@ def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractC
     try:
         with leave_no_trace(model, device):
             for trial in (full, padded):
-                moved = move_batch(trial, device)
-                # compile once for all sizes; LeanALBERT does not compile with dynamic=True
-                for tensor in moved.values():
-                    torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
-                time_pass(model, moved, autocast)
+                time_pass(model, move_batch(trial, device), autocast)
     except Exception as e:  # the compiler raises many types
         if is_out_of_memory(e):
             raise
