@@ -304,7 +304,7 @@ class TrainerArguments(PrecisionArguments):
         False, "Divide the model among the devices, if one cannot hold it. The host's memory holds it whole."
     )
     torch_compile: bool = flag(
-        False, "Compile the model: faster steps, minutes to start. Needs a C++ compiler, on GPUs also triton."
+        False, "Compile the model: faster steps, half a minute to start. Needs a C++ compiler, on GPUs also triton."
     )
     gradient_checkpointing: bool = flag(
         False, "Recompute activations in the backward pass to save memory.", aliases=["--gradient_checkpoints"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from arguments import ModelArguments
 from common.console import UserError
-from experiment.objectives import OBJECTIVES, Objective, find_head, select_labelled_positions
+from experiment.objectives import OBJECTIVES, Objective, find_head, select_labelled_positions, sum_token_losses
 from models.build import build_model, digest, is_text_alone, keeps_documents_apart, load_config, take_over_tokens
 
 logger = logging.getLogger("model")
@@ -48,8 +48,9 @@ def find_objective(args: ModelArguments) -> Objective:
 def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -> PreTrainedModel:
     """Return the model at epoch 0 with the same weights on all peers: pretrained, or random from the seed.
 
-    Its attributes: `objective`; `input_names`, the columns of a batch that it takes, which the tokenizer gets too;
-    `initial_weights`, a description for the contract; `keeps_documents_apart`; `chat_template`, a hash.
+    Its attributes: `objective`; `sum_token_losses`, which --torch_compile replaces; `input_names`, the columns of a
+    batch that it takes, which the tokenizer gets too; `initial_weights`, a description for the contract;
+    `keeps_documents_apart`; `chat_template`, a hash.
 
     :param tokenizer: the tokenizer, which defines the vocabulary size and the special tokens, or that size alone
     """
@@ -58,6 +59,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     take_over_tokens(config, tokenizer, vocab_size, objective.is_causal)
     model = build_model(find_class(objective, config), config, args, vocab_size)
     model.objective = objective
+    model.sum_token_losses = sum_token_losses
     accepted = inspect.signature(model.forward).parameters
     has_types = not objective.is_causal and (getattr(config, "type_vocab_size", None) or 0) > 1
     names = ("input_ids", "token_type_ids", "attention_mask") if has_types else ("input_ids", "attention_mask")

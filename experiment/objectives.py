@@ -28,7 +28,7 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     outputs, logits = compute_logits(model, batch)
     targets = batch["labels"].flatten()[batch["labelled_positions"]]
     # sum / count, because the mean would be 0 / 0 without a label
-    loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(targets))
+    loss = model.sum_token_losses(logits, targets) / max(1, len(targets))
     losses = {"loss": loss, "token_loss": loss.detach()}
     if getattr(outputs, "aux_loss", None) is not None:  # load balancing of a mixture of experts
         losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
@@ -38,6 +38,11 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     if not model.training:
         losses["correct"] = (logits.argmax(-1) == targets).sum()
     return losses
+
+
+def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the losses of logits, [labels, vocabulary], in nats."""
+    return cross_entropy(to_float32(logits), targets, reduction="sum")
 
 
 def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[ModelOutput, Tensor]:

@@ -233,13 +233,15 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
-    """Compile the model's layers in place (--torch_compile), or raise a UserError if the compiler fails.
+    """Compile the model's layers and loss in place (--torch_compile), or raise a UserError if the compiler fails.
 
     Layers of one kind share their code. The whole model would take four to seven times as long (docs/measured.md).
     """
     start = time.monotonic()
     for block in find_blocks(model) or [model]:
         block.compile(dynamic=True)  # in place, so that parameters keep their names; once for all sizes
+    # fused, it needs no logits in float32: these took a quarter of GPT-2's step (docs/measured.md)
+    model.sum_token_losses = torch.compile(model.sum_token_losses, dynamic=True)
     # a length of its own, because the compiler would take it for the hidden size if they were equal
     batch = {name: tensor[:, :-1] if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)

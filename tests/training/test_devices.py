@@ -16,7 +16,7 @@ from arguments import DataArguments, ModelArguments, TrainerArguments
 from common.console import UserError
 from experiment.data import load_data
 from experiment.model import make_model
-from experiment.objectives import compute_losses
+from experiment.objectives import compute_losses, sum_token_losses
 from training import devices
 from training.model import move_batch
 from training.ranks import NUMBER_VARIABLE, join_ranks
@@ -270,6 +270,8 @@ def test_batch_size_search_leaves_nothing(trial, caplog):
 class OneLayer(torch.nn.Module):
     """A model that compiles in a second."""
 
+    sum_token_losses = staticmethod(sum_token_losses)
+
     def __init__(self):
         super().__init__()
         self.embeddings = torch.nn.Embedding(500, 8)
@@ -340,8 +342,8 @@ def test_compiled_model_matches_for_all_sizes(tmp_path, kind):
     devices.compile_model(model, make_batch(model, 1, 32, 0), CPU, contextlib.nullcontext())
     assert devices.find_blocks(model) and all(block._compiled_call_impl for block in devices.find_blocks(model))
     after = compute()
-    # with an attention mask and without
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    # layers with an attention mask and without, and the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
     for (loss, gradients), (expected, others) in zip(after, before, strict=True):
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(gradients, others, rtol=1e-3, atol=1e-5)
