@@ -24,13 +24,13 @@ of this process: it cannot have voted on what follows.
 proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
 propose. Voters vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a
-deadline that follows from the usual time between commits. Awaited are voters with offers in all of the last WINDOW
-commits. So a voter whose update does not arrive delays one commit in nine, and new keys delay none. Leaders are
-*active*, with an offer in one of the last two commits. The list must have two thirds of the voters' offers that they
-hold. If it omits fewer, the next one can have them. Branches compare by their content, because certificates differ from
-peer to peer: more voters whose offers build on the branch, then the smaller hash of the first commit. A peer's votes in
-both certificates of a fork are a proof. A leave record counts from the commit that holds it, so a leaving peer votes
-until then. If half of the voters are gone, the log ends.
+deadline that follows from the usual time between commits. Awaited are voters with offers in all but one of the last
+WINDOW commits. So a late update does not exclude a voter from the next ones, a voter that withholds them delays one
+commit in eight, and new keys delay none. Leaders are *active*, with an offer in one of the last two commits. The list
+must have two thirds of the voters' offers that they hold. If it omits fewer, the next one can have them. Branches
+compare by their content, because certificates differ from peer to peer: more voters whose offers build on the branch,
+then the smaller hash of the first commit. A peer's votes in both certificates of a fork are a proof. A leave record
+counts from the commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -79,7 +79,7 @@ MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks; bou
 RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES, MAX_PROPOSALS = 8, 16  # kept: of one voter, answers included; of all
-MIN_COUNTED = 4  # of the last WINDOW commits; an owner with an offer in this many is a voter
+MIN_COUNTED, MIN_AWAITED = 4, 7  # of the last WINDOW commits; owners of offers in 4 are voters; in 7, lists wait for them
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt; all peers must agree
@@ -104,8 +104,8 @@ class State:
 
     @property
     def awaited(self) -> set[bytes]:
-        """The voters with an offer in each of the last commits. Lists wait for their offers."""
-        return {*self.voters}.intersection(*self.owners)
+        """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones."""
+        return {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
 
     @property
     def active(self) -> set[bytes]:

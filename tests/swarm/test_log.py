@@ -87,12 +87,13 @@ def run_until(network: Network, condition, seconds: int = 120) -> None:
 
 def test_voter_without_offer_leads_few_attempts():
     state = advance(make_state(4), PEERS[1:4])
-    assert state.voters == tuple(PEERS[:4]) and state.awaited == {*PEERS[1:4]} and state.active == {*PEERS[:4]}
+    assert state.voters == tuple(PEERS[:4]) and state.awaited == state.active == {*PEERS[:4]}
     state = advance(state, PEERS[1:4])
+    assert state.awaited == {*PEERS[1:4]}
     attempts = Counter(state.find_leader(attempt) for attempt in range(10))
     assert sorted(attempts.values()) == [1, 1, 4, 4] and attempts[PEERS[0]] == 1
     assert attempts[state.find_leader(0)] == 1
-    state = advance(state, PEERS[:4], times=WINDOW - 1)
+    state = advance(state, PEERS[:4], times=WINDOW - 2)
     assert state.active == {*PEERS[:4]} and PEERS[0] not in state.awaited
     assert PEERS[0] in advance(state, PEERS[:4]).awaited
 
@@ -128,7 +129,7 @@ def test_two_of_five_voters_name_no_state():
 
 
 @pytest.mark.parametrize(("num_peers", "withholders"), [(4, [0]), (4, [1]), (5, [0, 1]), (7, [0, 1])])
-def test_withheld_updates_delay_one_commit(num_peers, withholders):
+def test_withheld_updates_delay_two_commits(num_peers, withholders):
     """The withholders are voters, and lead the first attempt in some of these schedules."""
     network = Network(1, num_peers, pace=4.0)
     run_until(network, lambda: network.honest[0].log.head.epoch == 3)
@@ -138,10 +139,10 @@ def test_withheld_updates_delay_one_commit(num_peers, withholders):
         start = network.now
         run_until(network, lambda epoch=epoch: observer.head.epoch >= epoch)
         spans.append(network.now - start)
-    assert spans[0] <= 2 * TIMEOUT + 7 and max(spans[1:]) <= 7
+    assert max(spans[:2]) <= 2 * TIMEOUT + 7 and max(spans[2:]) <= 7
 
 
-def test_withholder_that_waits_delays_one_commit_in_nine():
+def test_withholder_that_waits_delays_one_commit_in_eight():
     """It serves its updates until lists wait for them again."""
     network, spans = Network(1, 4, pace=4.0), []
     log = network.honest[-1].log
@@ -152,7 +153,7 @@ def test_withholder_that_waits_delays_one_commit_in_nine():
             network.run(1)
             assert network.now < start + 60
         spans.append(network.now - start)
-    assert sum(span > 8 for span in spans) <= 3
+    assert sum(span > 8 for span in spans) <= 4
 
 
 class LonelyLog(Log):
@@ -283,7 +284,7 @@ def test_log_without_faults_counts_all():
 
 
 def test_liar_with_two_votes_is_banned():
-    network = Network(2, 5, liars=[0])
+    network = Network(4, 5, liars=[0])
     run_until(network, lambda: all(PEERS[0] in trainer.log.head.banned for trainer in network.honest), 600)
     assert all(PEERS[0] not in trainer.log.head.voters for trainer in network.honest)
 
