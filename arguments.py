@@ -5,7 +5,7 @@ real experiment, small runs come from flags. `shared=True` means that every trai
 These values make up the run's contract, which is published on the DHT and compared when a peer joins. `alike=True`
 marks values that all trainers should share, but that are not compared.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data. Flags that
-end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
+end in `_steps` count epochs; only --local_steps, --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
 
 import hashlib
