@@ -73,7 +73,7 @@ class Contribution:
     peer: bytes
     samples: int
     epochs_late: int  # between the offer's base and the parent of the commit
-    blocks: Sequence[bytes]  # all have passed `check_block`; may be a reader of files
+    blocks: Sequence[bytes]  # may be a reader of files
     is_voter: bool = True
 
 
@@ -130,16 +130,21 @@ class Measures(NamedTuple):
 def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measures:
     """Measure each contribution, and how similar it is to the others and to the outer momentum.
 
+    An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own.
     A sketch holds the sum of the signs in each bucket, where a hash of the position chooses the bucket, and whether the
     sign is reversed (count sketch, Charikar et al., 2002). All products are integers, and therefore exact.
     """
     squares: list[list[float]] = [[] for _ in contributions]
     counts, agreements = [0] * len(contributions), [0] * len(contributions)
-    sketches = np.zeros((len(contributions), BUCKETS))
+    sketches, invalid = np.zeros((len(contributions), BUCKETS)), set()
     for block in range(momentum.num_blocks):
         direction = momentum.read(block).sign_().to(torch.int8).numpy()
         for index, contribution in enumerate(contributions):
-            positions, kinds, values = decode(contribution.blocks[block], len(direction))
+            try:
+                positions, kinds, values = decode(contribution.blocks[block], len(direction))
+            except (ValueError, IndexError):
+                invalid.add(index)
+                continue
             of_kind = np.bincount(kinds, minlength=len(values))
             squares[index].append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
             signs = np.sign(values).astype(np.int8)[kinds]
@@ -149,7 +154,7 @@ def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measure
             signs *= 1 - 2 * (hashes >> 31).astype(np.int8)
             sketches[index] += np.bincount(hashes >> 8 & BUCKETS - 1, weights=signs, minlength=BUCKETS)
     return Measures(
-        [math.sqrt(math.fsum(terms)) for terms in squares],
+        [0.0 if index in invalid else math.sqrt(math.fsum(terms)) for index, terms in enumerate(squares)],
         [[int(product) for product in row] for row in sketches @ sketches.T],
         [agreement / max(1, count) for agreement, count in zip(agreements, counts, strict=True)],
     )

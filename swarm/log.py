@@ -25,12 +25,12 @@ proof, which enters the next commit and ends the vote of its peer. A proposal ho
 of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
 propose. Voters vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a
 deadline that follows from the usual time between commits. Awaited are voters with offers in all but one of the last
-WINDOW commits. So a late update does not exclude a voter from the next ones, a voter that withholds them delays one
-commit in eight, and new keys delay none. Leaders are *active*, with an offer in one of the last two commits. The list
-must have two thirds of the voters' offers that they hold. If it omits fewer, the next one can have them. Branches
-compare by their content, because certificates differ from peer to peer: more voters whose offers build on the branch,
-then the smaller hash of the first commit. A peer's votes in both certificates of a fork are a proof. A leave record
-counts from the commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+WINDOW commits. So a late update does not exclude a voter from the next ones, one that withholds them delays two commits
+in nine, and new keys delay none. Leaders are *active*, with an offer in one of the last two commits. The list must have
+two thirds of the voters' offers that they hold. If it omits fewer, the next one can have them. Branches compare by
+their content, because certificates differ from peer to peer: more voters whose offers build on the branch, then the
+smaller hash of the first commit. A peer's votes in both certificates of a fork are a proof. A leave record counts from
+the commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -75,10 +75,11 @@ from swarm.log_records import (
 )
 
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
-MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks; bounds the time for signatures too
+MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks, where each status or other record
+STATUS_BYTES, RECORD_BYTES = 8 * 1024, 2 * 1024  # counts as this many at least, for the time that its check takes
 RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_POOL = 16  # offers of peers that are not expected to have one
-MAX_VOTES, MAX_PROPOSALS = 8, 16  # kept: of one voter, answers included; of all
+MAX_VOTES, MAX_PROPOSALS = 8, MAX_VOTERS  # kept: of one voter, answers included; of all
 MIN_COUNTED, MIN_AWAITED = 4, 7  # of the last WINDOW commits, with an owner's offer; to be a voter; to be waited for
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
@@ -318,11 +319,12 @@ class Log:
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
         """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
         self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
-        if not self.spend(sender, message):
-            return []
         try:
             records = decode(message)
         except ValueError:
+            return []
+        least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
+        if not records or not self.spend(sender, max(least, len(message))):
             return []
         for record in records:
             TAKERS[KINDS.index(type(record))](self, sender, record)
@@ -337,16 +339,16 @@ class Log:
         actions, self.actions = self.actions, []
         return actions
 
-    def spend(self, peer: bytes, message: bytes) -> bool:
+    def spend(self, peer: bytes, num_bytes: int) -> bool:
         """Count the bytes of a message, and return whether a peer stays below its limit. Untrusted ones share one."""
         name = peer if peer in self.head.participants else b""
-        self.traffic[name] = self.traffic.get(name, 0) + len(message)
+        self.traffic[name] = self.traffic.get(name, 0) + num_bytes
         return self.traffic[name] <= MAX_TRAFFIC
 
     def send(self, *records: object, to: bytes | None = None) -> None:
         """Send a message to a peer that stays below its limit, or to all."""
         message = encode(*records)
-        if to is None or self.spend(to, message):
+        if to is None or self.spend(to, len(message)):
             self.actions.append(Action("send", message, (to,) if to else ()))
 
     def sign(self, kind: type, *values) -> object:
@@ -380,7 +382,8 @@ class Log:
         """Say what this peer has."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
-        known = tuple(self.records)[:1024], tuple(sorted(self.missing_keys)[:MAX_VOTERS])
+        missing = sorted(self.missing_keys, key=lambda peer: (peer not in self.head.participants, peer))
+        known = tuple(self.records)[:1024], tuple(missing[:MAX_VOTERS])
         self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to)
 
     def take_status(self, sender: bytes, status: Status) -> None:
@@ -689,8 +692,10 @@ class Log:
         if commit.votes or (proposal.attempt, commit.hash) in self.list_proposals():
             return
         votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
-        has_two = sum(other.attempt == proposal.attempt for other in known) >= 2
-        if has_two or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
+        is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}
+        # two prove that the leader lies; honest voters may have voted for others
+        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2
+        if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
             return
         if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):
             return

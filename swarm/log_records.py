@@ -82,7 +82,7 @@ class Offer:
     peer: Peer
     samples: Annotated[int, 1, 2**48]
     blob: Hash
-    num_bytes: Number
+    num_bytes: Annotated[int, 1, 2**48]
     accepts_connections: Annotated[bool, 0, 1]
     mbits: Annotated[float, 0.0, 1e9]
     signature: Signature

