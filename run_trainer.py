@@ -118,8 +118,7 @@ def main(*groups) -> None:
                 scaler.unscale_(optimizer)
                 # The host waits for the device only here, because non-finite gradients must not be contributed.
                 loss = read_loss(loss, list_gradients(model))
-                if math.isfinite(loss):
-                    optimizer.step(batch_size=state.samples_per_step)
+                optimizer.step(batch_size=state.samples_per_step if math.isfinite(loss) else 0)
                 scaler.update()
                 optimizer.zero_grad()
                 callback.on_step_end(loss, **feed.take_counts())

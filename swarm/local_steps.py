@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from hivemind.utils import nested_map
 
 from swarm.aggregation import Contribution, Numbers, aggregate
 from swarm.optimizer_state import list_params
@@ -117,6 +118,12 @@ class LocalSteps:
         """Discard the pending update: reset the local parameters to the anchor."""
         self._taken = []
         copy_tensors(self.params, self.anchor)
+
+    def dump_inner_state(self) -> dict:
+        """Return a copy of the state of the local steps' optimizer, in host memory."""
+        return nested_map(
+            lambda it: it.to("cpu", copy=True) if isinstance(it, torch.Tensor) else it, self.inner.state_dict()
+        )
 
     def load_inner_state(self, state_dict: dict) -> None:
         """Load the state of an optimizer of local steps, or of the swarm's."""

@@ -262,6 +262,7 @@ class LogSteps:
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             restore(blocks, Numbers(grad_averager.unsent))
+            optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
             grad_averager.samples += samples
 
     @contextlib.contextmanager

@@ -3,7 +3,6 @@
 `swarm/epoch.py` has the states of an epoch. Each transition is one method here, whose text begins with the new state.
 """
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -163,8 +162,9 @@ class CollaborativeOptimizer:
             self.local.move_to(device)
 
     def training_state(self) -> dict:
-        """Return a copy of all that the next step depends on but the gradients, see StateAverager.dump_state."""
-        own = {"local": copy.deepcopy(self.local.inner.state_dict())} if self.local and self.local.inner else {}
+        """Return a copy, on the host, of all that the next step depends on but the gradients, see
+        StateAverager.dump_state."""
+        own = {"local": self.local.dump_inner_state()} if self.local and self.local.inner else {}
         return self.state_averager.dump_state() | {"total_samples": self.stats.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:

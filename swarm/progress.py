@@ -322,7 +322,8 @@ class PeerTracker:
 
     def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm again after this time."""
-        self._next_read = time.monotonic() + seconds
+        with self.lock:
+            self._next_read = time.monotonic() + seconds
         self._wake.set()
 
     def refresh_now(self) -> None:

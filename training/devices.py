@@ -226,10 +226,12 @@ def find_batch_size(
 
 
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers in the outermost lists of the model, such as its transformer blocks."""
-    if isinstance(module, torch.nn.ModuleList):
-        return list(module)
-    return [block for child in module.children() for block in find_blocks(child)]
+    """Return the outermost modules in lists of modules that compute, such as the layers of a transformer."""
+    blocks = []
+    for child in module.children():
+        computes = type(child).forward is not torch.nn.Module.forward
+        blocks += [child] if isinstance(module, torch.nn.ModuleList) and computes else find_blocks(child)
+    return list(dict.fromkeys(blocks))
 
 
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:

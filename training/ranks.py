@@ -32,7 +32,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, STOP_REQUESTED, exit_with_parent
-from training.devices import choose_devices
+from training.devices import choose_devices, find_blocks
 
 logger = logging.getLogger("trainer")
 
@@ -262,7 +262,7 @@ class ShardedRankGroup(RankGroup):
         worker = copy.deepcopy(model) if self.is_main else model
         with self.exchange():
             mesh = DeviceMesh.from_group(self.group or dist.group.WORLD, self.device.type)
-            for module in [*dict.fromkeys(find_blocks(worker)), worker]:
+            for module in [*find_blocks(worker), worker]:
                 fully_shard(module, mesh=mesh)
         self.shards = list_trained(worker)
         return worker
@@ -301,16 +301,6 @@ class ShardedRankGroup(RankGroup):
         """Do as for other ranks, also if a pass fails because another rank has ended."""
         with super().catch_failure(), self.exchange():
             yield
-
-
-def find_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Return the outermost modules in lists of modules that compute, such as the layers of a transformer."""
-    for child in module.children():
-        computes = type(child).forward is not torch.nn.Module.forward
-        if isinstance(module, torch.nn.ModuleList) and computes:
-            yield child
-        else:
-            yield from find_blocks(child)
 
 
 def list_trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
