@@ -6,8 +6,10 @@ components; after each epoch it prints a JSON line with its parameters and count
 
 import argparse
 import asyncio
+import errno
 import gc
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -30,6 +32,7 @@ from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
+from swarm.log_rounds import LogRounds
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.processes import shut_down
@@ -134,6 +137,18 @@ def die_for_all_but(peer_id: str, rounds: int, serve=FailFastAllReduceRunner.rpc
     FailFastAllReduceRunner.rpc_aggregate_part = serve_one
 
 
+def fail_to_store(count: int, add_offer=LogRounds.add_offer) -> None:
+    """Store no update of this peer at the first attempts, as if the disk were full."""
+    attempts = itertools.count()
+
+    def add_later(rounds, *offer):
+        if next(attempts) < count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return add_offer(rounds, *offer)
+
+    LogRounds.add_offer = add_later
+
+
 def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_result) -> None:
     """As where the processor has other work after each message to a helper."""
 
@@ -198,6 +213,7 @@ def main() -> None:
         "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
     )
     parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
+    parser.add_argument("--full_disk", type=int, default=0, help="its first offers, which cannot be stored")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
@@ -205,6 +221,8 @@ def main() -> None:
     log_steps.SILENCE_TIMEOUT = args.silence
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
+    if args.full_disk:
+        fail_to_store(args.full_disk)
     if args.asks_in_vain:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 

@@ -78,6 +78,17 @@ def test_peers_keep_same_bytes(start, flags):
 
 
 @pytest.mark.slow
+def test_full_disk_delays_update_without_change(start):
+    """What cannot be stored is in a later update, once."""
+    swarm = Peers(start, ("--waits",), ("--waits", "--full_disk", 3))
+    swarm.wait(*swarm.all, more=5)
+    stop(*swarm.all)
+    assert "cannot store an update" in swarm.all[1].text
+    assert_same_bytes(*swarm.all)
+    assert_steps_contain_updates(*swarm.all)
+
+
+@pytest.mark.slow
 def test_new_peer_loads_first_state_alone(start):
     flags = "--local_steps_from", 1, "--local_steps", 60  # a first epoch of local steps that lasts a while
     swarm = Peers(start, flags, flags, (*flags, "--skips", 0))
