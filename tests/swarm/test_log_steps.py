@@ -80,10 +80,10 @@ def test_peers_keep_same_bytes(start, flags):
 @pytest.mark.slow
 def test_full_disk_delays_update_without_change(start):
     """What cannot be stored is in a later update, once."""
-    swarm = Peers(start, ("--waits",), ("--waits", "--full_disk", 3))
+    swarm = Peers(start, ("--waits",), ("--waits",), ("--waits", "--full_disk", 3))
     swarm.wait(*swarm.all, more=5)
     stop(*swarm.all)
-    assert "cannot store an update" in swarm.all[1].text
+    assert "cannot store an update" in swarm.all[2].text
     assert_same_bytes(*swarm.all)
     assert_steps_contain_updates(*swarm.all)
 
