@@ -102,7 +102,7 @@ def restore(blocks: Sequence[bytes], residual: Numbers) -> None:
 
 
 def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
-    """Check a block of another peer on arrival: `aggregate` is defined for all blocks that pass.
+    """Check a block of another peer on arrival, before it is stored and served.
 
     :param numbers: the count of numbers in the block
     :raises ValueError: the block is invalid, or has more entries or bits than the codec sends

@@ -52,9 +52,7 @@ class GradientAverager(VerifyingAverager):
     @torch.no_grad()
     def accumulate(self, batch_size: int) -> None:
         """Add the parameters' gradients, which are the mean over `batch_size` samples, to the pending ones; or make a
-        local step with them. Without samples, do nothing."""
-        if not batch_size:
-            return
+        local step with them."""
         if self.is_local:
             self.local.step()
             self.samples += batch_size

@@ -106,7 +106,8 @@ class State:
     @property
     def awaited(self) -> set[bytes]:
         """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones."""
-        return {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
+        counts = Counter(peer for peers in self.owners for peer in peers)
+        return {peer for peer in self.voters if counts[peer] >= MIN_AWAITED}
 
     @property
     def active(self) -> set[bytes]:
@@ -319,12 +320,14 @@ class Log:
     def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
         """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
         self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
+        if not self.spend(sender, len(message)):
+            return []
         try:
             records = decode(message)
         except ValueError:
             return []
         least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
-        if not records or not self.spend(sender, max(least, len(message))):
+        if not records or not self.spend(sender, max(0, least - len(message))):
             return []
         for record in records:
             TAKERS[KINDS.index(type(record))](self, sender, record)
@@ -382,8 +385,8 @@ class Log:
         """Say what this peer has."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
-        missing = sorted(self.missing_keys, key=lambda peer: (peer not in self.head.participants, peer))
-        known = tuple(self.records)[:1024], tuple(missing[:MAX_VOTERS])
+        missing = dict.fromkeys((*sorted(self.missing_keys & self.head.participants), *sorted(self.missing_keys)))
+        known = tuple(self.records)[:1024], tuple(missing)[:MAX_VOTERS]
         self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to)
 
     def take_status(self, sender: bytes, status: Status) -> None:
@@ -693,8 +696,7 @@ class Log:
             return
         votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
         is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}
-        # two prove that the leader lies; honest voters may have voted for others
-        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2
+        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2  # two prove the lie
         if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
             return
         if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):

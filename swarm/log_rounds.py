@@ -232,13 +232,14 @@ class LogRounds:
         return log_id, None
 
     def has_fewer_peers(self) -> bool:
-        """Return whether more known peers have another log, or as many one with a smaller id. A log without a commit
-        stays, because other members open it later."""
+        """Return whether more known peers have another log, or as many one with a smaller id. Before the first commit,
+        most of them must have it, because other members open this log later."""
         oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
         with self._lock:
             logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
         logs[self.log_id] += 1
-        return len(self.log.chain) > 1 and min(logs, key=lambda it: (-logs[it], it)) != self.log_id
+        first = min(logs, key=lambda it: (-logs[it], it))
+        return first != self.log_id and (len(self.log.chain) > 1 or 2 * logs[first] > len(known) + 1)
 
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
         """Fetch the anchor with which a log begins. The leader sends each block once, to another member, which passes
@@ -451,5 +452,4 @@ class LogRounds:
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:
         """Return the log's timeout, where the updates of a commit have this number of bytes."""
-        uplink = self.dht.uplink
-        return uplink.timeouts.response + uplink.compute_transfer_timeout(num_bytes) / 3
+        return self.dht.uplink.timeouts.response + self.dht.uplink.compute_transfer_timeout(num_bytes) / 3

@@ -162,8 +162,7 @@ class CollaborativeOptimizer:
             self.local.move_to(device)
 
     def training_state(self) -> dict:
-        """Return a copy, on the host, of all that the next step depends on but the gradients, see
-        StateAverager.dump_state."""
+        """Return a host copy of all that the next step depends on but the gradients, see StateAverager.dump_state."""
         own = {"local": self.local.dump_inner_state()} if self.local and self.local.inner else {}
         return self.state_averager.dump_state() | {"total_samples": self.stats.total_samples} | own
 
@@ -187,7 +186,8 @@ class CollaborativeOptimizer:
         self.state_averager.step(apply_delayed_updates=True)
         if self.log_steps:
             self.log_steps.follow()
-        self.grad_averager.accumulate(batch_size)
+        if batch_size:
+            self.grad_averager.accumulate(batch_size)
         self.tracker.report_local_progress(self.local_epoch, self.pending_samples)
         if self._takes_local_steps:
             if self.log_steps.is_open:

@@ -237,7 +237,7 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
     """Compile the model's layers and loss in place (--torch_compile), or raise a UserError if the compiler fails.
 
-    Layers of one kind share their code. The whole model would take four to seven times as long (docs/measured.md).
+    Layers of one kind share their code. The whole model would take several times as long (docs/measured.md).
     """
     start = time.monotonic()
     for block in find_blocks(model) or [model]:

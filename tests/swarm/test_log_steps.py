@@ -79,7 +79,7 @@ def test_peers_keep_same_bytes(start, flags):
 
 @pytest.mark.slow
 def test_full_disk_delays_update_without_change(start):
-    """What cannot be stored is in a later update, once."""
+    """An update that cannot be stored enters a later one, once."""
     swarm = Peers(start, ("--waits",), ("--waits",), ("--waits", "--full_disk", 3))
     swarm.wait(*swarm.all, more=5)
     stop(*swarm.all)
