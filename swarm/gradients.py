@@ -10,7 +10,7 @@ from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 
-from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
+from swarm.averager import PeersBehindError, RoundResult, StateDivergedError, VerifyingAverager
 from swarm.guard import compute_sketch, find_outliers
 from swarm.matchmaking import parse_gathered, sign_round_state
 
@@ -92,19 +92,20 @@ class GradientAverager(VerifyingAverager):
         return samples
 
     @torch.no_grad()
-    def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
-        """Remove the sent gradients after a round, of which RoundSettings has the parameters, or after a step of this
-        peer alone; return the number of new samples."""
+    def finish(self, result: RoundResult | None) -> int:
+        """Remove the sent gradients after a round, or after a step of this peer alone (None); return the number of new
+        samples."""
+        num_partitions, partition_index = (result.num_partitions, result.partition_index) if result else (1, 0)
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
         self._behind[partition_index], self._next_partition = 0, (partition_index + 1) % num_partitions
-        # the part of the averaged tensors that did not reach the other peers
-        residuals = self.residual.split([param.numel() for param in self.parameters])
-        with self._lock:
-            for tensor, residual in zip(self.unsent, residuals, strict=True):
-                tensor.add_(residual.view(tensor.shape).to(tensor.device), alpha=self._in_mean)
+        if result:  # keep the part of the averaged tensors that did not reach the other peers
+            residuals = self.residual.split([param.numel() for param in self.parameters])
+            with self._lock:
+                for tensor, residual in zip(self.unsent, residuals, strict=True):
+                    tensor.add_(residual.view(tensor.shape).to(tensor.device), alpha=self._in_mean)
         self._in_flight = [], 0
         return samples
 

@@ -132,7 +132,7 @@ class Rounds:
             self.leave(timeout=0.0)
             self.gradient_round = None
             self.grad_averager.take_pending()
-            self.stats.record_step(self.grad_averager.finish(), group_size=1)
+            self.stats.record_step(self.grad_averager.finish(None), group_size=1)
             self.stats.members = (self.tracker.dht.peer_id.to_bytes(),)
             return None
         # otherwise the search in advance has failed, or was that of the last epoch
@@ -150,7 +150,7 @@ class Rounds:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
         result = next(iter(group.values()))
-        samples = self.grad_averager.finish(result.num_partitions, result.partition_index)
+        samples = self.grad_averager.finish(result)
         self.stats.record_step(samples, group_size=len(group))
         self.stats.members = result.members
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}

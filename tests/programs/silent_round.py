@@ -65,8 +65,8 @@ with clean_end():
 
     groups = [averager.begin(control) for averager, control in zip(averagers, schedule(), strict=True)]
     groups = [control.result(60) for control in groups]
-    for averager in averagers:
-        averager.finish()
+    for averager, group in zip(averagers, groups, strict=True):
+        averager.finish(next(iter(group.values())))
     facts = dict(group_sizes=[len(group) for group in groups], shares=sorted(share / sum(shares) for share in shares))
     controls = schedule()
     control = averagers[0].begin(controls[0])
