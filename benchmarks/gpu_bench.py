@@ -1,6 +1,6 @@
 """Measure training on one GPU, and print a table for docs/measured.md.
 
-    make gpu-bench                              # by estimate, 8 minutes on an H100
+    make gpu-bench                              # 8 minutes on an H200
     python benchmarks/gpu_bench.py --small      # the same on the CPU, with toy shapes and without the compiler
 
 Each measurement has its own process, with bf16 and scaled dot-product attention: passes over random tokens with the

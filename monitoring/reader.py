@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+import time
 from collections import deque
 
 from arguments import ArchiveArguments, SwarmArguments
@@ -45,10 +46,11 @@ class RunReader:
         self.reading = concurrent.futures.ThreadPoolExecutor(1, "read metrics").submit(self.read_until_stopped)
 
     def read_until_stopped(self) -> None:
-        """Read every `period`."""
+        """Read every `period`, from the start of one read to that of the next one."""
         while not STOP_REQUESTED.is_set():
+            next_read = time.monotonic() + self.period
             self.read()
-            STOP_REQUESTED.wait(self.period)
+            STOP_REQUESTED.wait(max(0.0, next_read - time.monotonic()))
 
     def read(self) -> None:
         """Read the newest metrics and the run's contract, and attest the contract and the peers that are present."""

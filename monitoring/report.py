@@ -4,6 +4,7 @@ import json
 import logging
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -88,14 +89,19 @@ class RunReport:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
-        # at the end only local records: the DHT waits for seconds for trainers that have just left
-        records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
+        contracts = progress = None
+        with ThreadPoolExecutor() as pool:  # all at once, because each may wait seconds for a peer that does not answer
+            # at the end only local records: the DHT waits for seconds for trainers that have just left
+            fetching = pool.submit(fetch_records, dht, self.prefix, timeout, self.workers, latest=not is_last)
+            if not is_last:
+                progress = pool.submit(fetch_progress, dht, self.prefix)
+                if time.monotonic() >= self.next_contract:
+                    contracts = pool.submit(fetch_contracts, dht, self.prefix, CONTRACT_TIMEOUT)
+        records, reports = fetching.result(), progress.result() if progress else {}
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last update must not wait for this one
-        reports = {}
-        if not is_last:
-            self.read_contract(dht)
-            reports = fetch_progress(dht, self.prefix)
+        if contracts:
+            self.update_contract(contracts.result())
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
@@ -126,11 +132,8 @@ class RunReport:
             self.write_files()
         return current if is_new else None
 
-    def read_contract(self, dht: hivemind.DHT) -> None:
-        """Update the contract if that is due. This may wait for the DHT."""
-        if time.monotonic() < self.next_contract:
-            return
-        found = fetch_contracts(dht, self.prefix, CONTRACT_TIMEOUT)
+    def update_contract(self, found: dict[bytes, RunContract]) -> None:
+        """Update the contract by those that live trainers publish, by their public keys."""
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in self.workers.ids):
             self.contract, self.lost_contracts = contract, 0
             self.next_contract = time.monotonic() + CONTRACT_PERIOD

@@ -93,8 +93,7 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def finish(self, result: RoundResult | None) -> int:
-        """Remove the sent gradients after a round, or after a step of this peer alone (None); return the number of new
-        samples."""
+        """Remove the gradients that a round, or a step of this peer alone (None), used; return their new samples."""
         num_partitions, partition_index = (result.num_partitions, result.partition_index) if result else (1, 0)
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate

@@ -221,14 +221,14 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
         if not averagers:
             why = "none of `initial_peers` is a relay" if config.use_relay else "`use_relay` is off"
             outlook = f"its gradients count once a reachable trainer joins ({why})"
-        logger.warning(f"{reason}: continuing in client mode, {outlook}")
+        logger.log(logging.INFO if averagers else logging.WARNING, f"{reason}: continuing in client mode, {outlook}")
         return start_dht(config, validators, dht.membership, client_mode=True, **options)
-    logger.warning(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
+    logger.info(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(config, validators, dht.membership, strict=False, **options)
     for attempt in range(5 * RELAY_TIMEOUT):  # five per second
         if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
-            logger.warning(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
+            logger.info(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
             return dht
         if attempt and attempt % 50 == 0:
             logger.info(f"no relay has accepted this peer within {attempt // 5} s, still waiting")
