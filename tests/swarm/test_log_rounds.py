@@ -1,4 +1,4 @@
-"""The search of a new peer for the log of the others."""
+"""The search for the log of the others, and the choice between two logs."""
 
 import threading
 import time
@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 from hivemind.p2p import PeerID
-from records import make_tracker, run_dhts
+from processes import wait_until
+from records import make_tracker, run_dhts, run_trackers
 
 from swarm.aggregation import Numbers
 from swarm.exchange import BlobStore, Exchange
@@ -43,4 +44,30 @@ def test_find_does_not_wait_for_silent_peer(tmp_path):
         assert time.monotonic() - started < TIMEOUT
         is_over.set()
         for part in (rounds, *exchanges, tracker):
+            part.shutdown()
+
+
+def test_one_claim_closes_no_new_log(tmp_path):
+    """A log without a commit ends only if most known peers have another one."""
+    other_log = bytes(range(32))
+    with run_dhts(*[[]] * 4) as dhts, run_trackers(dhts, 64) as (tracker, *others):
+        own, *peers = [dht.peer_id.to_bytes() for dht in dhts]
+        for other in others:
+            other.report_local_progress(3, 8)
+        tracker.trust.partners |= set(peers)  # they have averaged with this peer
+        tracker.report_local_progress(3, 8)
+        wait_until(lambda: tracker.refresh_now() or len(tracker.present) == 3, 30, "the others' records")
+        rounds = LogRounds(dhts[0], tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path, False)
+        state = Genesis(tracker.prefix, 3, bytes(32), (own, *peers)).make_state()
+        rounds.open(state.head, state, is_new=True)
+        exchanges = [
+            Exchange(dht, tracker.prefix, BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, lambda *_: b"")
+            for dht in dhts[1:]
+        ]
+        results = []
+        for exchange in exchanges:
+            exchange.send(PeerID(own), pack(Envelope(other_log, 3))).result(TIMEOUT)
+            results.append(rounds.has_fewer_peers())
+        assert results == [False, False, True]
+        for part in (rounds, *exchanges):
             part.shutdown()
