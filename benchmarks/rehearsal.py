@@ -234,6 +234,7 @@ class Rehearsal:
                 megabits = (self.net.bytes(guest.host)[1] - guest.received) * 8e-6
                 allowed = megabits / LINES[guest.host][0]["down"] * 1.3 + 10
                 self.newcomers[guest.name] = float(match[1]) - SECONDS_PER_BATCH, allowed
+                set_priority(guest.script, 0)
 
     def let_pass(self, seconds: float) -> None:
         with contextlib.suppress(AssertionError):
@@ -299,6 +300,7 @@ class Rehearsal:
         self.guests.append(guest := self.make_trainer(f"guest{number}", f"guest_{number % 2}"))
         event["names"], guest.received = [guest.name], self.net.bytes(guest.host)[1]
         guest.start()
+        set_priority(guest.script, -15)  # until its first samples
         if not number:
             return None
         leaver = self.guests[-2]
@@ -375,6 +377,15 @@ class Rehearsal:
                 trainer.script.kill()
         for script in self.servers.values():
             script.kill()
+
+
+def set_priority(script: Script, nice: int) -> None:
+    """Set the share of the processors of a peer's session: one that starts would have a machine of its own, and the
+    seconds in which it waits for the processors of all other peers are not those of a start."""
+    pid = script.process.pid
+    with contextlib.suppress(OSError, AssertionError):  # no autogroups in this kernel, or the peer has ended
+        wait_until(lambda: os.getsid(pid) == pid, 5, "the session of a forked process")
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ class AveragingConfig:
 
 
 def make_config(kind: type[Config], source: object, **values: object) -> Config:
-    """Return a config of this class with these values, and with the attributes of another object that have its fields'
-    names."""
+    """Return a config of this class with these values, and the attributes of another object with its fields' names."""
     found = {item.name: getattr(source, item.name) for item in fields(kind) if hasattr(source, item.name)}
     return kind(**{**found, **values})

@@ -95,8 +95,7 @@ class Swarm:
         return [other for key, other in fetch_contracts(self.dht, self.prefix).items() if key != self.public_key]
 
     def compare_contract(self, contract: RunContract) -> bool:
-        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet, or
-        raise a ContractMismatch."""
+        """Return whether the run has a contract yet, or raise a ContractMismatch; for a peer that publishes none."""
         others = self.list_contracts()
         require_same(self.prefix, contract, others)
         return bool(others)
@@ -118,8 +117,7 @@ class Swarm:
             raise
 
     def recheck_contract(self) -> None:
-        """Compare the contracts again after an epoch, if this peer joined before any peer had contributed, or raise a
-        ContractMismatch."""
+        """Compare the contracts again, or raise a ContractMismatch, if no peer had contributed when this one joined."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
@@ -142,8 +140,7 @@ class Swarm:
         self.dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
     def measure_bandwidth(self, mbits: float | None) -> float:
-        """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by the bandwidth measured against an
-        initial peer, and return it."""
+        """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by a measured one, and return it."""
         is_fixed = mbits is not None
         if not is_fixed:
             measured = self.dht.run_coroutine(measure_rate)

@@ -173,8 +173,7 @@ class LogRounds:
         return returned
 
     def find_next(self, head: bytes) -> tuple[Commit, State] | None:
-        """Return the commit to apply to a model that has this commit, once all updates are here; and the log's state
-        before."""
+        """Return the next commit for a model with this one, once all updates are here, and the log's state before."""
         with self._lock:
             self.log.model = head
             commit = self.log.find_next()
@@ -242,8 +241,7 @@ class LogRounds:
         return first != self.log_id and (len(self.log.chain) > 1 or 2 * logs[first] > len(known) + 1)
 
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
-        """Fetch the anchor with which a log begins. The leader sends each block once, to another member, which passes
-        it on."""
+        """Fetch the anchor with which a log begins. The leader sends each block once, to a member that passes it on."""
         self.exchange.participants, size = frozenset(map(PeerID, members)), 4 * self.numbers.total
         # a client leads only clients
         peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]
@@ -354,8 +352,7 @@ class LogRounds:
         return not (record.client_mode if record else self.log is not None and peer in self.log.head.clients)
 
     def _send(self) -> None:
-        """Call each member for which there are messages, unless its last answer is awaited. Other peers have got theirs
-        in the answer to a call."""
+        """Call each member with messages to send, unless its last answer is awaited. Clients get theirs in answers."""
         members = self._list_members()
         for peer in self._outbox.keys() - members:
             del self._outbox[peer]

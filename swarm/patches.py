@@ -1,5 +1,4 @@
-"""All monkey patches of hivemind, and the environment variables of its daemon. Each docstring names the processes that
-a function affects."""
+"""All monkey patches of hivemind, and the variables of its daemon. Each docstring names the processes it affects."""
 
 import asyncio
 import contextlib

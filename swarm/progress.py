@@ -220,8 +220,7 @@ class PeerTracker:
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
     def count_min_group_size(self, awaits_all: bool) -> int:
-        """Return how many peers a round takes if all peers step together, this one included: most of the swarm, or all
-        peers at this epoch."""
+        """Return how many peers a round takes if all step together: most of the swarm, or all peers at this epoch."""
         quorum = self.trust.count_quorum(self.others, self._min_epoch)
         return max(quorum, 1 + len(self.peers_at_epoch)) if awaits_all else quorum
 
@@ -277,8 +276,7 @@ class PeerTracker:
             self.mark_silent(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
-        """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
-        not answer no longer counts."""
+        """Ping peers that have not reported for these seconds, the quietest first. Silent peers no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         records = [present[peer_id] for peer_id in peer_ids if peer_id in present]
         quiet = [record for record in records if not record.client_mode and record.time < quiet_since]

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -50,7 +50,7 @@ MAX_FAILURES = 6  # of a client; of another peer, one more than once is too many
 MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
-# Seconds of upload per request. Long requests hide the latency, but the download ends with the slowest request.
+# Seconds of upload per request. Long requests hide the latency, but at the end, others repeat those of slow donors.
 MIN_REQUEST_SECONDS, MAX_REQUEST_SECONDS = 0.1, 0.5
 SILENT_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is dropped, if other donors remain
 FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measured
@@ -79,8 +79,7 @@ def compute_rms(sums: torch.Tensor) -> torch.Tensor:
 
 
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
-    """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers; `floors` are differences that do not
-    matter."""
+    """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers, beyond the differences `floors`."""
     digests, others = digests.double(), others.double()  # or huge numbers would have infinite limits
     limits = TOLERANCE * (digests[..., 0].abs() + compute_rms(digests[..., 1:])) + floors
     differences = (digests - others).abs()
@@ -98,7 +97,6 @@ class Donor:
     digests: torch.Tensor  # one row per block, then one per plain number of the optimizer
     rank: tuple = ()  # a larger tuple is better
     elements: int = 0  # elements received
-    since: float = 0.0  # time of the first request
     silence: asyncio.Timeout | None = None  # the end of the wait for the next message
 
     def __post_init__(self):
@@ -146,8 +144,7 @@ class Donor:
 
 
 def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
-    """Group donors by state, and sort the groups by rank, then by size, then by epoch, because a single donor may claim
-    any state and any epoch."""
+    """Group donors by state. Sort the groups by rank, size and epoch: a single donor may claim any state and epoch."""
     remaining, groups = sorted(donors, key=lambda donor: donor.rank, reverse=True), []
     while remaining:
         candidates = ([donor for donor in remaining if first.has_state_of(donor)] for first in remaining)
@@ -360,7 +357,7 @@ class StateDownload:
             for donor in download.donors:
                 self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
                 self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
-        return None if download.queue else download.tensors
+        return None if download.missing else download.tensors
 
 
 class BlockDownload:
@@ -370,21 +367,21 @@ class BlockDownload:
         self.donors, self.infos = list(donors), donors[0].infos
         self.averager, self.note_failure = averager, note_failure
         self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
-        #: numbers of the blocks that are still to be requested; those of zeros, as a new momentum has, are known
-        self.queue = deque(donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist())
+        numbers = donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist()
+        #: the donors that are sending each missing block; blocks of zeros, as a new momentum has, are known
+        self.missing: dict[int, list[Donor]] = {number: [] for number in numbers}
         self.start, self.progress = time.monotonic(), averager.download_progress
         self.progress.bytes = self.progress.elements = self.progress.milliseconds = 0
-        self.progress.total_elements = sum(stop - start for _, start, stop in map(self.blocks.__getitem__, self.queue))
+        self.progress.total_elements = sum(stop - start for _, start, stop in map(self.blocks.__getitem__, numbers))
 
     async def run(self) -> None:
-        """Download all blocks into `tensors`; if all donors fail, some blocks stay in `queue`."""
-        while self.queue and self.donors:
-            # the blocks of a failed donor return to the queue, perhaps after the other donors have finished
-            await asyncio.gather(*(self.fetch_from(donor) for donor in self.donors))
+        """Download all blocks into `tensors`; if all donors fail, some blocks stay in `missing`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as self.limit:  # it ends with the last block, not with the slowest donor
+                await asyncio.gather(*(self.fetch_from(donor) for donor in self.donors))
 
     async def fetch_from(self, donor: Donor) -> None:
-        """Download blocks from one donor until the queue is empty or the donor fails."""
-        donor.since = donor.since or time.monotonic()
+        """Download blocks from one donor until none is missing or the donor fails."""
         try:
             async with asyncio.timeout(self.max_silence) as donor.silence, asyncio.TaskGroup() as requests:
                 for i in range(REQUESTS_PER_DONOR):
@@ -400,21 +397,32 @@ class BlockDownload:
         return SILENT_DONOR_TIMEOUT if len(self.donors) > 1 else self.averager.donor_timeout
 
     async def work(self, donor: Donor, share: float) -> None:
-        """Send one request after the other to a donor; blocks that do not arrive return to the queue."""
-        while numbers := self.take(donor, share):
-            try:
-                await self.fetch_blocks(donor, numbers)
-            finally:
-                self.queue.extendleft(reversed(numbers))
+        """Send one request after the other to a donor."""
+        while self.missing:
+            if all(self.missing.values()):  # the other donors are about to end
+                await asyncio.sleep(MAX_REQUEST_SECONDS)
+            if numbers := self.choose(donor, share):
+                try:
+                    await self.fetch_blocks(donor, numbers)
+                finally:
+                    for number in self.missing.keys() & numbers:
+                        self.missing[number].remove(donor)
 
-    def take(self, donor: Donor, share: float) -> list[int]:
-        """Remove the blocks of the next request from the queue: fewer at the end, so that all donors end together."""
-        sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
-        speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
+    def choose(self, donor: Donor, share: float) -> list[int]:
+        """Choose the blocks of the next request: fewer at the end, so that all donors end together. At last, choose
+        those that other donors are sending, because one may be slow or silent."""
+        free = [number for number, donors in self.missing.items() if not donors]
+        late = (number for number, donors in self.missing.items() if donor not in donors)
+        free = free or sorted(late, key=lambda number: len(self.missing[number]))
+        sizes = [stop - start for _, start, stop in map(self.blocks.__getitem__, free)]
+        speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - self.start)
         rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
         goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
         count = max(1, sum(elements <= goal for elements in itertools.accumulate(sizes)))
-        return [self.queue.popleft() for _ in range(min(count, MAX_BLOCKS, len(sizes)))]
+        numbers = free[: min(count, MAX_BLOCKS)]
+        for number in numbers:
+            self.missing[number].append(donor)
+        return numbers
 
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""
@@ -453,7 +461,9 @@ class BlockDownload:
             raise ValueError(f"a block of tensor {index} is of {block.dtype} and shape {tuple(block.shape)[:9]}")
         if digests_differ(donor.digests[numbers[0]], digest(block)):
             raise ValueError(f"tensor {index} differs from the donor's description")
-        target.copy_(block)
-        self.progress.elements += len(block)
         donor.elements += len(block)
-        numbers.pop(0)
+        if self.missing.pop(numbers.pop(0), None):  # otherwise another donor was faster
+            target.copy_(block)
+            self.progress.elements += len(block)
+            if not self.missing:
+                self.limit.reschedule(0.0)

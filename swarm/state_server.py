@@ -129,7 +129,7 @@ class StateSnapshot:
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
         self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata
         self.tensors, self.infos, self.blocks = tensors, infos, list_blocks(infos)
-        self.taken = time.monotonic()
+        self.taken = self.last_request = time.monotonic()
         self.used = {}  # the time of each peer's last download
         self.description = metadata | {
             "tensors": [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors],
@@ -150,7 +150,7 @@ class StateSnapshot:
         for index, start, stop in (self.blocks[number] for number in numbers):
             block = compression.compress(self.read(index, start, stop), self.infos[index])
             for part in split_for_streaming(block, MESSAGE):
-                self.used[peer] = time.monotonic()
+                self.used[peer] = self.last_request = time.monotonic()
                 yield DownloadData(tensor_part=part)
 
 
@@ -303,6 +303,7 @@ class StateServer(VerifyingAverager):
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
             for snapshot in self._snapshots:
                 if snapshot.lineage == (step_key or self.lineage):
+                    snapshot.last_request = time.monotonic()  # it stays until the peer requests blocks
                     return snapshot
             if len(self._snapshots) >= MAX_SNAPSHOTS:
                 oldest = min(self._snapshots, key=lambda it: it.last_use)
@@ -321,7 +322,7 @@ class StateServer(VerifyingAverager):
             return snapshot
 
     async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
-        while time.monotonic() < min(snapshot.last_use + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):
+        while time.monotonic() < min(snapshot.last_request + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):
             await asyncio.sleep(1.0)
         with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
             self._snapshots.remove(snapshot)

@@ -1,5 +1,4 @@
-"""DHT nodes that accept only records from their owners, a few per peer (notes 73 and 74), with little traffic (note
-76)."""
+"""DHT nodes that accept records only from their owners, a few each (notes 73 and 74), with little traffic (note 76)."""
 
 import asyncio
 import heapq
@@ -94,7 +93,11 @@ class DHTNode(hivemind.dht.node.DHTNode):
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
         if found_callback is not None:
             options["found_callback"] = lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)
-        nearest = await super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
+        search = super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
+        if self.node_id in queries:  # at the start, for the routing table only: dead peers would delay it by seconds
+            self.first_search = asyncio.create_task(search)
+            return {}
+        nearest = await search
         return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
