@@ -23,6 +23,7 @@ from swarm.log_records import Commit, Offer, Vote, get_signed_part
 from swarm.log_records import encode as encode_message
 from swarm.log_rounds import Identity
 from swarm.log_steps import LogSteps
+from swarm.optimizer_state import list_params
 
 HONEST_EPOCHS = 3
 DRIP_SECONDS = 0.5  # for each piece
@@ -253,7 +254,9 @@ def offer_noise(steps: LogSteps, identity: Identity, seed: int, digest: bytes | 
     rounds, size = steps.rounds, sum(momentum.numel() for momentum in steps.optimizer.opt.list_momenta())
     noise = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-3
     blocks = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), steps.codec)
-    digest, blob = digest or swarm.log_steps.compute_digest(*steps._list_numbers()), rounds.store.add(blocks)
+    opt = steps.optimizer.opt
+    state = Numbers(list_params(opt)), Numbers(opt.list_momenta())
+    digest, blob = digest or swarm.log_steps.compute_digest(*state), rounds.store.add(blocks)
     with rounds._lock:
         rounds.identity.public_keys |= identity.public_keys
         offer = Offer(steps.head, digest, identity.peer, 100, blob, sum(map(len, blocks)), True, 1000.0, b"")

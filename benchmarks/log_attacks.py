@@ -31,7 +31,7 @@ from swarm.aggregation import (
     compute_cosines,
     encode,
     find_agreement,
-    measure,
+    summarize,
 )
 
 MANY_SAMPLES = 2**40
@@ -73,8 +73,7 @@ class AttackedRun(Run):
             blob = blobs[0] if self.kind == "copy" else encode(Numbers([zeros]), Numbers([update]), codec)
             offers.append(Contribution(bytes([100 + number]), MANY_SAMPLES, 0, blob, is_voter=self.kind != "keys"))
         self.anchor, momentum = self.anchor.clone(), Numbers([self.velocity])
-        measures = measure(offers, momentum)
-        cosines = compute_cosines(measures.products)
+        cosines = compute_cosines([summarize(it.blocks, momentum) for it in offers])
         self.cosines.append([find_agreement(cosines, i, range(len(offers))) for i in range(len(offers))])
         setting = self.setting
         anchor = Numbers([self.anchor])

@@ -9,10 +9,10 @@ updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in
 - norms come from counts of equal numbers and `math.fsum`, cosines from integers, weights from Python's floats;
 - numbers below TINY become 0, because some programs make the processor treat numbers below 1.2e-38 as 0.
 
-Each offer is decoded twice: a first pass measures all offers, because each weight depends on the
-others. Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do
-anything. In the demo's model, honest offers have cosines below 0.1 with each other, and of 0.16 at most with the signs
-of the outer momentum; the largest entries of the last sum or of the momentum have 1.00 with it.
+Each weight depends on all offers, so each update is measured when it arrives, and decoded again when it is applied.
+Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do anything.
+In the demo's model, honest offers have cosines below 0.1 with each other, and of 0.16 at most with the signs of the
+outer momentum; the largest entries of the last sum or of the momentum have 1.00 with it.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ import torch
 from swarm.sparse import CHUNK, TINY, TopKCompression, decode
 
 BLOCK = 2**20  # numbers
+PIECE = 2**17  # numbers that the outer step changes at once; more would need more memory
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
 MIN_COSINE = -0.03  # median cosine of an offer with the voters' offers; below it, the offer points away from them
@@ -39,16 +40,16 @@ class Numbers:
     """The numbers of a list of tensors, in blocks. The blocks are views, so the tensors must keep their memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        """:param tensors: contiguous float32 tensors; of an update on any device, else in host memory"""
+        """:param tensors: contiguous float32 tensors; of an update or a residual on any device, else in host memory"""
         self.total = sum(tensor.numel() for tensor in tensors)
         self.num_blocks = -(-self.total // BLOCK)
-        self._pieces: list[list[torch.Tensor]] = [[] for _ in range(self.num_blocks)]
+        self.pieces: list[list[torch.Tensor]] = [[] for _ in range(self.num_blocks)]  # by block
         end = 0
         for tensor in tensors:
             rest = tensor.detach().view(-1)
             while len(rest):
-                piece, rest = rest.tensor_split([BLOCK - end % BLOCK])
-                self._pieces[end // BLOCK].append(piece)
+                piece, rest = rest.tensor_split([PIECE - end % PIECE])
+                self.pieces[end // BLOCK].append(piece)
                 end += len(piece)
 
     def count(self, block: int) -> int:
@@ -57,13 +58,20 @@ class Numbers:
 
     def read(self, block: int) -> torch.Tensor:
         """Return a copy of a block in host memory, of shape (count,)."""
-        return torch.cat(self._pieces[block]).cpu()
+        return torch.cat(self.pieces[block]).cpu()
 
     def write(self, block: int, values: torch.Tensor) -> None:
         """Change the numbers of a block to these values, of shape (count,)."""
-        pieces = self._pieces[block]
-        for piece, part in zip(pieces, values.split([len(piece) for piece in pieces]), strict=True):
+        for piece, part in zip(self.pieces[block], values.split([*map(len, self.pieces[block])]), strict=True):
             piece.copy_(part)
+
+
+class Summary(NamedTuple):
+    """The measures of an update that do not depend on others; of an invalid one, they are 0."""
+
+    norm: float
+    count: int  # of its entries
+    sketch: np.ndarray  # int32
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Contribution:
     epochs_late: int  # between the offer's base and the parent of the commit
     blocks: Sequence[bytes]  # may be a reader of files
     is_voter: bool = True
+    summary: Summary | None = None  # from its arrival
 
 
 def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[bytes]:
@@ -84,7 +93,9 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     """
     blocks = []
     for index in range(residual.num_blocks):
-        values = update.read(index).add_(residual.read(index))
+        for piece, part in zip(residual.pieces[index], update.pieces[index], strict=True):
+            piece.add_(part.to(piece.device))
+        values = residual.read(index)
         blocks.append(codec.compress(values))
         positions, kinds, decoded = decode(blocks[-1], len(values))
         values.numpy()[positions] -= decoded[kinds]
@@ -113,55 +124,44 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
         raise ValueError(f"a block of {numbers} numbers has {len(positions)} entries in {len(values)} kinds")
 
 
-def check_numbers(data: bytes, numbers: int) -> None:
-    """Raise a ValueError unless a block of a log's first anchor has this many float32 numbers."""
-    if len(data) != 4 * numbers:
-        raise ValueError(f"a block of {numbers} numbers has {len(data)} bytes")
-
-
-class Measures(NamedTuple):
-    """The measures of contributions from which their weights follow, apart from samples."""
-
-    norms: list[float]
-    products: list[list[int]]  # of two contributions' sketches
-    agreements: list[float]  # share of the entries that have the momentum's sign, minus that with the other sign
-
-
-def measure(contributions: Sequence[Contribution], momentum: Numbers) -> Measures:
-    """Measure each contribution, and how similar it is to the others and to the outer momentum.
+def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
+    """Measure an update of as many numbers.
 
     An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own.
     A sketch holds the sum of the signs in each bucket, where a hash of the position chooses the bucket, and whether the
-    sign is reversed (count sketch, Charikar et al., 2002). All products are integers, and therefore exact.
+    sign is reversed (count sketch, Charikar et al., 2002).
     """
-    squares: list[list[float]] = [[] for _ in contributions]
-    counts, agreements = [0] * len(contributions), [0] * len(contributions)
-    sketches, invalid = np.zeros((len(contributions), BUCKETS)), set()
+    squares, count, sketch = [], 0, np.zeros(BUCKETS, np.int32)
+    for block in range(numbers.num_blocks):
+        try:
+            positions, kinds, values = decode(blocks[block], numbers.count(block))
+        except (ValueError, IndexError):
+            return Summary(0.0, 0, np.zeros_like(sketch))
+        of_kind = np.bincount(kinds, minlength=len(values))
+        squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
+        count += len(positions)
+        hashes = (positions + block * BLOCK).astype(np.uint32) * np.uint32(2654435761)  # Knuth's, modulo 2 ** 32
+        signs = np.sign(values).astype(np.int8)[kinds] * (1 - 2 * (hashes >> 31).astype(np.int8))
+        sketch += np.bincount(hashes >> 8 & BUCKETS - 1, weights=signs, minlength=BUCKETS).astype(np.int32)
+    return Summary(math.sqrt(math.fsum(squares)), count, sketch)
+
+
+def is_copy(offer: Contribution, count: int, momentum: Numbers) -> bool:
+    """Return whether the entries have the momentum's signs; of most offers, a few blocks show that they do not."""
+    most = count  # the sum of the products of signs, as far as they are known
     for block in range(momentum.num_blocks):
-        direction = momentum.read(block).sign_().to(torch.int8).numpy()
-        for index, contribution in enumerate(contributions):
-            try:
-                positions, kinds, values = decode(contribution.blocks[block], len(direction))
-            except (ValueError, IndexError):
-                invalid.add(index)
-                continue
-            of_kind = np.bincount(kinds, minlength=len(values))
-            squares[index].append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
-            signs = np.sign(values).astype(np.int8)[kinds]
-            counts[index] += len(positions)
-            agreements[index] += int((signs * direction[positions]).sum(dtype=np.int64))
-            hashes = (positions + block * BLOCK).astype(np.uint32) * np.uint32(2654435761)  # Knuth's, modulo 2 ** 32
-            signs *= 1 - 2 * (hashes >> 31).astype(np.int8)
-            sketches[index] += np.bincount(hashes >> 8 & BUCKETS - 1, weights=signs, minlength=BUCKETS)
-    return Measures(
-        [0.0 if index in invalid else math.sqrt(math.fsum(terms)) for index, terms in enumerate(squares)],
-        [[int(product) for product in row] for row in sketches @ sketches.T],
-        [agreement / max(1, count) for agreement, count in zip(agreements, counts, strict=True)],
-    )
+        positions, kinds, values = decode(offer.blocks[block], momentum.count(block))
+        products = np.sign(values)[kinds] * np.sign(momentum.read(block).numpy()[positions])
+        most -= len(products) - int(products.sum(dtype=np.int64))
+        if most / count <= MAX_COSINE:
+            return False
+    return True
 
 
-def compute_cosines(products: list[list[int]]) -> list[list[float]]:
-    """Return the cosine of each two sketches, 0 if one of them is empty."""
+def compute_cosines(summaries: Sequence[Summary]) -> list[list[float]]:
+    """Return the cosine of each two sketches, 0 if one of them is empty. Their products are exact, as integers."""
+    sketches = np.array([it.sketch for it in summaries], np.float64).reshape(-1, BUCKETS)
+    products = (sketches @ sketches.T).tolist()
     norms = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
     return [[it / (a * b) for it, b in zip(row, norms, strict=True)] for row, a in zip(products, norms, strict=True)]
 
@@ -171,7 +171,7 @@ def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]
     return statistics.median_high([cosines[index][i] for i in others if i != index] or [0.0])
 
 
-def compute_weights(contributions: Sequence[Contribution], measures: Measures) -> list[float]:
+def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
     Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
@@ -182,13 +182,13 @@ def compute_weights(contributions: Sequence[Contribution], measures: Measures) -
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
     """
-    norms, products, agreements = measures
-    indices = range(len(contributions))
+    summaries = [it.summary or summarize(it.blocks, momentum) for it in contributions]
+    indices, norms = range(len(contributions)), [it.norm for it in summaries]
     counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
-    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(products)
+    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(summaries)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
-    originals = [i for i in counted if agreements[i] <= MAX_COSINE]
+    originals = [i for i in counted if not is_copy(contributions[i], summaries[i].count, momentum)]
     for kept in (agreed, originals):  # in a tiny model, all offers may point where the momentum does
         if 2 * len(voters.intersection(counted, kept)) > len(voters.intersection(counted)):
             counted = [i for i in counted if i in kept]
@@ -218,21 +218,24 @@ def aggregate(
 
     :returns: the factor of each contribution in the sum, see `compute_weights`
     """
-    weights = compute_weights(contributions, measure(contributions, momentum))
+    weights = compute_weights(contributions, momentum)
     order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
-    for block in range(anchor.num_blocks):
-        total = np.zeros(anchor.count(block), np.float32)
+    total = torch.zeros(min(BLOCK, anchor.total))
+    for block, pieces in enumerate(anchor.pieces):
+        total = total[: anchor.count(block)].zero_()
         for index in order:
             if weights[index] > TINY:
                 positions, kinds, values = decode(contributions[index].blocks[block], len(total))
                 values = values * np.float32(weights[index])
                 values[np.abs(values) < TINY] = 0
-                total[positions] += values[kinds]
-        update = torch.hardshrink(torch.from_numpy(total), TINY)
-        velocity = torch.hardshrink(momentum.read(block).mul_(outer_momentum).add_(update), TINY)
-        momentum.write(block, velocity)
-        step = velocity.mul_(outer_momentum).add_(update).mul_(lr)
-        anchor.write(block, torch.hardshrink(anchor.read(block).sub_(step), TINY))
+                # no position occurs twice, so this adds one number to each
+                total.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(values.take(kinds)))
+        updates = total.split([*map(len, pieces)])
+        for params, velocity, update in zip(pieces, momentum.pieces[block], updates, strict=True):
+            torch.hardshrink(update, TINY, out=update)
+            torch.hardshrink(velocity.mul_(outer_momentum).add_(update), TINY, out=velocity)
+            params.sub_(torch.mul(velocity, outer_momentum).add_(update).mul_(lr))
+            torch.hardshrink(params, TINY, out=params)
     return weights
 
 

@@ -272,7 +272,7 @@ class Exchange:
         self._active, self._counts, self._period_end = Counter(), Counter(), 0.0
         self._locks = weakref.WeakValueDictionary()  # by peer
         # messages and blocks do not wait for each other
-        self._message_worker, self._block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
+        self._message_worker, self.block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
         started = Future()
         # not dht.replicate_p2p: an averager that this process forks would replace that object, and unlink its socket
         main = self._run(dht.run_coroutine(get_daemon_maddr), started)
@@ -302,7 +302,7 @@ class Exchange:
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
         self._message_worker.shutdown()
-        self._block_worker.shutdown()
+        self.block_worker.shutdown()
 
     @contextlib.contextmanager
     def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int) -> Iterator[None]:
@@ -494,7 +494,7 @@ class Exchange:
             self.uplink.count_received(size)
             timeout.reschedule(timeout.when() + 8e-6 * size / MIN_MBITS)
             wanted.remove(number)
-            await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
+            await self._loop.run_in_executor(self.block_worker, self._store, download, number, data)
             download.missing.discard(number)
             download.arrival.set()
             download.arrival = asyncio.Event()

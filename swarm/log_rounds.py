@@ -23,18 +23,19 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
 import hivemind
+import numpy as np
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
 from common.signals import STOP_REQUESTED
-from swarm.aggregation import BLOCK, Numbers, check_block, check_numbers
+from swarm.aggregation import BLOCK, Numbers, check_block, summarize
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -126,7 +127,9 @@ class LogRounds:
         self.numbers, self.store = numbers, BlobStore(folder / "blobs", MIN_STORE_BYTES + 4 * numbers.total)
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
         self._update_format = Format(max_bytes, lambda data, index: check_block(data, numbers.count(index), codec))
-        self._anchor_format = Format(4 * BLOCK, lambda data, index: check_numbers(data, numbers.count(index)))
+        self._anchor_format = Format(4 * BLOCK, lambda data, i: np.frombuffer(data, "<f4").reshape(numbers.count(i)))
+        #: returns the measures of an update that is here, or raises a KeyError
+        self.summarize = lru_cache(2 * MAX_OFFERS)(lambda blob: summarize(self.store.open(blob), numbers))
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
@@ -192,8 +195,8 @@ class LogRounds:
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
-        blob, num_bytes = self.store.add(blocks), sum(map(len, blocks))
-        mbits = self.dht.uplink.mbits or 0.0
+        blob, num_bytes, mbits = self.store.add(blocks), sum(map(len, blocks)), self.dht.uplink.mbits or 0.0
+        self.exchange.block_worker.submit(self.summarize, blob)
         with self._lock:
             self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.head.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
@@ -398,6 +401,7 @@ class LogRounds:
             if self.log is not None:  # it requests the blob again as long as it lacks it
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
+            self.exchange.block_worker.submit(self.summarize, offer.blob)
             self._perform(self.log.mark_complete(get_dht_time()))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
@@ -428,9 +432,7 @@ class LogRounds:
 
     def _answer_request(self, head: bytes) -> bytes:
         """Return the answer to a peer that wants the log's state after a commit."""
-        entry = None
-        if self.log is not None:
-            entry = self.log.list_path().get(self.log.head.head if head == NEWEST else head)
+        entry = self.log and self.log.list_path().get(self.log.head.head if head == NEWEST else head)
         return pack(Envelope(self.log_id, self.epoch, state=pack(entry.state) if entry else b""))
 
     def _fetch(self, offer: Offer) -> None:
@@ -442,8 +444,7 @@ class LogRounds:
         holders |= {PeerID(it.peer): it.mbits for it in offers if it.accepts_connections}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
-        owner = PeerID(offer.peer)
-        size, seconds = offer.num_bytes, self.exchange_seconds
+        owner, size, seconds = PeerID(offer.peer), offer.num_bytes, self.exchange_seconds
         fetching = self.exchange.fetch(offer.blob, owner, holders, size, self._update_format, seconds)
         self._when_done(fetching, self._take_blob, offer)
 

@@ -80,10 +80,6 @@ class LogSteps:
         self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
         return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
 
-    def _list_numbers(self) -> tuple[Numbers, Numbers]:
-        opt = self.optimizer.opt
-        return Numbers(list_params(opt)), Numbers(opt.list_momenta())
-
     def _open(self, log_id: bytes, state: State, is_new: bool = False) -> None:
         self.exists = True
         self.rounds.open(log_id, state, is_new)
@@ -256,7 +252,7 @@ class LogSteps:
         optimizer.local.record_averaged(update)
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
-        digest = compute_digest(*self._list_numbers())
+        digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))
         try:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
@@ -279,16 +275,16 @@ class LogSteps:
             self._load_state("this peer's state differs from most others")
             return False
         try:
-            blobs = [self.rounds.store.open(it.blob) for it in commit.offers]
-            for blob in blobs:
+            blobs = [(self.rounds.store.open(it.blob), self.rounds.summarize(it.blob)) for it in commit.offers]
+            for blob, _ in blobs:
                 deque(blob, maxlen=0)  # an outer step must not end in the middle because a block is damaged
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
         outer, averager.next_lineage = optimizer.opt, commit.hash.hex()
         outer.contributions = [
-            Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
-            for it, blob in zip(commit.offers, blobs, strict=True)
+            Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters, summary)
+            for it, (blob, summary) in zip(commit.offers, blobs, strict=True)
         ]
         with self._count_seconds(), self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)

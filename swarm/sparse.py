@@ -25,14 +25,14 @@ HEADER = struct.Struct("<BI")
 
 def pack(codes: np.ndarray, bits: int) -> bytes:
     """Pack unsigned integers below 2 ** bits into bytes: the lowest bits of all codes first, then the next bits."""
-    return b"".join(np.packbits((codes >> bit) & 1).tobytes() for bit in range(bits))
+    return b"".join(np.packbits((codes >> bit).astype(np.uint8) & 1).tobytes() for bit in range(bits))
 
 
 def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Return the codes, as int32, from which `pack` made these bytes (uint8)."""
-    codes = np.zeros(count, np.int32)
-    for bit, plane in enumerate(np.unpackbits(data.reshape(bits, -(-count // 8)), axis=1, count=count)):
-        codes |= plane.astype(np.int32) << bit
+    """Return the codes, in the smallest type, from which `pack` made these bytes (uint8)."""
+    codes = np.zeros(count, np.min_scalar_type(2**bits - 1))
+    for plane in np.unpackbits(data.reshape(bits, -(-count // 8)), axis=1, count=count)[::-1]:
+        codes = codes + codes | plane
     return codes
 
 
@@ -66,13 +66,13 @@ def decode(buffer: bytes, numbers: int) -> Entries:
     if len(high) != count or not ((minima >= 0) & (minima <= MAX_SCALE) & (spread >= 0) & (spread <= MAX_SCALE)).all():
         raise ValueError("not a sparse tensor: the bitmap or the scales are invalid")
     positions = (high - np.arange(count) << low_bits) | unpack(low, count, low_bits)
-    if count and (positions[-1] >= numbers or (np.diff(positions) <= 0).any()):
+    if count and (positions[-1] >= numbers or (positions[1:] <= positions[:-1]).any()):
         raise ValueError("not a sparse tensor: the positions are not ascending or out of range")
     levels = 2 ** (bits - 1)
     # the product is exact: 8 bits of a scale, and at most 8 of a level
     values = minima + (np.arange(levels, dtype=np.float32) + np.float32(0.5)) * (spread * np.float32(1 / levels))
     values[values < TINY] = 0
-    kinds = (positions // CHUNK << bits) | unpack(codes, count, bits)
+    kinds = (positions >> CHUNK.bit_length() - 1 << bits) | unpack(codes, count, bits)
     return Entries(positions, kinds, np.hstack([values, -values]).ravel())
 
 
@@ -89,12 +89,12 @@ class TopKCompression:
     def choose(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the positions of the entries to send, ascending, as int64."""
         chunk = min(CHUNK, len(numbers))
-        chunks = pad(numbers, (0, -len(numbers) % chunk)).view(-1, chunk)
+        chunks = (pad(numbers, (0, -len(numbers) % chunk)) if len(numbers) % chunk else numbers).view(-1, chunk)
         # The magnitude, rounded to 11 bits, and the position are one integer: faster than topk, and always as many.
-        keys = (chunks.view(torch.int32) & 0x7FFFF000) | torch.arange(chunk, dtype=torch.int32)
-        rest = chunk - math.ceil(self.density * chunk)
-        largest = np.sort(np.partition(keys.numpy(), rest, axis=1)[:, rest:] & 0xFFF, axis=1).astype(np.int64)
-        largest = torch.from_numpy(largest + np.arange(0, chunks.numel(), chunk)[:, None]).flatten()
+        rest, places = chunk - math.ceil(self.density * chunk), torch.arange(chunk, dtype=torch.int32)
+        keys = ((part & 0x7FFFF000 | places).numpy() for part in chunks.view(torch.int32).split(16))  # for the cache
+        largest = np.concatenate([np.partition(it, rest, axis=1)[:, rest:] & 0xFFF for it in keys])
+        largest = torch.from_numpy(np.sort(largest, axis=1) + np.arange(0, chunks.numel(), chunk)[:, None]).flatten()
         return largest[chunks.view(-1)[largest] != 0]  # includes NaN, which the receiver refuses
 
     def compress(self, numbers: torch.Tensor) -> bytes:

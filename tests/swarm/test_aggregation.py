@@ -25,6 +25,7 @@ from swarm.aggregation import (
     compute_digest,
     encode,
     restore,
+    summarize,
 )
 from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
 
@@ -161,6 +162,14 @@ def test_others_have_a_quarter_of_weight():
     assert sum(weights[3:10]) == pytest.approx(1 / 4, rel=1e-9)
     assert apply([*voters, others[0]])[0][3] == pytest.approx(1 / 4, rel=1e-9)
     assert apply(others)[0] == pytest.approx([1 / 7] * 7, rel=0.01)
+
+
+def test_weights_same_with_measures_of_arrival():
+    offers = [make_offer(seed) for seed in (1, 2, 3)]
+    offers += [dataclasses.replace(offers[0], peer=b"c"), dataclasses.replace(offers[1], peer=b"x", blocks=[b""])]
+    measured = [dataclasses.replace(it, summary=summarize(it.blocks, make_numbers())) for it in offers]
+    (weights, anchor), (expected, expected_anchor) = apply(measured), apply(offers)
+    assert weights == expected and weights[4] == 0 < weights[3] and anchor.equal(expected_anchor)
 
 
 def test_copy_of_momentum_has_no_weight():
