@@ -285,7 +285,7 @@ def watch(course: Course, kind: str | None) -> None:
         course.began = course.acts[0]["time"]
     who = {"newcomer": course.newcomer, "trainer0": swarm.honest[0]}.get(MEMORY.get(kind))
     if who:
-        course.memory.append(sum(megabytes for megabytes, _ in measure_processes(who).values()))
+        course.memory.append(sum(megabytes for megabytes, *_ in measure_processes(who).values()))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

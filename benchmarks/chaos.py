@@ -458,7 +458,7 @@ def report(chaos: Chaos, phases: dict[str, list[float]]) -> dict:
 def measure_memory(chaos: Chaos) -> dict[str, float]:
     """Return the memory of each role, in MB (PSS)."""
     scripts = {"monitor": chaos.monitor, **{trainer.name: trainer.script for trainer in chaos.trainers}}
-    return {role: sum(mb for mb, _ in measure_processes(script).values()) for role, script in scripts.items()}
+    return {role: sum(mb for mb, *_ in measure_processes(script).values()) for role, script in scripts.items()}
 
 
 def run(args: argparse.Namespace, net: netlab.Net | None, folder: Path) -> dict:

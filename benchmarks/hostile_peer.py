@@ -38,7 +38,7 @@ from swarm.log_records import pack
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.state_server import StateSnapshot
+from swarm.state_server import STATE, StateSnapshot
 
 # --- false parts and false averages in rounds -------------------------------------------------------------------------
 
@@ -233,9 +233,9 @@ def poison_state(ahead: int = 0) -> None:
         if tensors:
             for tensor, _ in zip(tensors, list_params(self.optimizer), strict=False):
                 tensor.normal_()
-            if not self._wants_step.value:
+            if self._wanted.value == STATE:
                 metadata["epoch"] += ahead
-            note(f"gives a poisoned {'step' if self._wants_step.value else 'state'} of epoch {metadata['epoch']}")
+            note(f"gives a poisoned {'state' if self._wanted.value == STATE else 'step'} of epoch {metadata['epoch']}")
         return metadata, tensors, infos
 
     StateAverager.get_current_state = get_poisoned_state
@@ -291,10 +291,12 @@ def conspire(honest_epochs: int = 6, ahead: int = 2) -> None:
             generator = torch.Generator().manual_seed(metadata["epoch"])
             for tensor, _ in zip(tensors, list_params(self.optimizer), strict=False):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
-            if not self._wants_step.value:
+            if self._wanted.value == STATE:
                 metadata["epoch"] += ahead
                 metadata["lineage"] = f"invented {metadata['epoch']}"
-            note(f"serves an invented {'step' if self._wants_step.value else 'state'} of epoch {metadata['epoch']}")
+            note(
+                f"serves an invented {'state' if self._wanted.value == STATE else 'step'} of epoch {metadata['epoch']}"
+            )
         return metadata, tensors, infos
 
     swarm.dht.DHT.store, StateAverager.get_current_state = store_ahead, get_invented_state

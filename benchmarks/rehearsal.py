@@ -128,7 +128,7 @@ class Rehearsal:
         self.events: list[dict] = []  # kind, names, from and until
         self.pending: list[tuple[float, Callable[[], None]]] = []
         self.deaths: list[str] = []
-        self.memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.memory: dict[str, list[tuple[float, dict]]] = defaultdict(list)
         self.next_look = 0.0
         #: for each new peer, the seconds to its first samples, without their batch, and those that its line allows
         self.newcomers: dict[str, tuple[float, float]] = {}
@@ -200,12 +200,12 @@ class Rehearsal:
         return trainer
 
     def measure_memory(self) -> None:
-        """Record the megabytes of each honest role, by its log, of which each start has another one."""
+        """Record the memory of each honest role's processes, by its log, of which each start has another one."""
         self.next_look = time.time() + 30
         scripts = [trainer.script for trainer in self.honest if not trainer.runs[-1]["ended"]]
         for script in (*self.servers.values(), *scripts):
-            used = sum(megabytes for megabytes, _ in measure_processes(script).values())
-            self.memory[f"{script.log.parent.name}/{script.log.name}"].append((time.time(), used))
+            if used := measure_processes(script):
+                self.memory[f"{script.log.parent.name}/{script.log.name}"].append((time.time(), used))
 
     # --- the events
 
@@ -456,13 +456,16 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
 
 
 def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
-    """Return the growth in memory of each process that runs for 15 minutes, from its minute 10 on."""
+    """Return the growth in memory of each role that runs for 15 minutes, from its minute 10 on: of its own memory, in
+    its PSS at that time (see soak.py)."""
     growth = {}
     for log, values in rehearsal.memory.items():
-        steady = [used for moment, used in values if moment > values[0][0] + 600]
+        steady = [used.values() for moment, used in values if moment > values[0][0] + 600]
         if len(steady) >= 10:
             few = max(3, len(steady) // 10)
-            growth[log] = statistics.fmean(steady[-few:]) / statistics.fmean(steady[:few]) - 1
+            shared, own = ([sum(it[kind] for it in used) for used in steady] for kind in (0, 2))
+            grown = statistics.fmean(own[-few:]) - statistics.fmean(own[:few])
+            growth[log] = grown / statistics.fmean(shared[:few])
     return growth
 
 

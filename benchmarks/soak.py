@@ -28,21 +28,27 @@ TRAINER = (
 ).split()
 
 
-def measure_processes(script: Script) -> dict[str, tuple[float, int]]:
-    """Return the PSS in MB and the number of open files of each process of a role, by its task."""
+def measure_processes(script: Script) -> dict[str, tuple[float, int, float]]:
+    """Return the PSS in MB, the number of open files, and the own memory of each process of a role, by its task.
+
+    The own memory in MB consists of all anonymous pages and the share of shared memory. Its level counts forked pages
+    twice, but only the process itself changes it: the PSS rises if another program ends, and shares no more pages.
+    """
     # in the order in which a role forks them
     helpers = iter(["DHT", "state averager", "gradient averager"])
     measured = {}
     for process in sorted(script.processes(), key=lambda process: process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
             if process.pid == script.session:
                 name = "main"
             elif process.ppid() == script.session and process.cmdline() == psutil.Process(script.session).cmdline():
                 name = next(helpers, "other")
             else:
                 name = "p2pd" if process.name() == "p2pd" else "other"
-            memory, files = measured.get(name, (0.0, 0))
-            measured[name] = memory + process.memory_full_info().pss / 2**20, files + process.num_fds()
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = {line.split()[0]: int(line.split()[1]) / 2**10 for line in rollup}
+            values = sizes["Pss:"], process.num_fds(), sizes["Anonymous:"] + sizes["Pss_Shmem:"]
+            measured[name] = tuple(map(sum, zip(measured.get(name, (0.0, 0, 0.0)), values, strict=True)))
     return measured
 
 
@@ -65,7 +71,7 @@ def draw(samples: list[tuple[float, dict]], warm_up: float, path: str) -> None:
     for axis, role in zip(axes, roles, strict=True):
         for name in samples[-1][1][role]:
             axis.plot(minutes, [roles[role].get(name, (float("nan"),))[0] for _, roles in samples], label=name)
-        axis.plot(minutes, [sum(mb for mb, _ in roles[role].values()) for _, roles in samples], "k", label="all")
+        axis.plot(minutes, [sum(mb for mb, *_ in roles[role].values()) for _, roles in samples], "k", label="all")
         axis.axvline(warm_up / 60, color="#bbbbbb", linewidth=0.8)
         axis.set(title=role, xlabel="minutes", ylim=(0, None))
         axis.legend(fontsize="small")
@@ -120,10 +126,10 @@ def main() -> None:
     print(f"{'role':10} {'process':18} {'MB':>7} {'at end':>7} {'MB/hour':>8} {'files':>6} {'at end':>6}")
     for role in scripts:
         names = steady[-1][1][role]
-        table = {name: [roles[role].get(name, (0.0, 0)) for _, roles in steady] for name in names}
+        table = {name: [roles[role].get(name, (0.0, 0, 0.0)) for _, roles in steady] for name in names}
         table["all"] = [tuple(map(sum, zip(*roles[role].values(), strict=True))) for _, roles in steady]
         for name, values in table.items():
-            memory = [mb for mb, _ in values]
+            memory = [mb for mb, *_ in values]
             # means over a tenth of the time at both ends, because single readings vary
             few = max(1, len(memory) // 10)
             first, last = sum(memory[:few]) / few, sum(memory[-few:]) / few

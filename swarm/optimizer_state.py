@@ -15,7 +15,7 @@ from hivemind.utils import MPFuture, nested_map, nested_pack
 
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import StateServer, copy_flat, dump_moments
+from swarm.state_server import NOTHING, STATE, StateServer, copy_flat, dump_moments
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -79,8 +79,8 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     @torch.no_grad()
     def get_current_state(self):
-        """Return a consistent copy of the state with its lineage hash, or of the last step's gradients if requested."""
-        if not self._wants_step.value:
+        """Return a consistent copy of the state with its lineage hash, or of the last step's gradients, or nothing."""
+        if self._wanted.value == STATE:
             # a step holds this lock while it changes all of these; an averaging of parameters may go on for seconds
             with self.lock_optimizer:
                 values, moments = dump_moments(self.optimizer)
@@ -89,7 +89,7 @@ class StateAverager(TrainingStateAverager, StateServer):
                 # hivemind's local_epoch is ahead of the parameters until the step is made
                 metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
                 return metadata, copy_flat([tensor for tensor, _ in tensors], infos), infos
-        if self.grad_averager is None or self.grad_averager.last_step is None:
+        if self._wanted.value == NOTHING or self.grad_averager is None or self.grad_averager.last_step is None:
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
             # the next round, in another thread, ends the last step

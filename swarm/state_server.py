@@ -39,6 +39,7 @@ MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
 FIRST_ANSWER = 5.0  # seconds; timeout for the first message from a client
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
+STATE, STEP, NOTHING = range(3)  # what the averager's process requests from the main process
 
 MAX_SERVED_PEERS, MAX_RELAYED_PEERS = 8, 2  # concurrent downloads from a trainer; from a client or an auxiliary peer
 MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
@@ -116,10 +117,8 @@ def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes
     return {
         peer: float(info.value)
         for peer, info in declared
-        if isinstance(info, ValueWithExpiration)
-        and isinstance(info.value, (int, float))
-        and info.value >= 0  # no NaN
-        and peer != own_id
+        if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
+        if info.value >= 0 and peer != own_id  # no NaN
     }
 
 
@@ -168,8 +167,7 @@ class StateServer(VerifyingAverager):
 
     def __init__(self, *args, **kwargs):
         self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
-        # whether the averager's process requests the last step from the main process, and not the state
-        self._wants_step = multiprocessing.Value(ctypes.c_bool)
+        self._wanted = multiprocessing.Value(ctypes.c_int, STATE)
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
         self._served: dict[PeerID, Service] = {}
@@ -280,8 +278,7 @@ class StateServer(VerifyingAverager):
         """Yield the description or the blocks of a snapshot."""
         epoch, lineage, numbers, _ = request
         if not numbers:
-            is_new_enough = self.state_sharing_priority >= epoch
-            snapshot = await self._find_snapshot(peer, epoch, lineage) if is_new_enough else None
+            snapshot = self.state_sharing_priority >= epoch and await self._find_snapshot(peer, epoch, lineage)
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
             yield DownloadData(metadata=self.serializer.dumps(description))
             return
@@ -311,8 +308,10 @@ class StateServer(VerifyingAverager):
                     states = [None, *(it for it in self._snapshots if not it.is_step)]
                     return None if step_key else states[-1]
                 self._snapshots.remove(oldest)
-            self._wants_step.value = bool(step_key)
+            self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()
+            self._wanted.value = NOTHING  # otherwise, the main process keeps its last answer (note 89)
+            await self._get_current_state_from_host_process()
             metadata = self.serializer.loads(metadata)
             if metadata["epoch"] < epoch or step_key and metadata["lineage"] != step_key:
                 return None

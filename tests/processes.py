@@ -80,7 +80,7 @@ class ForkServer:
 
     # variables that no import reads; if others differ, a program starts without the fork server
     LATE_VARIABLES = re.compile(
-        "CLOCK_FILE|CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+        "CLOCK_FILE|CUDA_VISIBLE_DEVICES|GOGC|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
         "|_TORCHINDUCTOR_.*"  # set by torch when it compiles
     )
 

@@ -45,7 +45,7 @@ class BadStateAverager(StateAverager):
             tensors = [tensor[:-1] for tensor in tensors]
         if self.kind == "types":
             tensors = [tensor.double() for tensor in tensors]
-        if self.kind == "infinite":
+        if self.kind == "infinite" and tensors:
             tensors[0][7] = float("inf")
         if self.kind == "metadata":
             metadata["optimizer_metadata"] = [{"type": "tensor", "index": 99}]

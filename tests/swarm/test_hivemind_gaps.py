@@ -6,13 +6,17 @@ import contextlib
 import gc
 import inspect
 import logging
+import queue
 import socket
+import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
 import hivemind
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.averaging import averager
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.key_manager import GroupKeyManager
@@ -39,6 +43,7 @@ from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
 from swarm.processes import filter_hivemind_log
+from swarm.state_server import NOTHING, STATE, STEP, StateServer
 from swarm.uplink import RoundTimeouts
 
 NOTES = (ROOT / "docs/hivemind.md").read_text()
@@ -194,6 +199,43 @@ def test_dht_leaks_read_coroutine(kind, is_held):
                 assert connection.recv(5) == b"ended"
     finally:
         dht.shutdown()
+
+
+class FakeTensor:
+    """A tensor to which a weak reference is possible, and which is its own copy."""
+
+    requires_grad = False
+
+    def get_self(self, *_) -> "FakeTensor":
+        return self
+
+    cpu = detach = requires_grad_ = get_self
+
+
+def test_hivemind_keeps_last_state_it_sent():
+    """Note 89; StateServer._find_snapshot requests NOTHING after each state."""
+    requests, answers, states = queue.SimpleQueue(), queue.SimpleQueue(), [({}, [], []), ({}, [FakeTensor()], [])]
+    tensor = weakref.ref(states[1][1][0])
+    future = SimpleNamespace(set_result=lambda result: answers.put(len(result[1])))
+    fetch = averager._background_thread_fetch_current_state
+    args = MSGPackSerializer, SimpleNamespace(recv=requests.get), lambda: states.pop
+    threading.Thread(target=fetch, args=args, daemon=True).start()
+    for num_tensors in (1, 0):
+        requests.put(("_TRIGGER_GET_CURRENT_STATE", future))
+        assert answers.get(timeout=10) == num_tensors
+        assert (tensor() is not None) == (num_tensors == 1)
+    requests.put(("_SHUTDOWN", None))
+
+    async def fetch_state() -> tuple:
+        wanted.append(donor._wanted.value)
+        return MSGPackSerializer.dumps({"epoch": 0, "lineage": ""}), [], []
+
+    wanted, donor = [], SimpleNamespace(_snapshots=[], lineage="", _wanted=SimpleNamespace())
+    donor._lock_snapshots = asyncio.Lock()
+    donor._get_current_state_from_host_process, donor.serializer = fetch_state, MSGPackSerializer
+    for step_key, kind in (("", STATE), ("a step", STEP)):
+        assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 1, step_key)) is None
+        assert wanted[-2:] == [kind, NOTHING]
 
 
 async def count_answers(add_handler, call_handler) -> int:
