@@ -89,7 +89,7 @@ class Contribution:
 def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[bytes]:
     """Return the encoded blocks of update + residual; the residual becomes what they lack (error feedback).
 
-    :raises ValueError: a number is not finite, or too large for the codec; the residual is then partly changed
+    :raises ValueError: a number is not finite, or too large for the codec; the residual is then invalid
     """
     blocks = []
     for index in range(residual.num_blocks):
@@ -125,7 +125,7 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
 
 
 def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
-    """Measure an update of as many numbers.
+    """Measure an update of as many numbers as `numbers` has.
 
     An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own.
     A sketch holds the sum of the signs in each bucket, where a hash of the position chooses the bucket, and whether the
@@ -146,16 +146,17 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
     return Summary(math.sqrt(math.fsum(squares)), count, sketch)
 
 
-def is_copy(offer: Contribution, count: int, momentum: Numbers) -> bool:
-    """Return whether the entries have the momentum's signs; of most offers, a few blocks show that they do not."""
-    most = count  # the sum of the products of signs, as far as they are known
+def find_copies(offers: Sequence[Contribution], counts: dict[int, int], momentum: Numbers) -> set[int]:
+    """Return which offers have the momentum's signs, of those with these counts of entries. A few blocks tell."""
+    most = dict(counts)  # the sums of the products of signs, as far as they are known
     for block in range(momentum.num_blocks):
-        positions, kinds, values = decode(offer.blocks[block], momentum.count(block))
-        products = np.sign(values)[kinds] * np.sign(momentum.read(block).numpy()[positions])
-        most -= len(products) - int(products.sum(dtype=np.int64))
-        if most / count <= MAX_COSINE:
-            return False
-    return True
+        if copies := [i for i in most if most[i] / counts[i] > MAX_COSINE]:
+            signs = np.sign(momentum.read(block).numpy())
+        for i in copies:
+            positions, kinds, values = decode(offers[i].blocks[block], len(signs))
+            products = np.sign(values)[kinds] * signs[positions]
+            most[i] -= len(products) - int(products.sum(dtype=np.int64))
+    return {i for i in most if most[i] / counts[i] > MAX_COSINE}
 
 
 def compute_cosines(summaries: Sequence[Summary]) -> list[list[float]]:
@@ -188,7 +189,8 @@ def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) ->
     voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(summaries)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
-    originals = [i for i in counted if not is_copy(contributions[i], summaries[i].count, momentum)]
+    copied = find_copies(contributions, {i: summaries[i].count for i in counted}, momentum)
+    originals = [i for i in counted if i not in copied]
     for kept in (agreed, originals):  # in a tiny model, all offers may point where the momentum does
         if 2 * len(voters.intersection(counted, kept)) > len(voters.intersection(counted)):
             counted = [i for i in counted if i in kept]

@@ -1,5 +1,4 @@
-"""The states of a peer's epoch, and the causes that take it from one to the next. All times are of the monotonic clock,
-which the caller passes in."""
+"""The states of a peer's epoch, and the causes of each transition. Times are the caller's, of the monotonic clock."""
 
 import enum
 import math

@@ -225,7 +225,7 @@ class Download:
         return [peer for peer in sources if peer != own_id]
 
     def compute_timeout(self, source: PeerID) -> float:
-        """Return the seconds for a source to begin: twice those for all copies of all blobs by it and the owner."""
+        """Return a source's seconds to begin: twice those for it and the owner to send all copies of all blobs."""
         peers = {self.owner, source} & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
@@ -272,7 +272,7 @@ class Exchange:
         self._active, self._counts, self._period_end = Counter(), Counter(), 0.0
         self._locks = weakref.WeakValueDictionary()  # by peer
         # messages and blocks do not wait for each other
-        self._message_worker, self.block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
+        self._message_worker, self._block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
         started = Future()
         # not dht.replicate_p2p: an averager that this process forks would replace that object, and unlink its socket
         main = self._run(dht.run_coroutine(get_daemon_maddr), started)
@@ -302,7 +302,7 @@ class Exchange:
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
         self._message_worker.shutdown()
-        self.block_worker.shutdown()
+        self._block_worker.shutdown()
 
     @contextlib.contextmanager
     def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int) -> Iterator[None]:
@@ -494,7 +494,7 @@ class Exchange:
             self.uplink.count_received(size)
             timeout.reschedule(timeout.when() + 8e-6 * size / MIN_MBITS)
             wanted.remove(number)
-            await self._loop.run_in_executor(self.block_worker, self._store, download, number, data)
+            await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)
             download.arrival.set()
             download.arrival = asyncio.Event()

@@ -51,8 +51,7 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def accumulate(self, batch_size: int) -> None:
-        """Add the parameters' gradients, which are the mean over `batch_size` samples, to the pending ones; or make a
-        local step with them."""
+        """Add the parameters' gradients, the mean over these samples, to the pending ones, or make a local step."""
         if self.is_local:
             self.local.step()
             self.samples += batch_size

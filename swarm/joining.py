@@ -117,7 +117,7 @@ class Swarm:
             raise
 
     def recheck_contract(self) -> None:
-        """Compare the contracts again, or raise a ContractMismatch, if no peer had contributed when this one joined."""
+        """Compare contracts after an epoch again, if this peer came first, or raise a ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
@@ -140,7 +140,7 @@ class Swarm:
         self.dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
     def measure_bandwidth(self, mbits: float | None) -> float:
-        """Pace this peer's uplink by the user's bandwidth in Mbit/s, or else by a measured one, and return it."""
+        """Pace the uplink by the user's Mbit/s, or else by those measured against an initial peer, and return them."""
         is_fixed = mbits is not None
         if not is_fixed:
             measured = self.dht.run_coroutine(measure_rate)

@@ -140,6 +140,7 @@ class LogRounds:
         self.offered: tuple[bytes, bytes, State] | None = None
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
         self.exchange = Exchange(dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
+        self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -196,7 +197,7 @@ class LogRounds:
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
         blob, num_bytes, mbits = self.store.add(blocks), sum(map(len, blocks)), self.dht.uplink.mbits or 0.0
-        self.exchange.block_worker.submit(self.summarize, blob)
+        self._measuring.submit(self.summarize, blob)
         with self._lock:
             self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.head.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
@@ -276,6 +277,7 @@ class LogRounds:
         self._wake.set()
         self._thread.join()
         self.exchange.shutdown()
+        self._measuring.shutdown(cancel_futures=True)
         shutil.rmtree(self.store.folder, ignore_errors=True)
         if self._temporary:
             self._temporary.cleanup()
@@ -401,7 +403,8 @@ class LogRounds:
             if self.log is not None:  # it requests the blob again as long as it lacks it
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
-            self.exchange.block_worker.submit(self.summarize, offer.blob)
+            if not self.is_auxiliary:  # it applies none
+                self._measuring.submit(self.summarize, offer.blob)
             self._perform(self.log.mark_complete(get_dht_time()))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:

@@ -181,8 +181,7 @@ class CollaborativeOptimizer:
             self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
-        enough, average and step."""
+        """Add the model's gradients, the mean over these samples, to those that wait; with enough, average and step."""
         self.state_averager.step(apply_delayed_updates=True)
         if self.log_steps:
             self.log_steps.follow()
@@ -323,8 +322,7 @@ class CollaborativeOptimizer:
             averager.is_local = is_local
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
-        """SYNCING, if the round has failed because this peer has another state than the others; otherwise ACCUMULATING,
-        until the next try."""
+        """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""
         if not STOP_REQUESTED.is_set():
             state_of_others = cause.args if isinstance(cause, StateDivergedError) else ()
             if state_of_others or self.epoch.has_missed_step(self._collect_inputs()):

@@ -220,7 +220,7 @@ class PeerTracker:
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
     def count_min_group_size(self, awaits_all: bool) -> int:
-        """Return how many peers a round takes if all step together: most of the swarm, or all peers at this epoch."""
+        """Return how many peers a joint round takes, with this one: most of the swarm, or all peers at this epoch."""
         quorum = self.trust.count_quorum(self.others, self._min_epoch)
         return max(quorum, 1 + len(self.peers_at_epoch)) if awaits_all else quorum
 
@@ -230,8 +230,7 @@ class PeerTracker:
         return 1 + len(self.peers_at_epoch) < self.count_min_group_size(awaits_all=False)
 
     def list_donors(self) -> list[bytes]:
-        """Return the ids of the known contributors, which decide which state is the swarm's; clients serve only peers
-        that they have called."""
+        """Return the ids of known contributors, which choose the state. Clients serve only those that they called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
     def list_clients(self) -> dict[PeerID, int]:
@@ -276,7 +275,7 @@ class PeerTracker:
             self.mark_silent(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
-        """Ping peers that have not reported for these seconds, the quietest first. Silent peers no longer count."""
+        """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         records = [present[peer_id] for peer_id in peer_ids if peer_id in present]
         quiet = [record for record in records if not record.client_mode and record.time < quiet_since]

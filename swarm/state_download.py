@@ -1,7 +1,7 @@
 """Downloading a state, or the gradients of the step that follows it, block by block from several donors.
 
 Several peers describe their states, and those that agree are the donors. Their digests are compared with each other
-before the download, and with each block that arrives. All donors take blocks from one queue.
+before the download, and with each block that arrives. At the end, several donors send the same blocks.
 """
 
 import asyncio

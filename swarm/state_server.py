@@ -275,10 +275,11 @@ class StateServer(VerifyingAverager):
         return True
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
-        """Yield the description or the blocks of a snapshot."""
+        """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
         epoch, lineage, numbers, _ = request
         if not numbers:
-            snapshot = self.state_sharing_priority >= epoch and await self._find_snapshot(peer, epoch, lineage)
+            is_new = self.state_sharing_priority >= epoch
+            snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_new else None
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
             yield DownloadData(metadata=self.serializer.dumps(description))
             return
@@ -300,7 +301,7 @@ class StateServer(VerifyingAverager):
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
             for snapshot in self._snapshots:
                 if snapshot.lineage == (step_key or self.lineage):
-                    snapshot.last_request = time.monotonic()  # it stays until the peer requests blocks
+                    snapshot.last_request = time.monotonic()  # for another 30 s, in which the peer may request blocks
                     return snapshot
             if len(self._snapshots) >= MAX_SNAPSHOTS:
                 oldest = min(self._snapshots, key=lambda it: it.last_use)

@@ -59,7 +59,7 @@ class StateSync:
     def download(
         self, min_epoch: int, trusted: Sequence[bytes], is_step: bool = False, **options
     ) -> tuple[dict, list] | None:
-        """Return a downloaded state or step, see StateAverager.start_download; None if none came before a stop."""
+        """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it or at a stop."""
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
         own = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), clients=self.tracker.list_clients())

@@ -94,7 +94,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
         if found_callback is not None:
             options["found_callback"] = lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)
         search = super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
-        if self.node_id in queries:  # at the start, for the routing table only: dead peers would delay it by seconds
+        if self.node_id in queries:  # at the start: only the routing table needs it, and it takes seconds
             self.first_search = asyncio.create_task(search)
             return {}
         nearest = await search

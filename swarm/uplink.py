@@ -210,7 +210,7 @@ class Uplink:
     # --- looks
 
     async def watch(self, node: DHTNode) -> None:
-        """Measure RTTs, and keep the modem's queue short, as LEDBAT does (RFC 6817). Runs in the DHT's process."""
+        """Measure RTTs, and keep the queue short by the rate (LEDBAT, RFC 6817). Runs forever, in the DHT's process."""
         shortest: dict[PeerID, float] = {}
         asking: dict[PeerID, asyncio.Task] = {}
         sent, looked, has_warned = self._sent.value, time.monotonic(), False
@@ -301,7 +301,7 @@ class Uplink:
             self._rates.clear()
 
     async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
-        """Return the seconds of a ping one way, up to the clocks' difference, or None. Runs in the DHT's process."""
+        """Return a ping's seconds one way, up to errors of the clocks; None without an answer. In the DHT's process."""
         start, sent = time.monotonic(), get_dht_time()
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
