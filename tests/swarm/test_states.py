@@ -41,7 +41,10 @@ from swarm.state_server import (
     IN_USE,
     MAX_BLOCKS,
     MAX_SERVED_PEERS,
+    NOTHING,
     NUM_SUMS,
+    STATE,
+    StateRequest,
     StateServer,
     StateSnapshot,
     allocate_flat,
@@ -235,6 +238,33 @@ def test_busy_donor_offers_state_without_step():
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is state
     donor._snapshots = [step, step]
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is None
+
+
+def test_copy_is_kept_if_its_peer_is_gone():
+    """A peer that hangs up again and again would otherwise make its donor copy the state each time."""
+    tensors, copies = [torch.randn(5)], []
+    metadata = MSGPackSerializer.dumps(dict(epoch=3, lineage="a"))
+
+    async def get_state():
+        copies.append(donor._wanted.value)
+        await asyncio.sleep(0.05)
+        return metadata, tensors, make_infos(*tensors)
+
+    async def hang_up_twice():
+        donor._lock_snapshots = asyncio.Lock()
+        for _ in range(2):
+            asking = asyncio.create_task(anext(StateServer._answer(donor, PeerID(b"a"), StateRequest(0))))
+            await asyncio.sleep(0.01)
+            asking.cancel()
+        answer = await anext(StateServer._answer(donor, PeerID(b"b"), StateRequest(0)))
+        return MSGPackSerializer.loads(answer.metadata)
+
+    donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
+    donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
+    for name in ("_find_snapshot", "_drop_when_unused"):
+        setattr(donor, name, partial(getattr(StateServer, name), donor))
+    assert asyncio.run(hang_up_twice())["epoch"] == 3
+    assert copies == [STATE, NOTHING]
 
 
 def test_state_epoch_matches_parameters_during_overlap():
