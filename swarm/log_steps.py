@@ -295,8 +295,7 @@ class LogSteps:
         for it, weight in zip(commit.offers, outer.weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         owners = {it.peer for it in commit.offers}
-        samples = sum(it.samples for it in commit.offers if it.peer == me)
-        optimizer.stats.record_step(samples, group_size=len(owners))
+        optimizer.stats.record_step(sum(it.samples for it in commit.offers if it.peer == me), group_size=len(owners))
         optimizer.stats.last_group = frozenset(owners & {*before.voters} - {me})  # new keys cost nothing
         optimizer.begin_epoch()
         self.tracker.record_round(optimizer.stats.last_group, None)

@@ -300,8 +300,9 @@ class PeerTracker:
             present, quiet_since = self.present, get_dht_time() - PING_DELAY
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
-        # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
-        self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
+        if not self.trust.owners:  # with a log, new peers are in no group
+            # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
+            self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
         self.ping_silent_peers(absent)
 
     # --- looks at the swarm
