@@ -151,7 +151,7 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
             def is_gone() -> bool:
                 try:
                     one.run_coroutine(partial(open_stream, **at_monitor, name="stream"))
-                except P2PDaemonError as e:
+                except (P2PDaemonError, OSError) as e:  # a stream of that time may break at any moment
                     return "protocols not supported" in str(e)
                 return False
 
