@@ -106,8 +106,7 @@ def measure_model(scale: Scale, name: str) -> dict:
         devices.time_pass(model, batch, autocast)
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    # in a row, as in training, where the host queues a pass while the device computes the one before it
-    seconds = statistics.median([devices.time_pass(model, batch, autocast, count=10) for _ in range(3)])
+    seconds = statistics.median([devices.time_pass(model, batch, autocast) for _ in range(20)])
     compiled = "compiled" if any(module._compiled_call_impl for module in model.modules()) else "not compiled"
     shape, memory = f"{name}, {compiled}, {rows} x {spec.length:,} tokens", torch.cuda.max_memory_allocated()
     return {"shape": shape, "flop": flop, "tokens_per_second": rows * spec.length / seconds, "memory": memory}

@@ -94,7 +94,7 @@ def append_line(path: str | Path, line: str) -> None:
     except OSError as e:
         if path.exists():
             os.truncate(path, size)
-        logger.warning(f"could not write to {path} ({e.strerror}): check the disk's space and permissions")
+        logger.warning(f"could not write to {path} ({e.strerror or e}): check the disk's space and permissions")
 
 
 def read_json(path: Path) -> dict:
@@ -142,7 +142,7 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
-        reason = cause.strerror if isinstance(cause, OSError) else e
+        reason = getattr(cause, "strerror", None) or e
         logger.warning(f"could not save {target} ({reason}): check the disk's space and permissions")
         return False
     return True

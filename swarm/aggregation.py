@@ -147,7 +147,7 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
 
 
 def find_copies(offers: Sequence[Contribution], counts: dict[int, int], momentum: Numbers) -> set[int]:
-    """Return which offers have the momentum's signs, of those with these counts of entries. A few blocks tell."""
+    """Return the indices of offers with the momentum's signs. `counts` has the entries of each offer to compare."""
     most = dict(counts)  # the sums of the products of signs, as far as they are known
     for block in range(momentum.num_blocks):
         if copies := [i for i in most if most[i] / counts[i] > MAX_COSINE]:

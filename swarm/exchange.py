@@ -225,7 +225,7 @@ class Download:
         return [peer for peer in sources if peer != own_id]
 
     def compute_timeout(self, source: PeerID) -> float:
-        """Return a source's seconds to begin: twice those for it and the owner to send all copies of all blobs."""
+        """Return the seconds in which a source must begin: twice the time to send all copies from it and the owner."""
         peers = {self.owner, source} & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)

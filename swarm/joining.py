@@ -117,7 +117,7 @@ class Swarm:
             raise
 
     def recheck_contract(self) -> None:
-        """Compare contracts after an epoch again, if this peer came first, or raise a ContractMismatch."""
+        """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
             self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)

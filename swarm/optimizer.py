@@ -181,7 +181,7 @@ class CollaborativeOptimizer:
             self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients, the mean over these samples, to those that wait; with enough, average and step."""
+        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples."""
         self.state_averager.step(apply_delayed_updates=True)
         if self.log_steps:
             self.log_steps.follow()

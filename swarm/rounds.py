@@ -101,7 +101,7 @@ class Rounds:
         return self.is_searching() and self.gradient_round.stage == AveragingStage.AWAITING_TRIGGER
 
     def expect_group(self, awaits_all: bool = True) -> None:
-        """Tell the averagers the next groups' peers: all at this epoch (`awaits_all`), or at least most peers."""
+        """Set the peers that the averagers' next groups need: all at this epoch (`awaits_all`), or most peers."""
         others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
         min_peers = self.tracker.count_min_group_size(awaits_all) if is_synchronous else 1
         self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)

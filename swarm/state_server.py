@@ -39,7 +39,7 @@ MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
 FIRST_ANSWER = 5.0  # seconds; timeout for the first message from a client
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
-STATE, STEP, NOTHING = range(3)  # what the averager's process requests from the main process
+STATE, STEP, NOTHING = range(3)  # requests of the averager's process to the main process
 
 MAX_SERVED_PEERS, MAX_RELAYED_PEERS = 8, 2  # concurrent downloads from a trainer; from a client or an auxiliary peer
 MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
@@ -309,6 +309,7 @@ class StateServer(VerifyingAverager):
                     states = [None, *(it for it in self._snapshots if not it.is_step)]
                     return None if step_key else states[-1]
                 self._snapshots.remove(oldest)
+            self._copying = asyncio.current_task()  # a reference, because asyncio holds tasks weakly (note 81)
             self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()
             self._wanted.value = NOTHING  # otherwise, the main process keeps its last answer (note 89)

@@ -95,7 +95,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
             options["found_callback"] = lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)
         search = super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
         if self.node_id in queries:  # at the start: only the routing table needs it, and it takes seconds
-            self.first_search = asyncio.create_task(search)
+            self.first_search = asyncio.create_task(search)  # a reference: asyncio holds tasks weakly (note 81)
             return {}
         nearest = await search
         return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}

@@ -88,8 +88,7 @@ class PeerTrust:
 
     @staticmethod
     def find_max_speed(records: Sequence[LocalTrainingProgress]) -> float:
-        """Return the samples/s that count at most, of these peers. One that computes nothing cannot end an epoch early.
-        Of two peers, either may be right."""
+        """Return the most samples/s that count: no claim ends an epoch early, but of two peers, either may be right."""
         speeds = sorted(record.samples_per_second for record in records)
         return MAX_RELATIVE_SPEED * speeds[len(speeds) // 2] if len(speeds) > 2 else math.inf
 

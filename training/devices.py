@@ -166,16 +166,15 @@ def stretch_batch(batch: Batch, rows: int) -> Batch:
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 
-def time_pass(model: torch.nn.Module, batch: Batch, autocast: AbstractContextManager, count: int = 1) -> float:
-    """Return the seconds of a forward and backward pass, the mean of `count` in a row."""
+def time_pass(model: torch.nn.Module, batch: Batch, autocast: AbstractContextManager) -> float:
+    """Return the seconds of one forward and backward pass."""
     start = time.monotonic()
-    for _ in range(count):
-        with autocast:
-            loss = compute_losses(model, batch)["loss"]
-        loss.backward()
+    with autocast:
+        loss = compute_losses(model, batch)["loss"]
+    loss.backward()
     if loss.device.type != "cpu":
         torch.accelerator.synchronize(loss.device)
-    return (time.monotonic() - start) / count
+    return time.monotonic() - start
 
 
 @contextlib.contextmanager
