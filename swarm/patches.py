@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import AsyncIterator
 
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
@@ -46,17 +47,45 @@ class CancellableStep(StepControl):
         return is_cancelled
 
 
+class Requests:
+    """The requests of a stream, of which a read that is cancelled loses none."""
+
+    def __init__(self, requests: AsyncIterator):
+        self.requests, self.next = requests, None
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        self.next = self.next or asyncio.ensure_future(anext(self.requests))
+        await asyncio.wait([self.next])
+        request, self.next = self.next, None
+        return request.result()
+
+    def close(self) -> None:
+        """End a read that nothing waits for."""
+        if self.next:
+            self.next.cancel()
+
+
 async def add_whole_stream_handler(self: P2P, name: str, handler, *args, **kwargs) -> None:
-    """Add a handler of streams that ends with a last message, after which the caller closes the stream (note 87)."""
+    """Add a handler of streams that ends with a last message, after which the caller closes the stream (note 87). Until
+    then its requests are dropped: hivemind would not notice the end, and a full stream blocks the others (note 91)."""
 
     async def handle(requests, context):
+        requests = Requests(requests)
         try:
-            async for answer in handler(requests, context):
-                yield answer
-            yield RPCError(message=END_OF_STREAM)
-        except Exception as e:  # for the caller
-            yield RPCError(message=str(e))
-        await asyncio.sleep(60.0)  # hivemind cancels this when the caller closes the stream
+            try:
+                async for answer in handler(requests, context):
+                    yield answer
+                yield RPCError(message=END_OF_STREAM)
+            except Exception as e:  # for the caller
+                yield RPCError(message=str(e))
+            async for _ in requests:
+                pass
+            await asyncio.sleep(60.0)  # hivemind cancels this when the caller closes the stream
+        finally:
+            requests.close()
 
     await ADD_STREAM_HANDLER(self, name, handle, *args, **kwargs)
 

@@ -267,6 +267,43 @@ def test_quic_streams_lose_last_answers():
     assert P2P.iterate_protobuf_handler is call
 
 
+async def count_streams(add_handler) -> int:
+    """Return how many of five streams of 20 requests of 100 kB end, if their handler ends after one, over QUIC."""
+
+    async def handle(requests, _):
+        await anext(requests)
+        with contextlib.suppress(TimeoutError):  # a read that is cancelled, while hivemind's queue fills up
+            await asyncio.wait_for(asyncio.sleep(1.0), 0.2)
+        yield BytesValue()
+
+    async def make_requests():
+        for _ in range(20):
+            yield BytesValue(value=bytes(100_000))
+
+    server, caller = [await P2P.create(host_maddrs=["/ip4/127.0.0.1/udp/0/quic-v1"]) for _ in range(2)]
+    ended = 0
+    try:
+        await add_handler(server, "handler", handle, BytesValue)
+        await caller._client.connect(server.peer_id, server._visible_maddrs)
+        async with asyncio.timeout(8):
+            for _ in range(5):
+                call = patches.call_whole_stream_handler
+                answers = await call(caller, server.peer_id, "handler", make_requests(), BytesValue)
+                assert len([answer async for answer in answers]) == 1
+                ended += 1
+    except TimeoutError:
+        pass
+    finally:
+        await asyncio.gather(server.shutdown(), caller.shutdown())
+    return ended
+
+
+def test_unread_requests_block_connection():
+    """Note 91; add_whole_stream_handler."""
+    assert asyncio.run(count_streams(patches.ADD_STREAM_HANDLER)) == 0
+    assert asyncio.run(count_streams(patches.add_whole_stream_handler)) == 5
+
+
 def test_step_stops_before_cancellation():
     """Note 84; CancellableStep in swarm/patches.py."""
     before, after = inspect.getsource(StepControl.cancel).split("self._cancel.set_result(None)")

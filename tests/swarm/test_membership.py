@@ -159,7 +159,7 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
                 (partial(call, name=MEASURE), "its run is open"),
                 (partial(open_stream, name="stream"), "protocols not supported"),
             ):
-                wait_until(lambda: is_gone(what, words), 20, words)
+                wait_until(partial(is_gone, what, words), 20, words)
 
         # the errors that stop a joining peer
         for name, words, changes in (

@@ -340,17 +340,31 @@ class SilentNode:
         return dht_pb2.PingResponse(dht_time=get_dht_time())
 
 
+async def drain(uplink: Uplink, monkeypatch, seconds: float, sent: float, leaving: float) -> None:
+    """Drain a queue in these seconds, after a second of sending.
+
+    :param sent: Mbit/s in the two seconds until the drain has ended, if it takes one
+    :param leaving: Mbit/s that leave this machine meanwhile
+    """
+    uplink._sent.value = int(2 * PAYLOAD_SHARE * sent * 1e6 / 8)
+    monkeypatch.setattr(
+        "psutil.net_io_counters", lambda: SimpleNamespace(bytes_sent=leaving * 1e6 / 8 * time.monotonic())
+    )
+    await uplink.drain(SilentNode(seconds), 0, time.monotonic() - 1.0)
+
+
 @pytest.mark.parametrize(
-    "seconds, received, mbits", [(1.0, 0, 4.0), (2.5, 1, 8 / 3.5), (2.5, 0, 20.0)], ids=["a fifth", "a tenth", "cut"]
+    "seconds, received, sent, leaving, mbits",
+    [(1.0, 0, 4.0, 0.0, 4.0), (1.0, 0, 12.0, 2.0, 2.0), (2.5, 1, 4.0, 0.0, 8 / 3.5), (2.5, 0, 4.0, 0.0, 20.0)],
+    ids=["a fifth", "held by daemon", "a tenth", "cut"],
 )
-def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, mbits):
+def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, sent, leaving, mbits):
     monkeypatch.setattr("swarm.uplink.MAX_RESPONSE_TIMEOUT", 2.0)
     uplink = Uplink()
     uplink.set_bandwidth(20, is_fixed=False)
-    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # the bytes that 4 Mbit/s carry in two seconds
 
     async def run() -> float:
-        draining = asyncio.create_task(uplink.drain(SilentNode(seconds), 0, time.monotonic() - 1.0))
+        draining = asyncio.create_task(drain(uplink, monkeypatch, seconds, sent, leaving))
         await asyncio.sleep(0.2)
         assert uplink.reserve(1000, is_round=True) < 0 and uplink.timeouts.response == 2.0
         uplink._received.value = received
@@ -361,12 +375,11 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, mbit
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
-def test_rate_recovers_after_slow_spell():
+def test_rate_recovers_after_slow_spell(monkeypatch):
     """The peer sends a quarter of its gradients then, in 40 % of the time."""
     uplink = Uplink()
     uplink.set_bandwidth(20, is_fixed=False)
-    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)
-    asyncio.run(uplink.drain(SilentNode(1.0), 0, time.monotonic() - 1.0))
+    asyncio.run(drain(uplink, monkeypatch, 1.0, 4.0, 0.0))
     slow = uplink.mbits
     assert slow == pytest.approx(4.0, rel=0.1)
     for _ in range(30):  # 15 seconds of sending
