@@ -13,29 +13,14 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
+from swarm import attestation, reachability
 from swarm.addresses import get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
-from swarm.attestation import (
-    RunAttestation,
-    ask_initial_peers,
-    contact_initial_peers,
-    register_attestation_handler,
-    set_attestation,
-)
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
-from swarm.reachability import (
-    DEFAULT_BANDWIDTH,
-    count_reachable_averagers,
-    find_ports,
-    find_reachability,
-    find_relays,
-    measure_rate,
-    register_dial_back_handler,
-)
 from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
@@ -66,17 +51,18 @@ class Swarm:
         """
         raise_file_limit()
         quiet_hivemind_logs()
-        validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
+        prefix, initial_peers = config.experiment_prefix, config.initial_peers
+        validators, public_key = make_validators(prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
-        if config.initial_peers and not config.client_mode:
-            seen_at, is_reachable = find_reachability(dht, config.initial_peers)
-            where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, find_ports(dht)))}" if seen_at else ""
+        if initial_peers and not config.client_mode:
+            seen_at, is_reachable = reachability.find_reachability(dht, initial_peers)
+            where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, reachability.find_ports(dht)))}"
             if is_reachable is False and config.announce_maddrs:
                 logger.warning(f"others cannot reach this peer {where}: check `announce_maddrs` and the firewall")
             elif is_reachable is False:
                 dht = restart_as_client_or_relayed(config, validators, dht, where)
         try:
-            dht.attestation = ask_initial_peers(dht, config.experiment_prefix, config.initial_peers, config.new_run)
+            dht.attestation = attestation.ask_initial_peers(dht, prefix, initial_peers, config.new_run)
         except SwarmError:
             shut_down(dht)
             raise
@@ -120,7 +106,7 @@ class Swarm:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
             initial_peers = map(str, self.dht.initial_peers or ())
-            self.dht.attestation = ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
+            self.dht.attestation = attestation.ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
@@ -136,16 +122,16 @@ class Swarm:
         """Tell new peers that have this peer's address the contract of most contributors, if any, and their ids. This
         peer's own flags bind new peers until there is a contract."""
         workers = list(contributors)[:MAX_WORKERS]
-        attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
-        self.dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
+        own = attestation.RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
+        self.dht.run_coroutine(partial(attestation.set_attestation, attestation=own), return_future=True)
 
     def measure_bandwidth(self, mbits: float | None) -> float:
         """Pace the uplink by the user's Mbit/s, or else by those measured against an initial peer, and return them."""
         is_fixed = mbits is not None
         if not is_fixed:
-            measured = self.dht.run_coroutine(measure_rate)
+            measured = self.dht.run_coroutine(reachability.measure_rate)
             how = "measured" if measured else "no initial peer has measured it, starting with"
-            mbits = float(f"{measured or DEFAULT_BANDWIDTH:.2g}")
+            mbits = float(f"{measured or reachability.DEFAULT_BANDWIDTH:.2g}")
             logger.info(f"bandwidth: {how} {format_number(mbits)} Mbit/s up (`bandwidth`)")
         self.dht.uplink.set_bandwidth(mbits, is_fixed=is_fixed)
         return mbits
@@ -201,16 +187,16 @@ def start_dht(
         if reason is None and is_first:
             return start_dht(config, validators, is_first=False, **options)
         raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
-    dht.run_coroutine(register_dial_back_handler)
-    dht.run_coroutine(partial(register_attestation_handler, prefix=config.experiment_prefix))
+    dht.run_coroutine(reachability.register_dial_back_handler)
+    dht.run_coroutine(partial(attestation.register_attestation_handler, prefix=config.experiment_prefix))
     return dht
 
 
 def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT, where: str) -> DHT:
     """Replace this DHT, which others cannot reach at this place, by one in client mode or behind a relay."""
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
-    averagers = dht.run_coroutine(partial(count_reachable_averagers, config.experiment_prefix))
-    relays = dht.run_coroutine(partial(find_relays, config.initial_peers)) if config.use_relay else []
+    averagers = dht.run_coroutine(partial(reachability.count_reachable_averagers, config.experiment_prefix))
+    relays = dht.run_coroutine(partial(reachability.find_relays, config.initial_peers)) if config.use_relay else []
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # other peers may still know this identity from the old DHT
     if not relays or averagers:
@@ -245,5 +231,5 @@ def explain_failed_start(config: SwarmConfig, error: str, membership: Membership
     if config.identity_path and (config.identity_path in error or "saving the identity" in error):
         return f"`identity_path` {config.identity_path} cannot be written ({last_line}): pass a file in another folder"
     if config.initial_peers:
-        return asyncio.run(contact_initial_peers(config.initial_peers, membership))[1]
+        return asyncio.run(attestation.contact_initial_peers(config.initial_peers, membership))[1]
     return f"cannot start the peer-to-peer daemon ({last_line})"
