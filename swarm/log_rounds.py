@@ -27,7 +27,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
-import hivemind
 import numpy as np
 from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
@@ -104,17 +103,9 @@ class LogRounds:
     :param folder: a folder for the blobs and this peer's votes; default: a temporary one, for a key that is not kept
     """
 
-    def __init__(
-        self,
-        dht: hivemind.DHT,
-        tracker: PeerTracker,
-        numbers: Numbers,
-        codec: TopKCompression,
-        folder: Path | None,
-        is_auxiliary: bool,
-    ):
-        self.dht, self.tracker, self.is_auxiliary = dht, tracker, is_auxiliary
-        self.accepts_connections = not dht.client_mode
+    def __init__(self, tracker: PeerTracker, numbers: Numbers, codec: TopKCompression, folder: Path | None):
+        self.dht, self.tracker, self.is_auxiliary = tracker.dht, tracker, tracker.trust.is_auxiliary
+        self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.log: Log | None = None
         self.log_id = b""
@@ -139,7 +130,7 @@ class LogRounds:
         #: a client and its log, for an auxiliary peer that has none
         self.offered: tuple[bytes, bytes, State] | None = None
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
-        self.exchange = Exchange(dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
+        self.exchange = Exchange(self.dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
         self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()

@@ -51,7 +51,7 @@ class LogSteps:
         self.optimizer, self.codec = optimizer, codec
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         numbers = Numbers(list_params(optimizer.opt))
-        self.rounds = LogRounds(self.tracker.dht, self.tracker, numbers, codec, folder, optimizer.is_auxiliary)
+        self.rounds = LogRounds(self.tracker, numbers, codec, folder)
         self._last_offer: Offer | None = None
         #: whether this peer takes part in a log, or other peers do
         self.exists = False

@@ -28,7 +28,7 @@ def test_find_does_not_wait_for_silent_peer(tmp_path):
         state = Genesis("run", 3, bytes(32), tuple(peers)).make_state()
         tracker = make_tracker(own, "run", 64)
         own.uplink.fix_timeouts(replace(tracker.averaging, request_timeout=TIMEOUT))
-        rounds = LogRounds(own, tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path, False)
+        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
 
         def answer(is_silent: bool, _: PeerID, message: bytes) -> bytes:
             if is_silent:
@@ -57,7 +57,7 @@ def test_one_claim_closes_no_new_log(tmp_path):
         tracker.trust.partners |= set(peers)  # they have averaged with this peer
         tracker.report_local_progress(3, 8)
         wait_until(lambda: tracker.refresh_now() or len(tracker.present) == 3, 30, "the others' records")
-        rounds = LogRounds(dhts[0], tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path, False)
+        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
         state = Genesis(tracker.prefix, 3, bytes(32), (own, *peers)).make_state()
         rounds.open(state.head, state, is_new=True)
         exchanges = [
