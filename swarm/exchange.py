@@ -32,8 +32,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import hivemind
 from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -240,7 +240,7 @@ def abort_at_end(writer: asyncio.StreamWriter) -> Iterator[None]:
         writer.transport.abort()
 
 
-async def get_daemon_maddr(_: hivemind.DHT, node: DHTNode) -> Multiaddr:
+async def get_daemon_maddr(_: DHT, node: DHTNode) -> Multiaddr:
     """Return the address at which this machine's processes reach the libp2p daemon. Runs in the DHT's process."""
     return node.p2p.daemon_listen_maddr
 
@@ -255,12 +255,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        dht: hivemind.DHT,
-        prefix: str,
-        store: BlobStore,
-        num_blocks: int,
-        on_message: Callable[[PeerID, bytes], bytes],
+        self, dht: DHT, prefix: str, store: BlobStore, num_blocks: int, on_message: Callable[[PeerID, bytes], bytes]
     ):
         self.store, self.num_blocks, self.on_message = store, num_blocks, on_message
         self.uplink, self.peer_id = dht.uplink, dht.peer_id

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from hivemind.utils import nested_map
+from torch.optim import Optimizer
 
 from swarm.aggregation import Contribution, Numbers, aggregate
 from swarm.optimizer_state import list_params
@@ -18,11 +19,11 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         target.copy_(source)
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(Optimizer):
     """An optimizer of the parameters in host memory. While all peers step together, it is the inner optimizer. For a
     commit of the log, it is SGD with Nesterov momentum, and its gradient is the weighted sum of the offers."""
 
-    def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
+    def __init__(self, inner: Optimizer, lr: float, momentum: float):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
         #: the offers of the commit that the next step applies; None for an inner step; set by LogSteps
@@ -65,14 +66,11 @@ class LocalSteps:
     """
 
     def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        outer: OuterOptimizer,
-        make_inner: Callable[[], torch.optim.Optimizer],
+        self, params: Sequence[torch.nn.Parameter], outer: OuterOptimizer, make_inner: Callable[[], Optimizer]
     ):
         """:param make_inner: a function that creates an optimizer of these parameters, for the local steps"""
         self.params, self.outer, self.make_inner = params, outer, make_inner
-        self.inner: torch.optim.Optimizer | None = None  # created by the first local step
+        self.inner: Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
         self._taken: list[torch.Tensor] = []  # the update of the last offer, until the anchor moves
 

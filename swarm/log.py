@@ -254,13 +254,7 @@ class Log:
     """
 
     def __init__(
-        self,
-        state: State,
-        identity,
-        timeout: float,
-        holds: Callable[[bytes], bool],
-        now: float,
-        memory: bytes | None = b"",
+        self, state: State, identity, timeout: float, holds: Callable[[bytes], bool], now: float, memory: bytes | None
     ):
         """
         :param state: that of a Genesis, of a checkpoint, or of a peer that this one trusts

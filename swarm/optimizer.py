@@ -100,19 +100,14 @@ class CollaborativeOptimizer:
         exit_if_process_dies(self.state_averager, "state averager")
         if self.state_averager.client_mode:
             self.state_averager.serve_state()
-        self.grad_averager = GradientAverager(
-            self.state_averager.main_parameters,
-            prefix=f"{prefix}_grad_averager",
-            compression=compressions["gradients"],
-            **options,
-        )
+        own = dict(prefix=f"{prefix}_grad_averager", compression=compressions["gradients"])
+        self.grad_averager = GradientAverager(self.state_averager.main_parameters, **own, **options)
         exit_if_process_dies(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
-        averagers = self.state_averager, self.grad_averager
-        self.rounds = Rounds(averaging, self.tracker, *averagers)
+        self.rounds = Rounds(averaging, self.tracker, self.state_averager, self.grad_averager)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
         self.local: LocalSteps | None = None

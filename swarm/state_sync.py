@@ -27,9 +27,7 @@ class StateSync:
         self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
-    def load(
-        self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool, can_replay: bool = False
-    ) -> str | None:
+    def load(self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool, can_replay: bool) -> str | None:
         """Load the newest state of the swarm.
 
         :param min_epoch: load an earlier state only after some seconds without this one

@@ -324,7 +324,7 @@ class LogPeer:
         self.identity, self.lock, self.client = Identity(dht.key), threading.RLock(), client
         self.heads, self.offered, self.outbox = [state.head], set(), defaultdict(list)
         self.exchange = start(dht, on_message=self.answer)
-        self.log = Log(state, self.identity, 5.0, self.exchange.store.has, get_dht_time())
+        self.log = Log(state, self.identity, 5.0, self.exchange.store.has, get_dht_time(), b"")
 
     def answer(self, sender: PeerID, message: bytes) -> bytes:
         with self.lock:

@@ -42,7 +42,7 @@ def make_state(num_members: int = 4) -> State:
 def make_log(num_members: int = 4, state: State | None = None, index: int = 0) -> Log:
     """A log that holds all blobs."""
     state = state or make_state(num_members)
-    return Log(state, FakeIdentity(PEERS[index], PEERS), TIMEOUT, lambda blob: True, now=1e6)
+    return Log(state, FakeIdentity(PEERS[index], PEERS), TIMEOUT, lambda blob: True, now=1e6, memory=b"")
 
 
 def sign(record: object) -> object:
