@@ -427,7 +427,7 @@ class BlockDownload:
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""
         parts, size = [], 0
-        stream = self.averager.request_state(donor.peer, StateRequest(*donor.key, numbers))
+        stream = self.averager.request_state(donor.peer, StateRequest(*donor.key, tuple(numbers)))
         async with contextlib.aclosing(stream):
             async for message in stream:
                 donor.silence.reschedule(asyncio.get_running_loop().time() + self.max_silence)

@@ -15,7 +15,8 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not recognise that of collections.abc)
+from dataclasses import dataclass, replace
+from typing import Annotated, AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not know that of collections.abc)
 
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -24,11 +25,12 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.optim.state_averager import dump_optimizer_state
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
-from hivemind.utils import MSGPackSerializer, ValueWithExpiration
+from hivemind.utils import ValueWithExpiration
 from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.streaming import split_for_streaming
 
 from swarm.averager import VerifyingAverager
+from swarm.log_records import Number, pack, unpack
 
 logger = logging.getLogger("swarm")
 
@@ -94,21 +96,14 @@ def digest(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat((numbers.norm().view(1), make_signs()[:, : len(numbers)] @ numbers))
 
 
-class StateRequest(NamedTuple):
+@dataclass(frozen=True)
+class StateRequest:
     """A request of a downloading peer: for these blocks of a state or step, or without any, for its description."""
 
-    epoch: int  # of the state; for the description of a state, the lowest one that is of use
-    lineage: str = ""  # of a step, see `StateServer.make_step_key`; empty to describe the newest state
-    blocks: Sequence[int] = ()
-    client: bytes = b""  # the id of the client to which an auxiliary peer should pass this request on
-
-
-def parse_request(data: bytes) -> StateRequest | None:
-    """Parse the request of a downloading peer; return None if it is invalid."""
-    with contextlib.suppress(Exception):  # on untrusted bytes, the decoder can raise any exception
-        request = StateRequest(*MSGPackSerializer.loads(data))
-        is_valid = [type(field) for field in request] == [int, str, list, bytes] and len(request.blocks) <= MAX_BLOCKS
-        return request if is_valid and all(type(number) is int for number in request.blocks) else None
+    epoch: Number  # of the state; for the description of a state, the lowest one that is of use
+    lineage: Annotated[str, 0, 2 * MAX_LINEAGE] = ""  # of a step, see `make_step_key`; empty for the newest state
+    blocks: Annotated[tuple, 0, MAX_BLOCKS, Number] = ()
+    client: Annotated[bytes, 0, 64] = b""  # the id of the client to which an auxiliary peer should pass this request on
 
 
 def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes, float]:
@@ -230,17 +225,16 @@ class StateServer(VerifyingAverager):
     async def request_state(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Send a request to a peer, or to a client's relay, and yield the messages of the answer."""
         if relay := self.relays.get(peer):
-            peer, request = relay, request._replace(client=peer.to_bytes())
-        fields = [request.epoch, request.lineage, list(request.blocks), request.client]
+            peer, request = relay, replace(request, client=peer.to_bytes())
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        async for message in await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(fields))):
+        async for message in await stub.rpc_download_state(BytesValue(value=pack(request))):
             self.dht.uplink.count_received(message.ByteSize())
             yield message
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
-        parsed, peer = parse_request(request.value), context.remote_id
-        if parsed is None or not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
+        parsed, peer = unpack(StateRequest, request.value), context.remote_id  # the caller gets a ValueError
+        if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
         async for message in self.dht.uplink.send(answer, is_round=False):
@@ -248,7 +242,7 @@ class StateServer(VerifyingAverager):
 
     async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield a client's answer to a request, for a peer that cannot reach the client."""
-        answer = self.request_state(PeerID(request.client), StateRequest(*request[:3]))  # without the client
+        answer = self.request_state(PeerID(request.client), replace(request, client=b""))
         try:
             async for message in aiter_with_timeout(answer, self.donor_timeout):
                 yield message
@@ -276,7 +270,7 @@ class StateServer(VerifyingAverager):
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
-        epoch, lineage, numbers, _ = request
+        epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
         if not numbers:
             is_new = self.state_sharing_priority >= epoch
             snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_new else None
@@ -284,7 +278,7 @@ class StateServer(VerifyingAverager):
             yield DownloadData(metadata=self.serializer.dumps(description))
             return
         snapshots = [it for it in self._snapshots if (it.epoch, it.lineage) == (epoch, lineage)]
-        if not snapshots or not 0 <= min(numbers) <= max(numbers) < len(snapshots[0].blocks):
+        if not snapshots or max(numbers) >= len(snapshots[0].blocks):
             yield DownloadData(metadata=self.serializer.dumps({"gone": True}))
             return
         for message in snapshots[0].give(numbers, self.state_compression, peer):

@@ -20,9 +20,10 @@ from records import make_metrics
 import training.page_client
 from common.console import UserError
 from swarm.contract import RunContract, RunSchema
+from swarm.log_records import list_fields, unpack
 from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.state_server import MAX_BLOCKS, parse_request
+from swarm.state_server import MAX_BLOCKS, StateRequest
 from utils import MAX_EPOCH_GAP, LocalMetrics, filter_plausible_records, find_peer_id, make_validators
 
 FAST = settings(max_examples=100, deadline=None, database=None)
@@ -117,8 +118,9 @@ def test_group_data_is_bounded(data, parts):
 @given(data=BYTES, blocks=st.lists(NUMBERS, max_size=9), client=st.binary(max_size=9) | NUMBERS)
 def test_requests_of_peers_are_bounded(data, blocks, client):
     for message in (data, MSGPackSerializer.dumps([5, "a", blocks, client])):
-        if (request := parse_request(message)) is not None:
-            assert [type(part) for part in request] == [int, str, list, bytes]
+        with contextlib.suppress(ValueError):
+            request = unpack(StateRequest, message)
+            assert [type(part) for part in list_fields(request)] == [int, str, tuple, bytes]
             assert len(request.blocks) <= MAX_BLOCKS and all(type(number) is int for number in request.blocks)
 
 

@@ -20,9 +20,10 @@ from hivemind.proto import averaging_pb2
 from common.console import clean_end, handle_stop_signals, setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
+from swarm.log_records import unpack
 from swarm.optimizer_state import StateAverager
 from swarm.processes import shut_down
-from swarm.state_server import parse_request
+from swarm.state_server import StateRequest
 from tests.programs.state_averager import make_state_averager
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
@@ -54,7 +55,7 @@ class BadStateAverager(StateAverager):
     async def rpc_download_state(
         self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        if is_description := not parse_request(request.value).blocks:
+        if is_description := not unpack(StateRequest, request.value).blocks:
             self.downloads.value += 1
             self._snapshots.clear()
             print(json.dumps({"gave": self.kind}), flush=True)

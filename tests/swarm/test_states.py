@@ -24,6 +24,7 @@ from programs.state_averager import make_state_averager
 from records import run_dhts
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
+from swarm.log_records import pack, unpack
 from swarm.optimizer_state import list_params
 from swarm.state_download import (
     MAX_DONORS,
@@ -50,7 +51,6 @@ from swarm.state_server import (
     allocate_flat,
     digest,
     list_blocks,
-    parse_request,
 )
 
 NUMBERS = 3 * 979_000  # and four of steps, which are zero and not sent
@@ -396,13 +396,15 @@ def test_changed_numbers_change_digest():
 
 def test_invalid_requests_are_refused():
     for request in ([5, "", [], b""], [5, "a", [0, 7], b"client"]):
-        assert list(parse_request(MSGPackSerializer.dumps(request))) == request
+        assert pack(unpack(StateRequest, MSGPackSerializer.dumps(request))) == MSGPackSerializer.dumps(request)
     blocks = (list(range(MAX_BLOCKS + 1)), [True], [1.5], [[1]])
     wrong = ([5, 7, [1], b""], [5, "a", [], "client"], [5], [None], {"epoch": 5}, 7)
     for request in (*([5, "a", numbers, b""] for numbers in blocks), *wrong):
-        assert parse_request(MSGPackSerializer.dumps(request)) is None
+        with pytest.raises(ValueError):
+            unpack(StateRequest, MSGPackSerializer.dumps(request))
     for data in (b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"GET / HTTP/1.1", bytes(100)):
-        assert parse_request(data) is None
+        with pytest.raises(ValueError):
+            unpack(StateRequest, data)
 
 
 def digest_all(tensor: torch.Tensor) -> torch.Tensor:
