@@ -68,11 +68,6 @@ START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
 PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)
 
 
-def hash_bytes(data: bytes) -> bytes:
-    """Return the SHA-256 of a block, or of the joined hashes of a blob, which is the blob's id."""
-    return hashlib.sha256(data).digest()
-
-
 class BlobStore:
     """Blobs on disk: a file for each block, and one for the hashes of each blob, named by their SHA-256. Blobs of an
     earlier process are kept, and a blob may be incomplete. The class is thread-safe.
@@ -93,7 +88,7 @@ class BlobStore:
 
     def put(self, data: bytes) -> bytes:
         """Store a block, or the joined hashes of a blob, and return its SHA-256."""
-        name = hash_bytes(data)
+        name = hashlib.sha256(data).digest()
         with self._lock:
             unfinished = self.folder / "unfinished"
             unfinished.write_bytes(data)
@@ -116,7 +111,7 @@ class BlobStore:
         """Return the data with this SHA-256, or raise a KeyError if it is not here, damaged or unreadable."""
         with self._lock, contextlib.suppress(OSError):
             data = (self.folder / name.hex()).read_bytes()
-            if hash_bytes(data) == name:
+            if hashlib.sha256(data).digest() == name:
                 return data
             (self.folder / name.hex()).unlink()
         raise KeyError(name.hex())
@@ -498,7 +493,7 @@ class Exchange:
         """Check and store the hashes or a block; runs in a thread."""
         at = number * HASH_BYTES
         name = download.blob if number == HASHES else download.hashes[at : at + HASH_BYTES]
-        if hash_bytes(data) != name:
+        if hashlib.sha256(data).digest() != name:
             raise ValueError("its data has another hash")
         try:
             if number != HASHES:
