@@ -45,10 +45,6 @@ class GradientAverager(VerifyingAverager):
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
         super().__init__(averaged_tensors=averaged, allow_state_sharing=False, **kwargs)
 
-    def accumulate_on(self, device: torch.device) -> None:
-        """Accumulate on the device of the gradients, to avoid transfers."""
-        self.unsent = [tensor.to(device) for tensor in self.unsent]
-
     @torch.no_grad()
     def accumulate(self, batch_size: int) -> None:
         """Add the parameters' gradients, the mean over these samples, to the pending ones, or make a local step."""

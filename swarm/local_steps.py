@@ -72,11 +72,7 @@ class LocalSteps:
         self.params, self.outer, self.make_inner = params, outer, make_inner
         self.inner: Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
-        self._taken: list[torch.Tensor] = []  # the update of the last offer, until the anchor moves
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the anchor to the model's device; call this once, after the model has moved."""
-        self.anchor = [tensor.to(device) for tensor in self.anchor]
+        self.taken: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
 
     def step(self) -> None:
         """Make a local step with the model's gradients, at the swarm's learning rate; the first one with the moments of
@@ -95,14 +91,10 @@ class LocalSteps:
         """Return the pseudo-gradients: the anchor minus the local parameters."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
-    def record_averaged(self, sent: list[torch.Tensor]) -> None:
-        """Record an update that is in an offer, which `move_anchor` then removes."""
-        self._taken = sent
-
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
         """Move the anchor, and the local parameters along with it; if they are not finite, reset them to the anchor."""
-        updates, self._taken = self._taken, []
+        updates, self.taken = self.taken, []
         for param, update in zip(self.params, updates, strict=False):
             param.add_(update)
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
@@ -114,7 +106,7 @@ class LocalSteps:
 
     def drop_pending(self) -> None:
         """Discard the pending update: reset the local parameters to the anchor."""
-        self._taken = []
+        self.taken = []
         copy_tensors(self.params, self.anchor)
 
     def dump_inner_state(self) -> dict:

@@ -249,7 +249,7 @@ class LogSteps:
             logger.warning(f"dropped the samples of this epoch, because an update is invalid: {e}")
             grad_averager.drop_pending()
             return
-        optimizer.local.record_averaged(update)
+        optimizer.local.taken = update
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))

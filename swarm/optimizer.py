@@ -151,10 +151,10 @@ class CollaborativeOptimizer:
             param.grad = None
 
     def accumulate_on(self, device: torch.device) -> None:
-        """Accumulate gradients on the model's device; call it once, after the model has moved there."""
-        self.grad_averager.accumulate_on(device)
+        """Accumulate gradients on the model's device, to avoid transfers; call it once, after the model has moved."""
+        self.grad_averager.unsent = [tensor.to(device) for tensor in self.grad_averager.unsent]
         if self.local:
-            self.local.move_to(device)
+            self.local.anchor = [tensor.to(device) for tensor in self.local.anchor]
 
     def training_state(self) -> dict:
         """Return a host copy of all that the next step depends on but the gradients, see StateAverager.dump_state."""

@@ -75,7 +75,7 @@ def test_anchor_move_keeps_local_progress():
     assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
-    local.record_averaged(sent)
+    local.taken = sent
     local.move_anchor([torch.full((5,), 3.0)])
     assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step
