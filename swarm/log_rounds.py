@@ -249,10 +249,8 @@ class LogRounds:
             return
         with self._lock:
             self._perform(self.log.leave(get_dht_time()))
-        started = time.monotonic()
-        while time.monotonic() < started + (STOP_LINGER if STOP_REQUESTED.is_set() else LINGER):
-            if self._is_served():
-                return
+        start = time.monotonic()
+        while time.monotonic() < start + (STOP_LINGER if STOP_REQUESTED.is_set() else LINGER) and not self._is_served():
             time.sleep(TICK / 5)
 
     def _is_served(self) -> bool:

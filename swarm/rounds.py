@@ -234,9 +234,7 @@ class Rounds:
 
     def _wait_for(self, futures: Collection[Future], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not all(future.done() for future in futures) and time.monotonic() < deadline:
-            if self.must_stop():
-                break
+        while not all(future.done() for future in futures) and time.monotonic() < deadline and not self.must_stop():
             concurrent.futures.wait(futures, POLL_INTERVAL)
 
 
