@@ -40,7 +40,7 @@ counted offers have limits of their own for bytes, and thus for signatures to ch
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
@@ -59,7 +59,6 @@ from swarm.log_records import (
     Number,
     Offer,
     Peer,
-    Peers,
     Proof,
     Proposal,
     Status,
@@ -209,20 +208,12 @@ class State:
         )
 
 
-@dataclass(frozen=True)
-class Genesis:
-    """The beginning of a log: the anchor of one member of the last dense round. All members are the first voters."""
-
-    run: Annotated[str, 1, 200]
-    epoch: Number
-    blob: Hash  # of the anchor; the momentum is zero
-    members: Peers
-
-    def make_state(self) -> State:
-        """Return the state, in which all members count as owners of offers in the commits before. Its parent is the
-        blob, so whoever has the state can find the anchor."""
-        head, members = compute_hash("genesis", self), tuple(sorted(set(self.members)))
-        return State(self.epoch, head, self.blob, members, (members,) * WINDOW, (), (), ())
+def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) -> State:
+    """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
+    owners of offers in the commits before. The parent is the blob of the anchor of one member, so whoever has the state
+    can find the anchor. The momentum is zero."""
+    head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))
+    return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
 
 
 class Action(NamedTuple):
@@ -257,7 +248,7 @@ class Log:
         self, state: State, identity, timeout: float, holds: Callable[[bytes], bool], now: float, memory: bytes | None
     ):
         """
-        :param state: that of a Genesis, of a checkpoint, or of a peer that this one trusts
+        :param state: that of `make_genesis`, of a checkpoint, or of a peer that this one trusts
         :param identity: has `peer`, `sign(data)`, `verify(peer, data, signature)`, `find_key(peer)`, which is None for
             an unknown key, and `add_key(peer, key)`, which checks the digest. Keys of past voters must stay known
         :param timeout: seconds in which updates and votes arrive; follows from bytes and uplinks, so peers may differ
@@ -514,10 +505,6 @@ class Log:
     def find_next(self) -> Commit | None:
         """Return the commit that the model needs next, if all blobs are here."""
         return next((commit for commit in self.list_unapplied()[:1] if self.holds_all(commit)), None)
-
-    def has_lost(self, head: bytes) -> bool:
-        """Return whether a commit is in a branch that has lost."""
-        return head != self.head.head and head in self.chain and head not in self.list_path()
 
     def list_pending(self) -> list[Offer]:
         """Return this peer's offers that the model lacks and that have not returned."""

@@ -22,7 +22,7 @@ from common.signals import STOP_REQUESTED
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
-from swarm.log import Genesis, State
+from swarm.log import State, make_genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, LogRounds
 from swarm.optimizer_state import list_params
@@ -97,7 +97,7 @@ class LogSteps:
             blob = self._load_anchor(anchor, leader, epoch, members)
         if blob is None:
             return
-        state = Genesis(self.tracker.prefix, epoch, blob, members).make_state()
+        state = make_genesis(self.tracker.prefix, epoch, blob, members)
         with self.averager.lock_optimizer:
             for block, data in enumerate(self.rounds.store.open(blob)):
                 anchor.write(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
@@ -119,7 +119,7 @@ class LogSteps:
             return state is not None and state.epoch >= epoch
 
         self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking))
-        if state is None or Genesis(self.tracker.prefix, epoch, blob := state.parent, members).make_state() != state:
+        if state is None or make_genesis(self.tracker.prefix, epoch, blob := state.parent, members) != state:
             return None  # the leader has died, or gone on
         fetching, num_bytes = rounds.fetch_anchor(blob, leader, members), 4 * len(members) * anchor.total
         self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
@@ -189,16 +189,17 @@ class LogSteps:
     def _check_progress(self) -> None:
         """Load the state if this peer is too far behind, and leave the log if it has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
-        newest, now = self.rounds.log.head, time.monotonic()
+        log, now = self.rounds.log, time.monotonic()
+        newest = log.head
         if self.head == newest.head:
             self._stuck_at = 0.0
         elif not self._stuck_at:
             self._stuck_at = now + STUCK_TIMEOUT
-        if self.rounds.log.has_lost(self.head):
+        if self.head != newest.head and self.head in log.chain and self.head not in log.list_path():
             self._load_state("the log has forked")
         elif 0 < self._stuck_at < now or newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND:
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
-        elif get_dht_time() > self.rounds.log.since + longest:
+        elif get_dht_time() > log.since + longest:
             logger.warning(f"no commit for {longest:.0f} s: the peers that are there begin a new log")
             self._ended = self.rounds.log_id
             self._close()

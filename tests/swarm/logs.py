@@ -5,7 +5,7 @@ import heapq
 import random
 from dataclasses import replace
 
-from swarm.log import Action, Genesis, Log, State
+from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import Offer
 
 TIMEOUT = 5.0
@@ -135,7 +135,7 @@ class Network:
         self.applied: dict[int, bytes] = {}
         self.is_safe = not liars  # whether two commits at one height are an error
         self.forgets = False  # whether a crashed peer loses its votes
-        genesis = Genesis("run", 0, DIGEST, tuple(self.names[: members or num_peers])).make_state()
+        genesis = make_genesis("run", 0, DIGEST, tuple(self.names[: members or num_peers]))
         self.trainers = {
             name: Trainer(self, name, genesis, ForgetfulLog if index in liars else Log)
             for index, name in enumerate(self.names)

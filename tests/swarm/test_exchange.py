@@ -32,7 +32,7 @@ from swarm.exchange import (
     choose_source,
     plan_loads,
 )
-from swarm.log import Genesis, Log, State
+from swarm.log import Log, State, make_genesis
 from swarm.log_records import Offer
 from utils import RecordValidator, find_peer_id
 
@@ -371,7 +371,7 @@ class LogPeer:
 def test_logs_of_three_peers_agree(dhts, start):
     """With real keys and blobs; the third peer is a client."""
     ids = [dht.peer_id.to_bytes() for dht in dhts]
-    state = Genesis("run", 0, bytes(32), tuple(ids)).make_state()
+    state = make_genesis("run", 0, bytes(32), tuple(ids))
     peers = [LogPeer(dht, start, state, ids[2]) for dht in dhts]
     end = time.monotonic() + 120
     while min(len(peer.heads) for peer in peers) <= 10:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
-from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Action, Entry, Genesis, Log, State, rank
+from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Action, Entry, Log, State, make_genesis, rank
 from swarm.log_records import (
     KINDS,
     WINDOW,
@@ -36,7 +36,7 @@ PEERS = [name_peer(index) for index in range(40)]
 
 
 def make_state(num_members: int = 4) -> State:
-    return Genesis("run", 0, DIGEST, tuple(PEERS[:num_members])).make_state()
+    return make_genesis("run", 0, DIGEST, tuple(PEERS[:num_members]))
 
 
 def make_log(num_members: int = 4, state: State | None = None, index: int = 0) -> Log:
@@ -102,7 +102,7 @@ def test_voter_without_offer_leads_few_attempts():
 def test_voters_increase_to_their_limit(num_voters):
     """The more voters there are, the fewer commits lie between two new ones; none is new beyond the limit."""
     peers = tuple(map(name_peer, range(num_voters + 1)))
-    state = Genesis("run", 0, DIGEST, peers[:num_voters]).make_state()
+    state = make_genesis("run", 0, DIGEST, peers[:num_voters])
     state = replace(state, owners=(peers,) * WINDOW)
     assert len(advance(state, peers[-15:], times=2).voters) == min(num_voters + 1, 64)
 

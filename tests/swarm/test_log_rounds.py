@@ -12,7 +12,7 @@ from records import make_tracker, run_dhts, run_trackers
 
 from swarm.aggregation import Numbers
 from swarm.exchange import BlobStore, Exchange
-from swarm.log import Genesis
+from swarm.log import make_genesis
 from swarm.log_records import pack
 from swarm.log_rounds import NEWEST, Envelope, LogRounds
 from swarm.sparse import TopKCompression
@@ -25,7 +25,7 @@ def test_find_does_not_wait_for_silent_peer(tmp_path):
     is_over = threading.Event()
     with run_dhts(*[[]] * 5) as (own, *others):
         peers = [dht.peer_id.to_bytes() for dht in others]
-        state = Genesis("run", 3, bytes(32), tuple(peers)).make_state()
+        state = make_genesis("run", 3, bytes(32), tuple(peers))
         tracker = make_tracker(own, "run", 64)
         own.uplink.fix_timeouts(replace(tracker.averaging, request_timeout=TIMEOUT))
         rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
@@ -58,7 +58,7 @@ def test_one_claim_closes_no_new_log(tmp_path):
         tracker.report_local_progress(3, 8)
         wait_until(lambda: tracker.refresh_now() or len(tracker.present) == 3, 30, "the others' records")
         rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
-        state = Genesis(tracker.prefix, 3, bytes(32), (own, *peers)).make_state()
+        state = make_genesis(tracker.prefix, 3, bytes(32), (own, *peers))
         rounds.open(state.head, state, is_new=True)
         exchanges = [
             Exchange(dht, tracker.prefix, BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, lambda *_: b"")
