@@ -161,7 +161,7 @@ class StateServer(VerifyingAverager):
     Only peers that a client has called can reach it (note 65): an auxiliary peer passes on what others ask it for."""
 
     def __init__(self, *args, **kwargs):
-        self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
+        self._lineage, self._last_lineage = (multiprocessing.Array(ctypes.c_char, MAX_LINEAGE) for _ in range(2))
         self._wanted = multiprocessing.Value(ctypes.c_int, STATE)
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
@@ -183,7 +183,7 @@ class StateServer(VerifyingAverager):
 
     @lineage.setter
     def lineage(self, value: str) -> None:
-        self._lineage.value = value.encode()
+        self._last_lineage.value, self._lineage.value = self._lineage.value, value.encode()
 
     @property
     def donor_timeout(self) -> float:
@@ -272,8 +272,10 @@ class StateServer(VerifyingAverager):
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
         epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
         if not numbers:
-            is_new = self.state_sharing_priority >= epoch
-            snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_new else None
+            # an invented step must not cost a copy
+            is_here = lineage in ("", self.make_step_key(self._last_lineage.value.decode()))
+            is_here = is_here and self.state_sharing_priority >= epoch
+            snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_here else None
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
             yield DownloadData(metadata=self.serializer.dumps(description))
             return

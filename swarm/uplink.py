@@ -38,8 +38,8 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
 # QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait until they have left,
-# and the share of the rate at which this counts as done
-MAX_FLUSH, FLUSHED = 3.0, 0.3
+# and the share of the rate, and the bytes/s of acknowledgements, below which this counts as done
+MAX_FLUSH, FLUSHED, ACKNOWLEDGEMENTS = 3.0, 0.05, 5e4
 RECOVERED, RECOVERY_SHARE, FORGET = 0.7, 0.3, 0.95  # see `adjust`; each further queue forgets a part of the old rate
 HELD_BACK_LOOKS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
@@ -307,12 +307,13 @@ class Uplink:
         """Wait until the daemon holds no more data, and return the rate since these bytes were sent; if that takes
         longer than MAX_FLUSH, return the rate at which bytes, those of other programs included, leave this machine."""
         leaving, end = deque([math.inf], maxlen=3), time.monotonic() + MAX_FLUSH
-        while leaving[-1] > FLUSHED * self._rate.value and time.monotonic() < end:
+        flushed = max(FLUSHED * self._rate.value, ACKNOWLEDGEMENTS)
+        while leaving[-1] > flushed and time.monotonic() < end:
             left = psutil.net_io_counters().bytes_sent
             await asyncio.sleep(POLL_INTERVAL)
             leaving.append(PAYLOAD_SHARE * (psutil.net_io_counters().bytes_sent - left) / POLL_INTERVAL)
         drained = (self._sent.value - sent) / (time.monotonic() - POLL_INTERVAL - since)
-        return drained if leaving[-1] <= FLUSHED * self._rate.value else min(drained, max(leaving))
+        return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 
     async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
         """Return a ping's seconds one way, up to errors of the clocks; None without an answer. In the DHT's process."""

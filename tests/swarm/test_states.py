@@ -45,6 +45,7 @@ from swarm.state_server import (
     NOTHING,
     NUM_SUMS,
     STATE,
+    STEP,
     StateRequest,
     StateServer,
     StateSnapshot,
@@ -240,17 +241,28 @@ def test_busy_donor_offers_state_without_step():
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is None
 
 
-def test_copy_is_kept_if_its_peer_is_gone():
-    """A peer that hangs up again and again would otherwise make its donor copy the state each time."""
-    tensors, copies = [torch.randn(5)], []
-    metadata = MSGPackSerializer.dumps(dict(epoch=3, lineage="a"))
+def make_donor(copies: list) -> SimpleNamespace:
+    """Return what `StateServer._answer` needs of a donor, which appends the kind of each copy that it makes."""
+    tensors, metadata = [torch.randn(5)], MSGPackSerializer.dumps(dict(epoch=3, lineage="a"))
 
     async def get_state():
         copies.append(donor._wanted.value)
         await asyncio.sleep(0.05)
         return metadata, tensors, make_infos(*tensors)
 
+    donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
+    donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
+    donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
+    for name in ("_find_snapshot", "_drop_when_unused"):
+        setattr(donor, name, partial(getattr(StateServer, name), donor))
+    return donor
+
+
+def test_copy_is_kept_if_its_peer_is_gone():
+    """A peer that hangs up again and again would otherwise make its donor copy the state each time."""
+
     async def hang_up_twice():
+        donor = make_donor(copies)
         donor._lock_snapshots = asyncio.Lock()
         for _ in range(2):
             asking = asyncio.create_task(anext(StateServer._answer(donor, PeerID(b"a"), StateRequest(0))))
@@ -259,12 +271,26 @@ def test_copy_is_kept_if_its_peer_is_gone():
         answer = await anext(StateServer._answer(donor, PeerID(b"b"), StateRequest(0)))
         return MSGPackSerializer.loads(answer.metadata)
 
-    donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
-    donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
-    for name in ("_find_snapshot", "_drop_when_unused"):
-        setattr(donor, name, partial(getattr(StateServer, name), donor))
+    copies = []
     assert asyncio.run(hang_up_twice())["epoch"] == 3
     assert copies == [STATE, NOTHING]
+
+
+def test_invented_step_costs_no_copy():
+    """A donor knows the name of the only step that it can have, and copies the gradients for no other one."""
+
+    async def ask(lineage: str) -> int:
+        donor = make_donor(copies)
+        donor._lock_snapshots = asyncio.Lock()
+        request = StateRequest(2, StateServer.make_step_key(lineage))
+        return MSGPackSerializer.loads((await anext(StateServer._answer(donor, PeerID(b"a"), request))).metadata)[
+            "epoch"
+        ]
+
+    copies = []
+    assert asyncio.run(ask("invented")) == -1 and copies == []
+    asyncio.run(ask("before"))
+    assert copies == [STEP, NOTHING]
 
 
 def test_state_epoch_matches_parameters_during_overlap():
