@@ -36,6 +36,7 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 # 16 s one of 22 s, because TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly at
 # first: by more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
+MAX_RECOVERY, RECOVERY_STEP = 1.1, 0.01  # the same for a rate below that before a drain
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
 # QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait until they have left,
 # and the share of the rate, and the bytes/s of acknowledgements, below which this counts as done
@@ -267,14 +268,14 @@ class Uplink:
             return
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
-        is_recovering = rate < RECOVERED * self._lost
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
             rate = LOWER * min(self._rates)  # it began some looks ago
             self._calm, self._settling, self._lost = 0, RATE_COOLDOWN_LOOKS, FORGET * self._lost
             with self.lock:  # let it drain
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
-        elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if is_recovering else 0.85):
-            rate *= MAX_RAISE if is_recovering else min(MAX_RAISE, 1 + RAISE_STEP * self._calm)
+        elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if rate < RECOVERED * self._lost else 0.85):
+            most, step = (MAX_RECOVERY, RECOVERY_STEP) if rate < self._lost else (MAX_RAISE, RAISE_STEP)
+            rate *= min(most, 1 + step * self._calm)
             self._calm += 1
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
@@ -297,7 +298,7 @@ class Uplink:
             if time.monotonic() < held + MAX_RESPONSE_TIMEOUT or self._received.value > received:
                 carried = await self.measure_drain(sent, max(since, self._began.value))
                 # if it was the route and not the uplink, it is faster soon
-                self._calm, self._settling, self._lost = math.inf, 0, max(FORGET * self._lost, self._rate.value)
+                self._calm, self._settling, self._lost = 0, 0, max(FORGET * self._lost, self._rate.value)
                 self._rate.value = max(min(carried, LOWER * self._rate.value), MIN_RATE)
                 self._rates.clear()
         finally:
