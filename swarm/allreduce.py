@@ -99,6 +99,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Serve averages at the uplink's pace, and report to the sender if the round has failed, and the cause."""
+        if context.remote_id in self.active_senders:  # each part would count twice, and that of another peer too late
+            self.violations[context.remote_id] = "sent its parts in two streams"
+            raise ProtocolViolation(self.violations[context.remote_id])
         stream = self.record_activity(stream, context.remote_id)
         averages = super().rpc_aggregate_part(stream, context)
         try:

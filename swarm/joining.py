@@ -56,7 +56,8 @@ class Swarm:
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if initial_peers and not config.client_mode:
             seen_at, is_reachable = reachability.find_reachability(dht, initial_peers)
-            where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, reachability.find_ports(dht)))}"
+            ports = reachability.find_ports(dht) if is_reachable is False else ()
+            where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, ports))}"
             if is_reachable is False and config.announce_maddrs:
                 logger.warning(f"others cannot reach this peer {where}: check `announce_maddrs` and the firewall")
             elif is_reachable is False:

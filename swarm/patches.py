@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
 
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
 from hivemind.dht import dht, node
-from hivemind.p2p import P2P, P2PHandlerError, p2p_daemon
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MPFuture, switch_to_uvloop
@@ -23,6 +22,9 @@ ENVIRONMENT = {
     "GOGC": "50",  # otherwise, p2pd uses 20 MB more for the same 24 MB of live data (note 90)
 }
 END_OF_STREAM = "end of stream"  # the last message of a stream
+UNREAD_TIMEOUT = 60.0  # seconds for a caller to read a message, or to close a stream that has ended
+MAX_MESSAGE_BYTES = 2**24  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
+# hivemind's own, of which the first is for tests
 ADD_STREAM_HANDLER, CALL_STREAM_HANDLER = P2P._add_protobuf_stream_handler, P2P.iterate_protobuf_handler
 
 
@@ -47,47 +49,60 @@ class CancellableStep(StepControl):
         return is_cancelled
 
 
-class Requests:
-    """The requests of a stream, of which a read that is cancelled loses none."""
-
-    def __init__(self, requests: AsyncIterator):
-        self.requests, self.next = requests, None
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        self.next = self.next or asyncio.ensure_future(anext(self.requests))
-        await asyncio.wait([self.next])
-        request, self.next = self.next, None
-        return request.result()
-
-    def close(self) -> None:
-        """End a read that nothing waits for."""
-        if self.next:
-            self.next.cancel()
+async def receive_limited(reader: asyncio.StreamReader) -> bytes:
+    """Receive a message of a stream; hivemind would allocate as many bytes as a peer claims."""
+    size = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
+    if size > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return await reader.readexactly(size)
 
 
-async def add_whole_stream_handler(self: P2P, name: str, handler, *args, **kwargs) -> None:
-    """Add a handler of streams that ends with a last message, after which the caller closes the stream (note 87). Until
-    then its requests are dropped: hivemind would not notice the end, and a full stream blocks the others (note 91)."""
+async def add_whole_stream_handler(
+    self: P2P, name: str, handler, request_type: type, max_prefetch: int = 5, balanced: bool = False
+) -> None:
+    """Add a handler of streams that ends with a last message, after which the caller closes the stream (note 87).
+    Requests after its end are dropped, and a caller that does not read is given up (note 91)."""
 
-    async def handle(requests, context):
-        requests = Requests(requests)
-        try:
+    async def serve(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests, has_ended = asyncio.Queue(max_prefetch), asyncio.Event()
+
+        async def receive() -> None:
+            while True:  # until the caller closes the stream
+                request, _ = await P2P.receive_protobuf(request_type, reader)
+                if not has_ended.is_set():
+                    await requests.put(request)
+
+        async def read_requests():
+            while (request := await requests.get()) is not None:
+                yield request
+
+        async def send(message) -> None:
+            await asyncio.wait_for(P2P.send_protobuf(message, writer), UNREAD_TIMEOUT)
+
+        async def answer() -> None:
+            last, context = END_OF_STREAM, P2PContext(name, self.peer_id, info.peer_id)
             try:
-                async for answer in handler(requests, context):
-                    yield answer
-                yield RPCError(message=END_OF_STREAM)
-            except Exception as e:  # for the caller
-                yield RPCError(message=str(e))
-            async for _ in requests:
-                pass
-            await asyncio.sleep(60.0)  # hivemind cancels this when the caller closes the stream
-        finally:
-            requests.close()
+                async with contextlib.aclosing(handler(read_requests(), context)) as messages:
+                    async for message in messages:
+                        await send(message)
+            except Exception as e:
+                last = str(e)
+            has_ended.set()
+            while not requests.empty():  # `receive` may be waiting for room
+                requests.get_nowait()
+            await send(RPCError(message=last))
+            await asyncio.sleep(UNREAD_TIMEOUT)
 
-    await ADD_STREAM_HANDLER(self, name, handle, *args, **kwargs)
+        tasks = [asyncio.create_task(receive()), asyncio.create_task(answer())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            writer.transport.abort()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    await self.add_binary_stream_handler(name, serve, balanced=balanced)
 
 
 async def call_whole_stream_handler(self: P2P, *args):
@@ -116,6 +131,7 @@ def install() -> None:
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
+    P2P.receive_raw_data = staticmethod(receive_limited)
     P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler
     averager.StepControl = CancellableStep

@@ -15,6 +15,7 @@ MIN_PART_BYTES, MAX_PART_BYTES = 2**14, 2**19
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
 MAX_FRACTION = 2.0  # maximum, relative to the median of three or more peers: a bandwidth is a claim
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
+UNCERTAINTY = 1.1  # factor of a slow peer's seconds: its bandwidth is known to a tenth, and all others wait
 PLAUSIBLE_MBITS = 1e-2, 1e6  # range of bandwidth claims; others are refused, because claims decide how long rounds take
 MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
 
@@ -78,7 +79,9 @@ def plan_allreduce(
     own_seconds = [0.0 if mode == AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
     num_partitions = tuple(
-        min(math.ceil(seconds / usual_seconds), MAX_PARTITIONS) if usual_seconds and seconds > max_seconds else 1
+        min(math.ceil(UNCERTAINTY * seconds / usual_seconds), MAX_PARTITIONS)
+        if usual_seconds and seconds > max_seconds
+        else 1
         for seconds in own_seconds
     )
     of_fast_peers = tuple(part if count == 1 else 0.0 for part, count in zip(fractions, num_partitions, strict=True))

@@ -6,7 +6,6 @@ as the blocks themselves.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import logging
@@ -233,7 +232,7 @@ class StateServer(VerifyingAverager):
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
-        parsed, peer = unpack(StateRequest, request.value), context.remote_id  # the caller gets a ValueError
+        parsed, peer = unpack(StateRequest, request.value), context.remote_id  # an error goes to the caller
         if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
@@ -272,9 +271,9 @@ class StateServer(VerifyingAverager):
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
         epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
         if not numbers:
-            # an invented step must not cost a copy
-            is_here = lineage in ("", self.make_step_key(self._last_lineage.value.decode()))
-            is_here = is_here and self.state_sharing_priority >= epoch
+            # an invented step must not cost a copy; the main process may be making that from the current state
+            steps = [self.make_step_key(it.value.decode()) for it in (self._last_lineage, self._lineage)]
+            is_here = self.state_sharing_priority >= epoch and lineage in ("", *steps)
             snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_here else None
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
             yield DownloadData(metadata=self.serializer.dumps(description))
@@ -304,7 +303,7 @@ class StateServer(VerifyingAverager):
                 if time.monotonic() - oldest.last_use <= IN_USE:
                     states = [None, *(it for it in self._snapshots if not it.is_step)]
                     return None if step_key else states[-1]
-                self._snapshots.remove(oldest)
+                self._remove(oldest)
             self._copying = asyncio.current_task()  # a reference, because asyncio holds tasks weakly (note 81)
             self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()
@@ -321,5 +320,10 @@ class StateServer(VerifyingAverager):
     async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
         while time.monotonic() < min(snapshot.last_request + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):
             await asyncio.sleep(1.0)
-        with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
-            self._snapshots.remove(snapshot)
+        if snapshot in self._snapshots:  # otherwise, a newer one has replaced it
+            self._remove(snapshot)
+
+    def _remove(self, snapshot: StateSnapshot) -> None:
+        """Remove a snapshot, also from the memory of a stream that somebody does not read."""
+        self._snapshots.remove(snapshot)
+        snapshot.tensors.clear()

@@ -29,7 +29,7 @@ ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a r
 PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two looks at the uplink, with traffic and without
-PROBES = 3  # pings at each look, to a peer's nearest peers; the fastest answer counts: others' uplinks may be full
+PROBES = 3  # pings at each look; the fastest answer counts: others' uplinks may be full
 # Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
 STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 # Factors of the rate, at one look. A rate above the uplink's costs more than one below it: 5 % too much made a round of
@@ -38,9 +38,9 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 MAX_RECOVERY, RECOVERY_STEP = 1.1, 0.01  # the same for a rate below that before a drain
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
-# QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait until they have left,
-# and the share of the rate, and the bytes/s of acknowledgements, below which this counts as done
-MAX_FLUSH, FLUSHED, ACKNOWLEDGEMENTS = 3.0, 0.05, 5e4
+# QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait for any answer, and
+# then until they have left; the share of the rate below which they have; acknowledgements as a share of received bytes
+MAX_DRAIN, MAX_FLUSH, FLUSHED, ACKNOWLEDGED = 60.0, 3.0, 0.05, 0.03
 RECOVERED, RECOVERY_SHARE, FORGET = 0.7, 0.3, 0.95  # see `adjust`; each further queue forgets a part of the old rate
 HELD_BACK_LOOKS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
@@ -284,7 +284,7 @@ class Uplink:
         these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
-            while not answers and (peers := choose_peers(node)):
+            while not answers and time.monotonic() < held + MAX_DRAIN and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
                 for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
@@ -307,13 +307,13 @@ class Uplink:
     async def measure_drain(self, sent: int, since: float) -> float:
         """Wait until the daemon holds no more data, and return the rate since these bytes were sent; if that takes
         longer than MAX_FLUSH, return the rate at which bytes, those of other programs included, leave this machine."""
-        leaving, end = deque([math.inf], maxlen=3), time.monotonic() + MAX_FLUSH
-        flushed = max(FLUSHED * self._rate.value, ACKNOWLEDGEMENTS)
-        while leaving[-1] > flushed and time.monotonic() < end:
-            left = psutil.net_io_counters().bytes_sent
+        leaving, now, left = deque([math.inf], maxlen=3), time.monotonic(), count_left()
+        end, flushed = now + MAX_FLUSH, max(FLUSHED * self._rate.value, MIN_RATE)
+        while leaving[-1] > flushed and now < end:
             await asyncio.sleep(POLL_INTERVAL)
-            leaving.append(PAYLOAD_SHARE * (psutil.net_io_counters().bytes_sent - left) / POLL_INTERVAL)
-        drained = (self._sent.value - sent) / (time.monotonic() - POLL_INTERVAL - since)
+            last, last_left, now, left = now, left, time.monotonic(), count_left()
+            leaving.append((left - last_left) / (now - last))
+        drained = (self._sent.value - sent) / max(POLL_INTERVAL, now - POLL_INTERVAL - since)
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 
     async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
@@ -327,6 +327,12 @@ class Uplink:
         return None
 
 
+def count_left() -> float:
+    """Return the bytes of payload that have left this machine, those of other programs included."""
+    counters = psutil.net_io_counters()
+    return PAYLOAD_SHARE * (counters.bytes_sent - ACKNOWLEDGED * counters.bytes_recv)
+
+
 def choose_peers(node: DHTNode) -> list[PeerID]:
-    """Return the nearest peers, to ping."""
-    return [peer for _, peer in node.protocol.routing_table.get_nearest_neighbors(node.node_id, PROBES)]
+    """Return the peers to ping: always the same while they are there, in an order that no peer can know."""
+    return sorted(node.protocol.routing_table.peer_id_to_uid, key=hash)[:PROBES]  # Python salts hashes of bytes

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
 from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer
@@ -46,6 +47,15 @@ def test_progress_of_round_is_bounded(arrived, progress):
     parts, reducer = SimpleNamespace(num_parts_by_peer=[2, 2]), SimpleNamespace(num_parts=3, num_senders=2)
     runner = SimpleNamespace(arrived=arrived, tensor_part_container=parts, tensor_part_reducer=reducer)
     assert FailFastAllReduceRunner.progress.fget(runner) == progress
+
+
+def test_second_stream_of_parts_is_refused():
+    """Each part would count twice, and the sender would get the blame of the peer whose part then comes too late."""
+    peer = PeerID(b"a")
+    runner = SimpleNamespace(active_senders={peer}, violations={})
+    with pytest.raises(ProtocolViolation, match="two streams"):
+        asyncio.run(anext(FailFastAllReduceRunner.rpc_aggregate_part(runner, None, SimpleNamespace(remote_id=peer))))
+    assert list(runner.violations) == [peer]
 
 
 def test_clip_keeps_honest_gradients():

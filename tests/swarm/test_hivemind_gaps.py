@@ -73,6 +73,7 @@ PRESENT = {
         hivemind.DecentralizedAverager._run_internal,
         "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))",
     ),
+    "peer_claims_size_of_message": (P2P.receive_raw_data, "data = await reader.readexactly(content_length)"),
     "dictionary_expiration_comes_from_peer": (
         DHTProtocol.call_find,
         "ValueWithExpiration(value_dictionary, result.expiration_time)",
@@ -302,6 +303,19 @@ def test_unread_requests_block_connection():
     """Note 91; add_whole_stream_handler."""
     assert asyncio.run(count_streams(patches.ADD_STREAM_HANDLER)) < 5
     assert asyncio.run(count_streams(patches.add_whole_stream_handler)) == 5
+
+
+def test_size_of_stream_message_is_limited():
+    """Note 92; receive_limited in swarm/patches.py."""
+
+    async def receive(size: int) -> bytes:
+        reader = asyncio.StreamReader()
+        reader.feed_data(size.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + b"data")
+        return await asyncio.wait_for(patches.receive_limited(reader), 5)
+
+    assert asyncio.run(receive(4)) == b"data"
+    with pytest.raises(ValueError, match=f"a message of {2**50} bytes"):
+        asyncio.run(receive(2**50))
 
 
 def test_step_stops_before_cancellation():

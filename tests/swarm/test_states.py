@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
-from hivemind.compression import Float16Compression, TensorRole
+from hivemind.compression import Float16Compression, NoCompression, TensorRole
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
@@ -251,9 +252,10 @@ def make_donor(copies: list) -> SimpleNamespace:
         return metadata, tensors, make_infos(*tensors)
 
     donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
-    donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
+    donor._lineage, donor._last_lineage = SimpleNamespace(value=b"a"), SimpleNamespace(value=b"before")
+    donor.make_step_key = StateServer.make_step_key
     donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
-    for name in ("_find_snapshot", "_drop_when_unused"):
+    for name in ("_find_snapshot", "_drop_when_unused", "_remove"):
         setattr(donor, name, partial(getattr(StateServer, name), donor))
     return donor
 
@@ -274,6 +276,20 @@ def test_copy_is_kept_if_its_peer_is_gone():
     copies = []
     assert asyncio.run(hang_up_twice())["epoch"] == 3
     assert copies == [STATE, NOTHING]
+
+
+def test_removed_copy_is_not_held_by_stream():
+    """A caller that does not read would otherwise hold the copies of many epochs."""
+    donor, tensor = make_donor([]), torch.randn(5)
+    copy, kept = StateSnapshot(dict(epoch=3, lineage="a"), [tensor], make_infos(tensor)), weakref.ref(tensor)
+    donor._snapshots.append(copy)
+    messages = copy.give([0, 0], NoCompression(), PeerID(b"a"))
+    assert next(messages).tensor_part.buffer
+    donor._remove(copy)
+    del tensor
+    assert kept() is None and not donor._snapshots
+    with pytest.raises(IndexError):
+        list(messages)
 
 
 def test_invented_step_costs_no_copy():

@@ -24,7 +24,7 @@ from arguments import AveragingArguments
 from swarm.config import AveragingConfig, make_config
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
-from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink
+from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink, choose_peers
 
 # A round sends 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -348,7 +348,7 @@ async def drain(uplink: Uplink, monkeypatch, seconds: float, sent: float, leavin
     """
     uplink._sent.value = int(2 * PAYLOAD_SHARE * sent * 1e6 / 8)
     monkeypatch.setattr(
-        "psutil.net_io_counters", lambda: SimpleNamespace(bytes_sent=leaving * 1e6 / 8 * time.monotonic())
+        "psutil.net_io_counters", lambda: SimpleNamespace(bytes_sent=leaving * 1e6 / 8 * time.monotonic(), bytes_recv=0)
     )
     await uplink.drain(SilentNode(seconds), 0, time.monotonic() - 1.0)
 
@@ -373,6 +373,14 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, sent
         return uplink.mbits
 
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
+
+
+def test_peer_with_many_ids_is_pinged_once():
+    """One peer could otherwise be all that are pinged, and by its silence stop this peer's uplink."""
+    node = SilentNode(0.0)
+    for number in (1, 2, 4):
+        node.routing_table.add_or_update_node(DHTID(node.node_id ^ number), "gone")
+    assert sorted(choose_peers(node)) == ["dead", "gone", "peer"]
 
 
 def test_rate_recovers_after_slow_spell(monkeypatch):
@@ -464,8 +472,8 @@ def test_plan_gives_slow_uplink_less():
     equals = plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 20))
     assert equals.num_partitions == (1, 1, 1) and equals.seconds == pytest.approx(ROUND_SECONDS, rel=0.01)
     slow = plan_allreduce(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, 2, 20))
-    # alone it would send for 112 s; the others need 17 s
-    assert slow.num_partitions == (1, 1, 7, 1)
+    # alone it would send for 112 s, by a claim that may be a tenth too high; the others need 17 s
+    assert slow.num_partitions == (1, 1, 8, 1)
     assert slow.modes == (node, node, client, node) and slow.fractions == (1, 1, 0, 1)
     assert slow.seconds < 25
     # a difference below three seconds does not matter, nor does that to a server that helps or is one of few
