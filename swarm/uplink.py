@@ -36,7 +36,7 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 # 16 s one of 22 s, because TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly at
 # first: by more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
-MAX_RECOVERY, RECOVERY_STEP = 1.1, 0.01  # the same for a rate below that before a drain
+MAX_RECOVERY, RECOVERY_STEP = 1.2, 0.02  # the same until the rate before a drain is back
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
 # QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait for any answer, and
 # then until they have left; the share of the rate below which they have; acknowledgements as a share of received bytes

@@ -395,7 +395,7 @@ def test_rate_recovers_after_slow_spell(monkeypatch):
     assert uplink.mbits > 0.7 * 20
     for _ in range(10):
         uplink.adjust(0.0, 0.4)
-    assert uplink.mbits < 0.75 * 20  # beyond that, only what is used shows that the uplink carries it
+    assert uplink.mbits < 0.7 * 1.2 * 20  # beyond that, only what is used shows that the uplink carries it
     for _ in range(200):
         uplink.adjust(0.2, 0.7)
     uplink._rate.value *= slow / uplink.mbits
