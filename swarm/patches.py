@@ -24,8 +24,7 @@ ENVIRONMENT = {
 END_OF_STREAM = "end of stream"  # the last message of a stream
 UNREAD_TIMEOUT = 60.0  # seconds for a caller to read a message, or to close a stream that has ended
 MAX_MESSAGE_BYTES = 2**24  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
-# hivemind's own, of which the first is for tests
-ADD_STREAM_HANDLER, CALL_STREAM_HANDLER = P2P._add_protobuf_stream_handler, P2P.iterate_protobuf_handler
+CALL_STREAM_HANDLER = P2P.iterate_protobuf_handler
 
 
 class ResilientControlClient(p2pclient.ControlClient):
@@ -50,7 +49,7 @@ class CancellableStep(StepControl):
 
 
 async def receive_limited(reader: asyncio.StreamReader) -> bytes:
-    """Receive a message of a stream; hivemind would allocate as many bytes as a peer claims."""
+    """Receive a message of a stream, of which hivemind would keep as many bytes as a peer claims (note 92)."""
     size = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
@@ -85,7 +84,7 @@ async def add_whole_stream_handler(
                 async with contextlib.aclosing(handler(read_requests(), context)) as messages:
                     async for message in messages:
                         await send(message)
-            except Exception as e:
+            except Exception as e:  # for the caller
                 last = str(e)
             has_ended.set()
             while not requests.empty():  # `receive` may be waiting for room

@@ -141,6 +141,8 @@ class StateSnapshot:
     def give(self, numbers: Sequence[int], compression: CompressionBase, peer: PeerID) -> Iterator[DownloadData]:
         """Yield messages with these blocks for a peer."""
         for index, start, stop in (self.blocks[number] for number in numbers):
+            if not self.tensors:
+                raise IndexError("this copy of the state has been removed")
             block = compression.compress(self.read(index, start, stop), self.infos[index])
             for part in split_for_streaming(block, MESSAGE):
                 self.used[peer] = self.last_request = time.monotonic()
@@ -272,7 +274,7 @@ class StateServer(VerifyingAverager):
         epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
         if not numbers:
             # an invented step must not cost a copy; the main process may be making that from the current state
-            steps = [self.make_step_key(it.value.decode()) for it in (self._last_lineage, self._lineage)]
+            steps = [self.make_step_key(it) for it in (self._last_lineage.value.decode(), self.lineage)]
             is_here = self.state_sharing_priority >= epoch and lineage in ("", *steps)
             snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_here else None
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}

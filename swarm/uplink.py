@@ -262,8 +262,8 @@ class Uplink:
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a look, by the queueing delay, the seconds that the last pings took beyond the
-        shortest one, and by the share of the rate that was used. After a drain it grows fast until most of the old rate
-        is back, although a peer that sends a part of its gradients never fills its uplink."""
+        shortest one, and by the share of the rate that was used. After a drain it grows fast until the old rate is back.
+        The first part needs little use, because a peer that sends a part of its gradients fills no uplink."""
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
@@ -294,8 +294,8 @@ class Uplink:
                         break
                 if not answers:
                     await asyncio.sleep(POLL_INTERVAL)
-            # if nothing came in either, the connection was cut
-            if time.monotonic() < held + MAX_RESPONSE_TIMEOUT or self._received.value > received:
+            # after a long time in which nothing came in either, the connection was cut
+            if answers and (time.monotonic() < held + MAX_RESPONSE_TIMEOUT or self._received.value > received):
                 carried = await self.measure_drain(sent, max(since, self._began.value))
                 # if it was the route and not the uplink, it is faster soon
                 self._calm, self._settling, self._lost = 0, 0, max(FORGET * self._lost, self._rate.value)

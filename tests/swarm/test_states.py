@@ -252,8 +252,7 @@ def make_donor(copies: list) -> SimpleNamespace:
         return metadata, tensors, make_infos(*tensors)
 
     donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
-    donor._lineage, donor._last_lineage = SimpleNamespace(value=b"a"), SimpleNamespace(value=b"before")
-    donor.make_step_key = StateServer.make_step_key
+    donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
     donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
     for name in ("_find_snapshot", "_drop_when_unused", "_remove"):
         setattr(donor, name, partial(getattr(StateServer, name), donor))
@@ -299,9 +298,8 @@ def test_invented_step_costs_no_copy():
         donor = make_donor(copies)
         donor._lock_snapshots = asyncio.Lock()
         request = StateRequest(2, StateServer.make_step_key(lineage))
-        return MSGPackSerializer.loads((await anext(StateServer._answer(donor, PeerID(b"a"), request))).metadata)[
-            "epoch"
-        ]
+        answer = await anext(StateServer._answer(donor, PeerID(b"a"), request))
+        return MSGPackSerializer.loads(answer.metadata)["epoch"]
 
     copies = []
     assert asyncio.run(ask("invented")) == -1 and copies == []
