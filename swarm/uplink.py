@@ -262,8 +262,8 @@ class Uplink:
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a look, by the queueing delay, the seconds that the last pings took beyond the
-        shortest one, and by the share of the rate that was used. After a drain it grows fast until the old rate is back.
-        The first part needs little use, because a peer that sends a part of its gradients fills no uplink."""
+        shortest one, and by the share of the rate that was used. After a drain it grows fast to the old rate.
+        At first, this needs little use, because a peer that sends a part of its gradients fills no uplink."""
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
