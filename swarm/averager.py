@@ -16,7 +16,6 @@ import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
-from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter, azip
 
@@ -70,8 +69,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
     are_parameters = True
-    #: whether to stop the search for a group soon after matchmaking_time, once the epoch has ended
-    gives_up_early = False
     #: see RoundSettings; shared with the averager's process
     residual: torch.Tensor | None = None
 
@@ -90,16 +87,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         install_in_averager_process()
         super().run()
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+    def run_in_background(self, **_) -> None:
         """Start the averager's process; hivemind's method makes this process ignore Ctrl-C from then on (note 36)."""
         self.start()
-        if await_ready:
-            self.wait_until_ready(timeout)
-
-    @property
-    def codec(self) -> CompressionBase:
-        """The codec of the averaged tensors."""
-        return self.allreduce_kwargs["compression"]
+        self.wait_until_ready()
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""
@@ -144,8 +135,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Run an all-reduce, like hivemind, but with our plan, pacing, timeouts and runner."""
         members = [parse_gathered(data) for data in group_info.gathered]
         modes, bandwidths = [member.mode for member in members], [member.mbits for member in members]
-        own, uplink, codec = group_info.peer_ids.index(self.peer_id), self.dht.uplink, self.codec
-        bits = count_bits(tensors, codec, kwargs["tensor_infos"])
+        own, uplink = group_info.peer_ids.index(self.peer_id), self.dht.uplink
+        bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
         fractions = choose_fractions(peer_fractions, modes, self.allreduce_kwargs["min_vector_size"])
         plan = plan_allreduce(bits, fractions, modes, bandwidths)
         num_partitions = plan.num_partitions[own]
@@ -172,7 +163,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
-        kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
+        kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         self.exchanged_with.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)

@@ -33,7 +33,6 @@ class AveragingConfig:
     matchmaking_time: float | None
     target_group_size: int  # the maximum number of trainers in a group
     min_vector_size: int  # the minimum number of elements that a peer averages
-    bandwidth: float | None  # of this peer's uplink, in Mbit/s
     compression: str  # this and the two others are names, which only the run's contract uses
     load_state_compression: str
     average_state_every: int  # epochs between two rounds of parameters
@@ -52,9 +51,6 @@ class AveragingConfig:
     min_refresh_period: float = 0.5  # seconds between two looks at the swarm
     max_refresh_period: float = 5.0
     default_refresh_period: float = 1.0  # before any progress is reported
-    expected_drift_peers: float = 3.0  # peers that may join within an epoch
-    expected_drift_rate: float = 0.2  # the same as a share of the swarm
-    performance_ema_alpha: float = 0.1  # weight of the newest step in the moving average of samples per second
     metadata_expiration: float = 120.0  # seconds for which records stay in the DHT
 
 

@@ -19,8 +19,9 @@ from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_revocations
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
-from swarm.storage import DHTNode, DHTProtocol
+from swarm.storage import DHTNode, DHTProtocol, find_node_id
 from swarm.uplink import Uplink
+from utils import RecordValidator, find_peer_id
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
 TOUCHES = 60  # pings until a lost peer is given up
@@ -81,6 +82,7 @@ class DHT(hivemind.DHT):
         self.attestation: RunAttestation | None = None
         maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
         kwargs |= {name: add_quic(value) for name, value in maddrs.items() if value}
+        kwargs["node_id"] = find_node_id(PeerID(find_peer_id(RecordValidator().local_public_key)))
         install()
         with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it
             torch.empty(1).share_memory_()

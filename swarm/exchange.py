@@ -27,14 +27,13 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind import DHT
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -49,7 +48,7 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 
 # Limits of a participant: at once, and in a period of this many seconds. All other peers together have the same limits,
 # and one of them a share, so that it cannot take all.
-PERIOD, SHARE = 60.0, 4
+PERIOD, SHARE = 60.0, 16
 MAX_REQUESTS, MAX_MESSAGES = (64, 500), (8, 2000)
 MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
 MAX_MESSAGE_BYTES = 2**17
@@ -122,7 +121,9 @@ class BlobStore:
 
     def has(self, blob: bytes) -> bool:
         """Return whether all blocks of a blob are here."""
-        return self.has_file(blob) and all(map(self.has_file, self.list_hashes(blob)))
+        with contextlib.suppress(KeyError):  # damaged, or just deleted
+            return all(map(self.has_file, self.list_hashes(blob)))
+        return False
 
     def list_hashes(self, blob: bytes) -> list[bytes]:
         """Return the hashes of a blob's blocks, or raise a KeyError."""
@@ -134,14 +135,11 @@ class BlobStore:
         return StoredBlob(self, self.list_hashes(blob))
 
 
-class StoredBlob(Sequence):
-    """The blocks of a blob on disk. Reading one raises a KeyError if it is not there."""
+class StoredBlob:
+    """A sequence of the blocks of a blob on disk. Reading one raises a KeyError if it is not there."""
 
     def __init__(self, store: BlobStore, names: list[bytes]):
         self.store, self.names = store, names
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def __getitem__(self, index: int) -> bytes:
         return self.store.get(self.names[index])
@@ -235,11 +233,6 @@ def abort_at_end(writer: asyncio.StreamWriter) -> Iterator[None]:
         writer.transport.abort()
 
 
-async def get_daemon_maddr(_: DHT, node: DHTNode) -> Multiaddr:
-    """Return the address at which this machine's processes reach the libp2p daemon. Runs in the DHT's process."""
-    return node.p2p.daemon_listen_maddr
-
-
 class Exchange:
     """A thread that fetches and serves blobs, and carries messages, at the uplink's pace.
 
@@ -265,7 +258,7 @@ class Exchange:
         self._message_worker, self._block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
         started = Future()
         # not dht.replicate_p2p: an averager that this process forks would replace that object, and unlink its socket
-        main = self._run(dht.run_coroutine(get_daemon_maddr), started)
+        main = self._run(dht.run_coroutine(DHT._get_p2p_daemon_listen_maddr), started)
         self._thread = threading.Thread(target=asyncio.run, args=(main,), name="exchange", daemon=True)
         self._thread.start()
         started.result(START_TIMEOUT)
@@ -396,13 +389,7 @@ class Exchange:
     # --- fetching
 
     def fetch(
-        self,
-        blob: bytes,
-        owner: PeerID,
-        holders: Mapping[PeerID, float],
-        num_bytes: int,
-        format: Format,
-        seconds: float = 0.0,
+        self, blob: bytes, owner: PeerID, holders: Mapping[PeerID, float], num_bytes: int, format: Format, seconds=0.0
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
         with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time. It is

@@ -139,27 +139,22 @@ class VerifyingContainer(TensorPartContainer):
         #: per reducer, for each chunk: own @ average relative to own @ own
         self.ratios: list[list[torch.Tensor]] = [[] for _ in range(self.group_size)]
 
-    def encode(self, peer_index: int, part_index: int) -> runtime_pb2.Tensor:
-        """Compress a part; with a residual, replace the part by the values that the reducer gets."""
-        part, info = self.input_parts[peer_index][part_index]
-        message = self.compression.compress(part, info)
-        if self.residuals[peer_index]:
-            decoded = deserialize_torch_tensor(message)
-            torch.sub(part, decoded, out=self.residuals[peer_index][part_index])
-            part.copy_(decoded)
-        return message
-
     async def iterate_input_parts_for(self, peer_index: int) -> AsyncIterator[runtime_pb2.Tensor | None]:
         """Yield the messages for a peer, like hivemind, but None or a request of the average if a part is not sent."""
         self._inputs_consumed_by_peer[peer_index] = True
         first, settings = sum(self.num_parts_by_peer[:peer_index]), self.settings
 
         def make_message(part_index: int) -> runtime_pb2.Tensor | None:
+            part, info = self.input_parts[peer_index][part_index]
             if (first + part_index) % settings.num_partitions == settings.partition_index:
-                return self.encode(peer_index, part_index)
+                message = self.compression.compress(part, info)
+                if self.residuals[peer_index]:  # the part becomes what the reducer gets
+                    decoded = deserialize_torch_tensor(message)
+                    torch.sub(part, decoded, out=self.residuals[peer_index][part_index])
+                    part.copy_(decoded)
+                return message
             if settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
                 return None
-            part, info = self.input_parts[peer_index][part_index]
             self.residuals[peer_index][part_index].copy_(part)
             part.zero_()  # the reducer returns the average itself
             codec_type = self.compression.compress(part[:1], info).compression

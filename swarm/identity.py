@@ -10,7 +10,8 @@ from common.files import write_file
 from swarm.config import SwarmConfig
 from swarm.credentials import Authority, load_invitation, read_key
 from swarm.errors import SwarmError
-from swarm.membership import Membership, install_client
+from swarm.membership import AuthenticatedP2PClient, Membership
+from swarm.patches import replace_client
 from utils import RecordValidator
 
 KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
@@ -39,7 +40,8 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
         membership = Membership.from_authority(Authority(config.authority_key), prefix, username)
     else:
         return None
-    install_client(membership)
+    # a subclass, because hivemind creates the instances
+    replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
     return membership
 
 

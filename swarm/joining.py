@@ -27,6 +27,8 @@ logger = logging.getLogger("joining")
 
 PUBLISH_TIMEOUT = 30.0  # seconds to wait for this peer's contract, which is published again later
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
+# Seconds for the first ping, in which an initial peer may wait 3 s for this peer's last, killed process; for the others
+PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
@@ -159,35 +161,33 @@ class Swarm:
         return self.stores[name]
 
 
-def start_dht(
-    config: SwarmConfig, validators: list, membership: Membership | None, is_first: bool = True, **options
-) -> DHT:
+def start_dht(config: SwarmConfig, validators: list, membership: Membership | None, **options) -> DHT:
     """Start the DHT's helper process and register this peer's request handlers, or raise a SwarmError. A start that
-    failed although all initial peers can be reached is retried once."""
+    failed although all initial peers can be reached is retried once, without hivemind's pings."""
     check_versions()
     if not options.get("client_mode") and not config.use_ipfs:
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
         options.setdefault("force_reachability", "public")
     of_members = [CredentialValidator(validators[1], membership)] if membership else []
+    options |= dict(wait_timeout=PING_TIMEOUT, bootstrap_timeout=STRAGGLER_TIMEOUT)
     options |= dict(initial_peers=config.initial_peers, host_maddrs=config.host_maddrs, use_ipfs=config.use_ipfs)
     options |= dict(identity_path=config.identity_path, use_relay=config.use_relay, membership=membership)
     options |= dict(announce_maddrs=config.announce_maddrs or None, record_validators=[*validators, *of_members])
     try:
         dht = DHT(start=True, **options)
-    except ValidationError as e:
+    except (ValidationError, P2PDaemonError, RuntimeError, OSError, ValueError) as e:
         if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
             ahead = float(clocks[1]) - float(clocks[2])
             raise SwarmError(
                 f"this machine's clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, "
                 "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
             ) from e
-        # hivemind's ping in return failed. Skip it: `find_reachability` tests this later, and waits longer.
-        return start_dht(config, validators, **options | dict(strict=False, check_if_identity_free=False))
-    except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
-        reason = explain_failed_start(config, str(e), membership)
-        if reason is None and is_first:
-            return start_dht(config, validators, is_first=False, **options)
-        raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
+        skip = dict(ensure_bootstrap_success=False, check_if_identity_free=False)
+        reason = None if isinstance(e, ValidationError) else explain_failed_start(config, str(e), membership)
+        if reason or options.items() >= skip.items():
+            raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
+        # A ping, or the one in return, has failed: `find_reachability` tests this later, and waits longer.
+        return start_dht(config, validators, **options | skip)
     dht.run_coroutine(reachability.register_dial_back_handler)
     dht.run_coroutine(partial(attestation.register_attestation_handler, prefix=config.experiment_prefix))
     return dht

@@ -212,7 +212,7 @@ def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) ->
     """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
     owners of offers in the commits before. The parent is the blob of the anchor of one member, so whoever has the state
     can find the anchor. The momentum is zero."""
-    head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))
+    head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))[:MAX_VOTERS]
     return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
 
 
@@ -221,8 +221,7 @@ class Action(NamedTuple):
 
     `send`: the message to `peers`, or to all peers if there are none (as the response if the peer has just called).
     `save`: write the memory to disk before any later action. `fetch`: the blob of an offer, from any participant, then
-    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it. `return`: add the blob of this peer's
-    offer to the residual: no commit will count it.
+    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it.
     """
 
     kind: str
@@ -265,6 +264,8 @@ class Log:
         self.voting_epoch = math.inf if memory is None else max((item.epoch for item in memories), default=0)
         self.records: dict[bytes, object] = {}  # of the next commit, by name
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
+        #: this peer's offers that no commit will count, for the residual; the caller takes them
+        self.returned: list[Offer] = []
         self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
         self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
@@ -328,10 +329,14 @@ class Log:
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
-        """Count the bytes of a message, and return whether a peer stays below its limit. Untrusted ones share one."""
-        name = peer if peer in self.head.participants else b""
-        self.traffic[name] = self.traffic.get(name, 0) + num_bytes
-        return self.traffic[name] <= MAX_TRAFFIC
+        """Count the bytes of a message, and return whether a peer stays below its limit. Untrusted ones share one, of
+        which each has a quarter."""
+        is_trusted = peer in self.head.participants
+        for name, limit in [(peer, MAX_TRAFFIC)] if is_trusted else [(peer, MAX_TRAFFIC // 4), (b"", MAX_TRAFFIC)]:
+            self.traffic[name] = self.traffic.get(name, 0) + num_bytes
+            if self.traffic[name] > limit:
+                return False
+        return True
 
     def send(self, *records: object, to: bytes | None = None) -> None:
         """Send a message to a peer that stays below its limit, or to all."""
@@ -370,7 +375,8 @@ class Log:
         """Say what this peer has."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
-        missing = dict.fromkeys((*sorted(self.missing_keys & self.head.participants), *sorted(self.missing_keys)))
+        wanted = [self.missing_keys & peers for peers in ({to}, self.head.participants, self.missing_keys)]
+        missing = dict.fromkeys(peer for peers in wanted for peer in sorted(peers))
         known = tuple(self.records)[:1024], tuple(missing)[:MAX_VOTERS]
         self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to)
 
@@ -452,7 +458,7 @@ class Log:
         self.records = {}
         for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values()), *self.memory.choice):
             self.add_record(record)
-        self.actions += [Action("return", offer) for offer in self.own.values() if not state.fits(offer)]
+        self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
         self.memories = {name: item for name, item in self.memories.items() if item.epoch > state.epoch}
         self.fetching = {}
@@ -507,9 +513,9 @@ class Log:
         return next((commit for commit in self.list_unapplied()[:1] if self.holds_all(commit)), None)
 
     def list_pending(self) -> list[Offer]:
-        """Return this peer's offers that the model lacks and that have not returned."""
+        """Return this peer's offers that the model lacks."""
         unapplied = [it for commit in self.list_unapplied() for it in commit.offers if it.peer == self.me]
-        return [*self.own.values(), *unapplied]
+        return [*self.own.values(), *self.returned, *unapplied]
 
     def holds_all(self, commit: Commit) -> bool:
         """Return whether all blobs of a commit are here."""

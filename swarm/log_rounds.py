@@ -12,6 +12,7 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
   of more than half of those that reply.
 """
 
+import base64
 import concurrent.futures
 import contextlib
 import logging
@@ -28,13 +29,15 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
 from common.signals import STOP_REQUESTED
+from swarm.addresses import get_peer_id
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
+from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -83,8 +86,12 @@ class Identity:
         self.sign, self.find_key = key.sign, self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
-        """Return whether a signature is that of a peer with a known key."""
-        return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)
+        """Return whether a signature is that of a peer with a known key, in its only spelling: by another one, a leader
+        would change the offers of others."""
+        with contextlib.suppress(ValueError):
+            if base64.b64encode(base64.b64decode(signature)) == signature:
+                return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)
+        return False
 
     def add_key(self, peer: bytes, key: bytes) -> None:
         """Keep a public key if the peer is its owner; beyond MAX_KEYS, instead of the oldest one. The log requests that
@@ -107,11 +114,11 @@ class LogRounds:
         self.dht, self.tracker, self.is_auxiliary = tracker.dht, tracker, tracker.trust.is_auxiliary
         self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
+        self.trusted = {get_peer_id(str(maddr)).to_bytes() for maddr in self.dht.initial_peers or ()}
         self.log: Log | None = None
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
         self.epoch, self.exchange_seconds = 0, 0.0
-        self._returned: list[Offer] = []
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
@@ -125,7 +132,9 @@ class LogRounds:
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
-        self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers
+        #: the Mbit/s of auxiliary peers; 0 if they are not trusted, because sources that fail cost time
+        self.helpers: dict[bytes, float] = {}
+        self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
         #: a client and its log, for an auxiliary peer that has none
         self.offered: tuple[bytes, bytes, State] | None = None
@@ -156,7 +165,7 @@ class LogRounds:
     def close(self) -> list[Offer]:
         """Leave the log, and return this peer's offers that no commit contains."""
         with self._lock:
-            offers = [*self.log.own.values(), *self.take_returned()]
+            offers = [*self.log.own.values(), *self.log.returned]
             self.log, self.log_id = None, b""
             self._outbox.clear()
         return offers
@@ -164,7 +173,7 @@ class LogRounds:
     def take_returned(self) -> list[Offer]:
         """Return this peer's offers that no commit will count; they belong into the residual."""
         with self._lock:
-            returned, self._returned = self._returned, []
+            returned, self.log.returned = self.log.returned, []
         return returned
 
     def find_next(self, head: bytes) -> tuple[Commit, State] | None:
@@ -182,8 +191,7 @@ class LogRounds:
     def count_pending(self) -> int:
         """Return the samples of this peer's offers that the model lacks."""
         with self._lock:
-            offers = [*self.log.list_pending(), *self._returned] if self.log else []
-        return sum(offer.samples for offer in offers)
+            return sum(offer.samples for offer in self.log.list_pending()) if self.log else 0
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
@@ -210,11 +218,12 @@ class LogRounds:
         with contextlib.suppress(TimeoutError):
             for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
                 with contextlib.suppress(Exception):  # no answer, or an invalid one
-                    answers.append(unpack(Envelope, call.result()))
+                    is_refused = isinstance(call.exception(), P2PHandlerError)  # strangers may have asked too often
+                    answers.append(Envelope(b"", 0) if is_refused else unpack(Envelope, call.result()))
                 kinds = Counter((answer.log, answer.state) for answer in answers)
                 if 2 * max(kinds.values(), default=0) > len(asked):
                     break  # the others cannot change it, and a dead peer would take the whole time
-        logs = Counter(answer.log for answer in answers if answer.log)
+        logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
         if not log_id or 2 * logs[log_id] < len(answers):
             return None
@@ -286,34 +295,35 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    members = self._list_members()
-                    self.exchange.participants = frozenset(map(PeerID, members))
+                    self.exchange.participants = frozenset(map(PeerID, self._list_participants()))
                     self._perform(self.log.tick(get_dht_time()))
                 self._poll()
                 self._send()
 
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
-        is_saved = True
         for kind, content, peers in actions:
-            if kind == "send" and is_saved:  # a vote that is not on disk must not be sent
+            if kind == "send" and self._unsaved != self.log.head.head:  # a vote that is not on disk must not be sent
                 for peer in peers or self._list_members():
                     self._outbox[peer].append(content)
             elif kind == "save":
-                is_saved = write_file(self._memory_file, self.log_id + content)
+                self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.head.head
             elif kind == "fetch":
                 self._fetch(content)
-            elif kind == "return":
-                self._returned.append(content)
         self._wake.set()
 
+    def _list_participants(self) -> set[bytes]:
+        """Return the ids of the others that are known to have worked, are in the log, or are auxiliary peers."""
+        known = filter(self.tracker.trust.is_known, self.tracker.present)
+        peers = {*known, *self.helpers, *self.log.head.participants}
+        return peers - {self.identity.peer, *self.tracker.trust.banned_until}
+
     def _list_members(self) -> set[bytes]:
-        """Return the ids of the other peers that get all messages: those that are known to have worked, and the last
-        ones of the others that have called, because a record with a new key costs nothing."""
-        present, is_known = self.tracker.present, self.tracker.trust.is_known
-        guests = [peer for peer in self._seen if peer in present and not is_known(peer)][-MAX_GUESTS:]
-        members = {*filter(is_known, present), *guests, *self.helpers, *self.log.head.participants}
-        return members - {self.identity.peer, *self.tracker.trust.banned_until}
+        """Return the ids of the other peers that get all messages: the participants, and the last ones of the others
+        that have called, because a record with a new key costs nothing."""
+        participants = self._list_participants()
+        guests = [peer for peer in self._seen if peer in self.tracker.present and peer not in participants]
+        return participants | {*guests[-MAX_GUESTS:]} - {*self.tracker.trust.banned_until}
 
     def _when_done(self, future: concurrent.futures.Future, take: Callable, *args) -> None:
         """Let the thread call a function with the result of a future, or the exception."""
@@ -334,9 +344,10 @@ class LogRounds:
             self._when_done(self._search, self._take_helpers)
 
     def _take_helpers(self, entry: object) -> None:
-        epochs = parse_epochs(entry if isinstance(entry, ValueWithExpiration) else None, self.identity.peer)
-        found = sorted(peer for peer, epoch in epochs.items() if epoch == RELAY)
-        self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
+        if isinstance(entry, ValueWithExpiration):  # otherwise, nobody has answered
+            found = [peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY]
+            found.sort(key=lambda peer: (peer not in self.trusted, peer))
+            self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
 
     def can_call(self, peer: bytes) -> bool:
         """Return whether a peer accepts connections; this one may be asked for as well."""
@@ -364,13 +375,13 @@ class LogRounds:
             return
         has_open_offer = bool(self.log.own) or bool(self.log.fetching)
         self._next_poll = time.monotonic() + (POLL_INTERVAL if has_open_offer else IDLE_POLL_INTERVAL)
-        peers = [peer for peer in self._list_members() if self.can_call(peer) and peer not in self._called]
+        peers = [peer for peer in self._list_participants() if self.can_call(peer) and peer not in self._called]
         for peer in random.sample(peers, min(POLLED_PEERS, len(peers))):
             self._call(peer)
 
     def _make_envelope(self, peer: bytes) -> Envelope:
         """Return as many messages to a peer as one call may have."""
-        messages, queue, used = [], self._outbox[peer], 0
+        messages, queue, used = [], self._outbox.get(peer, ()), 0
         while queue and (not messages or used + len(queue[0]) < MAX_MESSAGE_BYTES - 1000):
             used += len(queue[0])
             messages.append(queue.popleft())
@@ -389,7 +400,8 @@ class LogRounds:
             self.tracker.ban({PeerID(offer.peer): "has sent an invalid update"})
         elif error is not None:
             logger.info(f"no update of peer {PeerID(offer.peer)}: {error!r:.200}")
-            if self.log is not None:  # it requests the blob again as long as it lacks it
+            # it requests the blob again as long as it lacks it; if the disk is full, after the next commit
+            if self.log is not None and not isinstance(error, SwarmError):
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
             if not self.is_auxiliary:  # it applies none
@@ -399,7 +411,7 @@ class LogRounds:
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
         if peer in self.helpers:
-            self.helpers[peer] = envelope.mbits if self.tracker.trust.is_known(peer) else 0.0
+            self.helpers[peer] = envelope.mbits if peer in self.trusted else 0.0
             if envelope.request and self.log is not None:  # it cannot call this peer
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state and peer in self.tracker.trust.select_known(self.tracker.others):

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,6 +57,8 @@ class LogSteps:
         self.exists = False
         #: the log that has ended for this peer, but perhaps not yet for others
         self._ended = b""
+        #: leaders whose first state has not arrived
+        self._silent: set[bytes] = set()
         self._next_join = self._stuck_at = 0.0
         #: whether each of an owner's last updates had any weight, by owner
         self.counted: dict[bytes, deque[bool]] = {}
@@ -80,22 +82,20 @@ class LogSteps:
         self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
         return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
 
-    def _open(self, log_id: bytes, state: State, is_new: bool = False) -> None:
-        self.exists = True
-        self.rounds.open(log_id, state, is_new)
-
     # --- the beginning
 
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
         """Begin a log after a round with these peers, this one included; if that fails, another round tries again."""
         epoch, me = self.optimizer.local_epoch, self.tracker.dht.peer_id.to_bytes()
         can_call, anchor = self.rounds.can_call, Numbers(list_params(self.optimizer.opt))
-        leader = min(members, key=lambda peer: (not can_call(peer), hashlib.sha256(group_id + peer).digest()))
+        places = {it: (it in self._silent, not can_call(it), hashlib.sha256(group_id + it).digest()) for it in members}
+        leader = min(places, key=places.get)
         if leader == me:
             blob = self.rounds.store.add(anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
         else:
             blob = self._load_anchor(anchor, leader, epoch, members)
         if blob is None:
+            self._silent.add(leader)
             return
         state = make_genesis(self.tracker.prefix, epoch, blob, members)
         with self.averager.lock_optimizer:
@@ -105,7 +105,8 @@ class LogSteps:
                 momentum.zero_()
             self.averager.lineage = state.head.hex()
         self.optimizer.local.move_anchor(list_params(self.optimizer.opt))
-        self._open(state.head, state, is_new=True)
+        self.exists = True
+        self.rounds.open(state.head, state, is_new=True)
         logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
 
     def _load_anchor(self, anchor: Numbers, leader: bytes, epoch: int, members: Sequence[bytes]) -> bytes | None:
@@ -121,7 +122,8 @@ class LogSteps:
         self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking))
         if state is None or make_genesis(self.tracker.prefix, epoch, blob := state.parent, members) != state:
             return None  # the leader has died, or gone on
-        fetching, num_bytes = rounds.fetch_anchor(blob, leader, members), 4 * len(members) * anchor.total
+        # the leader sends it once, and each member passes a part of it on to all others
+        fetching, num_bytes = rounds.fetch_anchor(blob, leader, members), 2 * 4 * anchor.total
         self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
         if not rounds.store.has(blob):
             logger.warning("the first state of the log has not arrived")
@@ -143,7 +145,8 @@ class LogSteps:
             (leader, log_id, state), self.rounds.offered = self.rounds.offered, None
             if not state.counted:  # the log begins, and clients get the anchor here
                 self.rounds.fetch_anchor(state.parent, leader, state.voters)
-            self._open(log_id, state)
+            self.exists = True
+            self.rounds.open(log_id, state)
             return True
         if time.monotonic() < self._next_join:
             return self.exists
@@ -159,11 +162,8 @@ class LogSteps:
                 self.optimizer.begin_epoch()
             return False
         (log_id, state), self._ended = found, b""
-        if self.optimizer.is_auxiliary:  # it has no model
-            if state is not None:
-                self._open(log_id, state)
-        elif state is not None and state.head == self.head:
-            self._open(log_id, state)
+        if state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # it has no model
+            self.rounds.open(log_id, state)
             self.optimizer.begin_epoch()
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
         elif self.optimizer.load_state_from_peers():
@@ -176,7 +176,7 @@ class LogSteps:
         """Do what the log has asked for since the last call."""
         self.tracker.trust.owners = self.rounds.log.head.active if self.is_open else set()
         self.rounds.epoch = self.optimizer.local_epoch
-        for offer in self.rounds.take_returned():
+        for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
         if self.is_open and self.rounds.has_fewer_peers():
             logger.info("most peers have another log: joining them")
@@ -238,8 +238,10 @@ class LogSteps:
         if is_done or not self.optimizer.grad_averager.samples:
             return
         if self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head):
-            with self._count_seconds(), self.tracker.performance_ema.pause():
+            started = time.monotonic()
+            with self.tracker.performance_ema.pause():
                 self._make_offer(head)
+            self.optimizer.stats.averaging_seconds += time.monotonic() - started
 
     def _make_offer(self, head: bytes) -> None:
         optimizer, grad_averager = self.optimizer, self.optimizer.grad_averager
@@ -262,17 +264,11 @@ class LogSteps:
             optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
             grad_averager.samples += samples
 
-    @contextlib.contextmanager
-    def _count_seconds(self) -> Iterator[None]:
-        """Count the time of this context, in which the loop computes nothing."""
-        started = time.monotonic()
-        yield
-        self.optimizer.stats.averaging_seconds += time.monotonic() - started
-
     def _apply(self, commit: Commit, before: State) -> bool:
         """Make the outer step of a commit, given the log's state before; return whether that was possible."""
         optimizer, averager, me = self.optimizer, self.averager, self.tracker.dht.peer_id.to_bytes()
-        if self._differs_from_most(commit, before):
+        own, digest = self._last_offer, before.find_digest(commit)
+        if own is not None and own.base == commit.parent and digest not in (b"", own.digest):
             self._load_state("this peer's state differs from most others")
             return False
         try:
@@ -287,11 +283,13 @@ class LogSteps:
             Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters, summary)
             for it, (blob, summary) in zip(commit.offers, blobs, strict=True)
         ]
-        with self._count_seconds(), self.tracker.pause_updates():
+        started = time.monotonic()
+        with self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
             self.tracker.update_epoch(optimizer.local_epoch)
+        optimizer.stats.averaging_seconds += time.monotonic() - started
         outer.contributions = averager.next_lineage = None
         for it, weight in zip(commit.offers, outer.weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
@@ -301,8 +299,3 @@ class LogSteps:
         optimizer.begin_epoch()
         self.tracker.record_round(optimizer.stats.last_group, None)
         return True
-
-    def _differs_from_most(self, commit: Commit, before: State) -> bool:
-        """Return whether most voters name another state in a commit than the offer of this peer does."""
-        own, digest = self._last_offer, before.find_digest(commit)
-        return own is not None and own.base == commit.parent and digest not in (b"", own.digest)

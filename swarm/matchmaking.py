@@ -30,6 +30,7 @@ logger = logging.getLogger("swarm")
 LOOK_PERIOD = 1.0  # seconds between two searches for a leader
 # Seconds between two lookups; each pause is 10 % longer. A peer that begins later asks the one that began first.
 MIN_LOOK_PERIOD, MAX_LOOK_PERIOD = 0.2, 2.0
+MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 
 
@@ -63,7 +64,7 @@ class GatheredData(NamedTuple):
 def parse_gathered(data: bytes) -> GatheredData:
     """Parse the data that a peer sends to its group, or raise ValueError with a predicate whose subject is the peer."""
     try:
-        mbits, mode, content = MSGPackSerializer.loads(data)
+        mbits, mode, content = MSGPackSerializer.loads(data[:MAX_GATHERED])
         if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
             raise ValueError(f"implausible bandwidth of {mbits} Mbit/s")
         content = MSGPackSerializer.loads(content)
@@ -151,10 +152,10 @@ class EarlyStartMatchmaking(Matchmaking):
             self.potential_leaders.update_triggered.set()
 
     async def start_when_triggered(self, step: StepControl) -> None:
-        """Start the group that this peer leads when its epoch ends; give up soon after if the averager does so."""
+        """Start the group that this peer leads when its epoch ends; give up soon after if it is of parameters."""
         await step.wait_for_trigger()
         await self.start_when_complete()
-        if self._servicer_type.gives_up_early:
+        if self._servicer_type.are_parameters:  # the search would delay the next step by averaging_timeout
             await asyncio.sleep(self.min_matchmaking_time + self.request_timeout)
             if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))

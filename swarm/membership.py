@@ -24,7 +24,6 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from common.console import format_count
 from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations
 from swarm.errors import SwarmError
-from swarm.patches import replace_client
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")
@@ -70,8 +69,9 @@ class Membership:
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
         self.credential, self.public_key, self.issuer, self.invite = credential, public_key, issuer, invite
-        self._lock, self._list = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, MAX_LIST_BYTES)
-        self._list_bytes = multiprocessing.RawValue(ctypes.c_int)
+        #: the beginning of each call
+        self.greeting = len(credential).to_bytes(2, "big") + credential
+        self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
         # for the next warning, in each process
         self._num_rejected, self._next_warning = 0, 0.0
         self.load_revocations()
@@ -134,8 +134,7 @@ class Membership:
     @property
     def revocations(self) -> bytes:
         """The newest revocation list, signed by the authority; empty if there is none."""
-        with self._lock:
-            return self._list[: self._list_bytes.value]
+        return bytes.fromhex(self._list.value.decode())
 
     @property
     def revoked(self) -> frozenset[bytes]:
@@ -147,8 +146,7 @@ class Membership:
         with contextlib.suppress(ValueError):
             signed_at, revoked = read_revocations(data, self.public_key, self.prefix)
             if signed_at > read_revocations(self.revocations, self.public_key, self.prefix)[0]:
-                with self._lock:
-                    self._list[: len(data)], self._list_bytes.value = data, len(data)
+                self._list.value = data.hex().encode()
                 logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
     def load_revocations(self) -> None:
@@ -181,7 +179,7 @@ async def maintain_revocations(dht: hivemind.DHT, node: DHTNode) -> None:
     last_sent, peers = None, []
     while True:
         membership.load_revocations()
-        with contextlib.suppress(OSError, P2PDaemonError):  # the daemon may be busy
+        with contextlib.suppress(OSError, EOFError, P2PDaemonError):  # the daemon may be busy
             peers = [info.peer_id for info in await node.p2p.list_peers()]
         if last_sent == (current := membership.revocations):
             peers = random.sample(peers, min(1, len(peers)))  # it may have missed the list
@@ -194,13 +192,7 @@ class AuthenticatedP2PClient(p2pclient.Client):
     """A client of the libp2p daemon that begins each call with this peer's credential, and rejects calls without one.
     The length of the credential, in two bytes, precedes it."""
 
-    #: set in a subclass by `install_client`, because hivemind creates the instances
-    membership: Membership
-
-    @property
-    def greeting(self) -> bytes:
-        """The beginning of each call."""
-        return len(self.membership.credential).to_bytes(2, "big") + self.membership.credential
+    membership: Membership  # set in a subclass by `make_identity`
 
     async def add_unary_handler(self, proto, handler, balanced=False):
         """Add a handler of members' calls, and one that rejects the calls of other peers."""
@@ -253,7 +245,7 @@ class AuthenticatedP2PClient(p2pclient.Client):
     async def call_unary_handler(self, peer_id, proto, data):
         """Call a peer as a member; a peer of an open run does not know the call."""
         try:
-            return await super().call_unary_handler(peer_id, proto + OF_MEMBERS, self.greeting + data)
+            return await super().call_unary_handler(peer_id, proto + OF_MEMBERS, self.membership.greeting + data)
         except P2PDaemonError as e:
             if "protocols not supported" not in str(e):
                 raise
@@ -265,13 +257,8 @@ class AuthenticatedP2PClient(p2pclient.Client):
         if proto.startswith("/libp2p/"):
             return await super().stream_open(peer_id, protocols)
         info, reader, writer = await super().stream_open(peer_id, [proto + OF_MEMBERS])
-        writer.write(self.greeting)
+        writer.write(self.membership.greeting)
         return info, reader, writer
-
-
-def install_client(membership: Membership) -> None:
-    """Make this process and its helpers call other peers as a member, and serve only members."""
-    replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
 
 
 class CredentialValidator(RecordValidatorBase):

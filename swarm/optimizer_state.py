@@ -39,9 +39,6 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
 class StateAverager(TrainingStateAverager, StateServer):
     """A state averager that other peers can download from, and that downloads from several of them at once."""
 
-    #: a peer that missed the group of the others would otherwise delay its next step by averaging_timeout
-    gives_up_early = True
-
     def __init__(self, *args, **kwargs):
         # the optimizer sets these four
         #: the id of the group whose gradients the next step applies, or of this peer if it is alone

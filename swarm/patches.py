@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import threading
 
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
@@ -10,7 +11,7 @@ from hivemind.dht import dht, node
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.proto.p2pd_pb2 import RPCError
-from hivemind.utils import MPFuture, switch_to_uvloop
+from hivemind.utils import MPFuture, MSGPackSerializer, switch_to_uvloop
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
@@ -24,7 +25,9 @@ ENVIRONMENT = {
 END_OF_STREAM = "end of stream"  # the last message of a stream
 UNREAD_TIMEOUT = 60.0  # seconds for a caller to read a message, or to close a stream that has ended
 MAX_MESSAGE_BYTES = 2**24  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
-CALL_STREAM_HANDLER = P2P.iterate_protobuf_handler
+EXTENSIONS, MAX_NESTING = (0x40, 0x50), 8  # hivemind's types in a message: tuples, and dictionaries of the DHT
+CALL_STREAM_HANDLER, DECODE_EXTENSION = P2P.iterate_protobuf_handler, MSGPackSerializer._decode_ext_types
+NESTING = threading.local()  # the depth of the value that this thread decodes
 
 
 class ResilientControlClient(p2pclient.ControlClient):
@@ -46,6 +49,18 @@ class CancellableStep(StepControl):
         if not self._cancel.done():  # `leave` and `finish_background` may both cancel it
             self._cancel.set_result(None)
         return is_cancelled
+
+
+def decode_extension(cls: type, code: int, data: bytes) -> object:
+    """Decode a value of hivemind's own types, which crash the process if a peer nests hundreds (note 93). Others are
+    refused, because hivemind would log each."""
+    NESTING.depth = getattr(NESTING, "depth", 0) + 1
+    try:
+        if NESTING.depth > MAX_NESTING or code not in EXTENSIONS:
+            raise ValueError("values of unknown types, or nested ones")
+        return DECODE_EXTENSION(code, data)
+    finally:
+        NESTING.depth -= 1
 
 
 async def receive_limited(reader: asyncio.StreamReader) -> bytes:
@@ -130,6 +145,7 @@ def install() -> None:
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
+    MSGPackSerializer._decode_ext_types = classmethod(decode_extension)
     P2P.receive_raw_data = staticmethod(receive_limited)
     P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler

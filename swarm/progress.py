@@ -14,8 +14,7 @@ from functools import partial
 
 import hivemind
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.schema import SchemaValidator
-from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgressSchema
+from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 
@@ -32,6 +31,7 @@ logger = logging.getLogger("swarm")
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
 LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
+DRIFT_PEERS, DRIFT_RATE = 3, 0.2  # peers that may join within an epoch, and the same as a share of the swarm
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names
@@ -55,10 +55,10 @@ class PeerTracker:
         self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
-        self.performance_ema = PerformanceEMA(alpha=averaging.performance_ema_alpha)
+        self.performance_ema = PerformanceEMA()
         signature = RSASignatureValidator()
         self._public_key = signature.local_public_key
-        dht.add_validators([SchemaValidator(TrainingProgressSchema, prefix=prefix), signature])
+        dht.add_validators([signature])
 
         self.local_progress = self._make_record(0, 0)
         #: newest records of the other peers that can be true, by peer id
@@ -382,11 +382,11 @@ class PeerTracker:
 
         # a peer that has just joined has had no epoch yet; and a claimed speed does not shorten the last one
         known_speed = sum(speeds[it.peer_id] for it in counted if it is own or self.trust.is_known(it.peer_id))
-        expected_seconds = self.target_batch_size / known_speed if known_speed else 0.0
+        expected_seconds = self.target_batch_size / known_speed if known_speed > self.performance_ema.eps else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
         count, options = len(present) + 1, self.averaging
-        max_count = max(count + options.expected_drift_peers, count * (1 + options.expected_drift_rate))
+        max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # of a swarm that waits, the looks become rare
         period = max(seconds_left * count / max_count, LOOK_SHARE * (read_at - self._changed_at))

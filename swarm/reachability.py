@@ -119,7 +119,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, DIAL_BACK_TIMEOUT)).value)
         return str(ipaddress.ip_address(answer["seen_at"][0])), answer["reached"] is True
-    except (*REQUEST_ERRORS, LookupError, TypeError):
+    except (*REQUEST_ERRORS, LookupError, TypeError, RecursionError):  # the last by deeply nested JSON
         return None
 
 

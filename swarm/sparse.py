@@ -11,7 +11,6 @@ in this order:
 
 import math
 import struct
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,17 +40,12 @@ def count_low_bits(numbers: int, count: int) -> int:
     return max(1, numbers // max(1, count)).bit_length() - 1
 
 
-class Entries(NamedTuple):
-    """The entries of a message: `values[kinds]` belong to `positions`; all others of its numbers are zero."""
+def decode(buffer: bytes, numbers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the entries of a message, with the same bits on every machine: `values[kinds]` belong to `positions`, and
+    all others of its numbers are zero.
 
-    positions: np.ndarray  # ascending, int64
-    kinds: np.ndarray  # chunk * 2 ** bits + code, int64
-    values: np.ndarray  # of all kinds, float32: in each chunk the levels, then the negative levels
-
-
-def decode(buffer: bytes, numbers: int) -> Entries:
-    """Return the entries of a message, with the same bits on every machine.
-
+    :returns: the positions, ascending, int64; the kinds, chunk * 2 ** bits + code, int64; the values of all kinds,
+        float32: in each chunk the levels, then the negative levels
     :raises ValueError: the message is invalid for this many numbers
     """
     bits, count = HEADER.unpack_from(buffer) if len(buffer) >= HEADER.size else (0, 0)
@@ -73,7 +67,7 @@ def decode(buffer: bytes, numbers: int) -> Entries:
     values = minima + (np.arange(levels, dtype=np.float32) + np.float32(0.5)) * (spread * np.float32(1 / levels))
     values[values < TINY] = 0
     kinds = (positions >> CHUNK.bit_length() - 1 << bits) | unpack(codes, count, bits)
-    return Entries(positions, kinds, np.hstack([values, -values]).ravel())
+    return positions, kinds, np.hstack([values, -values]).ravel()
 
 
 class TopKCompression:

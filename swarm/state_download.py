@@ -128,6 +128,7 @@ class Donor:
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
         is_alike = self.key == other.key and self.metadata["tensors"] == other.metadata["tensors"]
+        is_alike = is_alike and self.digests.shape == other.digests.shape  # texts in place of numbers have no digest
         return is_alike and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
@@ -254,8 +255,8 @@ class StateDownload:
         clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
-        if relays and averager.mode != AveragingMode.AUX:  # an auxiliary peer can call the clients itself
-            averager.relays = {peer: random.choice(relays) for peer in clients}
+        needs_relay = relays and averager.mode != AveragingMode.AUX  # an auxiliary peer can call the clients itself
+        averager.relays = {peer: random.choice(relays) for peer in clients} if needs_relay else {}
         return epochs | clients
 
     def rank(self, peer: PeerID) -> tuple:
@@ -276,6 +277,9 @@ class StateDownload:
                     message = await anext(self.averager.request_state(peer, request), None)
                 if message is None:
                     raise ValueError("the peer sent no description")
+                # digests of parameters and moments have 36 bytes for each 65,536 numbers
+                if len(message.metadata) > 2**17 + sum(2**10 + param.numel() // 2**7 for param in self.params):
+                    raise ValueError("the description is too long")
                 metadata = self.averager.serializer.loads(message.metadata)
                 if donor := self.parse_description(peer, metadata, request.epoch):
                     donors.append(donor)

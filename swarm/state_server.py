@@ -34,7 +34,7 @@ from swarm.log_records import Number, pack, unpack
 logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
-MAX_BLOCKS = 256  # blocks per request
+MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # blocks per request
 MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
@@ -46,6 +46,7 @@ MAX_SERVED_PEERS, MAX_RELAYED_PEERS = 8, 2  # concurrent downloads from a traine
 MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
 UNUSED_TIMEOUT = 30.0  # seconds without a request until a snapshot is dropped
 IN_USE = 5.0  # seconds since its last request in which a snapshot is not replaced, and a peer counts as served
+MIN_HOLD = 60.0  # seconds, or the time of all its bytes at a tenth of the uplink, after which a use no longer counts
 MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
 
 
@@ -112,18 +113,22 @@ def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes
         peer: float(info.value)
         for peer, info in declared
         if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
-        if info.value >= 0 and peer != own_id  # no NaN
+        if info.value >= 0 and peer != own_id and len(peer) == len(own_id)  # no NaN, and no keys
     }
 
 
 class StateSnapshot:
-    """A copy of a state, or of one step's gradients, that a donor keeps while peers download it."""
+    """A copy of a state, or of one step's gradients, that a donor keeps while peers download it.
 
-    def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
+    :param hold: the seconds in which downloads keep it from being replaced by a newer state: the requests of one peer
+        from time to time must not keep that from all others
+    """
+
+    def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo], hold: float):
         self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata
         self.tensors, self.infos, self.blocks = tensors, infos, list_blocks(infos)
         self.taken = self.last_request = time.monotonic()
-        self.used = {}  # the time of each peer's last download
+        self.hold, self.used = hold, {}  # by peer: the time of its last download
         self.description = metadata | {
             "tensors": [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors],
             "digests": torch.stack([digest(self.read(*block)) for block in self.blocks]).numpy().tobytes(),
@@ -131,8 +136,8 @@ class StateSnapshot:
 
     @property
     def last_use(self) -> float:
-        """The time of the last download by any peer, or of the first request."""
-        return max(self.used.values(), default=self.taken)
+        """The time of the last download that counts, by any peer, or of the first request."""
+        return min(max(self.used.values(), default=self.taken), self.taken + self.hold)
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Return the numbers of one block."""
@@ -234,7 +239,8 @@ class StateServer(VerifyingAverager):
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
-        parsed, peer = unpack(StateRequest, request.value), context.remote_id  # an error goes to the caller
+        # an error, also that of a request that is too long, goes to the caller
+        parsed, peer = unpack(StateRequest, request.value[:MAX_REQUEST_BYTES]), context.remote_id
         if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
@@ -306,7 +312,6 @@ class StateServer(VerifyingAverager):
                     states = [None, *(it for it in self._snapshots if not it.is_step)]
                     return None if step_key else states[-1]
                 self._remove(oldest)
-            self._copying = asyncio.current_task()  # a reference, because asyncio holds tasks weakly (note 81)
             self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()
             self._wanted.value = NOTHING  # otherwise, the main process keeps its last answer (note 89)
@@ -314,7 +319,8 @@ class StateServer(VerifyingAverager):
             metadata = self.serializer.loads(metadata)
             if metadata["epoch"] < epoch or step_key and metadata["lineage"] != step_key:
                 return None
-            snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos)
+            hold = max(MIN_HOLD, self.dht.uplink.compute_transfer_timeout(sum(tensor.nbytes for tensor in tensors)))
+            snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos, hold)
             self._snapshots.append(snapshot)
             asyncio.create_task(self._drop_when_unused(snapshot))
             return snapshot

@@ -26,6 +26,11 @@ PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 
 
+def find_node_id(peer: PeerID) -> DHTID:
+    """Return a peer's only id as a DHT node. With many ids near a key, it would be all nodes that hold its records."""
+    return DHTID.generate(peer.to_bytes())
+
+
 class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part of the RPC names
     """A DHT protocol that accepts only a limited number of records, from their owners."""
 
@@ -58,6 +63,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             size = sum(len(name + item) for name, item in (of_key | {subkey: value}).items())
             if len(held) > PEER_RECORDS or sum(count for count, _ in held.values()) > PEER_BYTES or size > KEY_BYTES:
                 raise ValueError("too many records, or too large")
+            if expires > now + MAX_RECORD_LIFETIME:
+                raise ValueError("it expires too late")
         except Exception as e:  # on untrusted bytes, the decoder can raise any exception
             logger.debug(f"refused a record from peer {sender}: {e}")
             return False
@@ -65,6 +72,10 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
         for storage in (self.held, self.storage, *filter(None, [stored and stored.value])):
             prune_expiration_heap(storage)
         return True
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Add or drop a peer, like hivemind, whatever id it claims."""
+        await super().update_routing_table(find_node_id(peer_id), peer_id, responded)
 
     async def call_store(self, peer, keys, values, *args, **kwargs):
         """Forward no records: receivers would refuse them, and their owners store them again within a minute."""
@@ -79,6 +90,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             data = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
             for subkey, record in data.items():
                 records.store(subkey, record.value, record.expiration_time)
+            nearest = {find_node_id(other): other for other in nearest.values()}
             results[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return results
 

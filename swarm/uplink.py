@@ -323,7 +323,7 @@ class Uplink:
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
             answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
             self.record_rtt(time.monotonic() - start)
-            return answer.dht_time - sent
+            return answer.dht_time - sent if math.isfinite(answer.dht_time) else None
         return None
 
 

@@ -227,7 +227,8 @@ def test_aggregation_counts_known_contributors(monkeypatch):
 
     # one of them lies and names untrusted peers; then two name a late peer
     def report(epoch: int, *partners: list[bytes]) -> dict:
-        return {peer: make_metrics(epoch, partners=name(of)) for peer, of in zip(honest, partners, strict=True)}
+        others = [[it for it in of if it != peer] for peer, of in zip(honest, partners, strict=True)]
+        return {peer: make_metrics(epoch, partners=name(of)) for peer, of in zip(honest, others, strict=True)}
 
     second = report(2, honest, honest, [*honest, *strangers])
     assert workers.select(second | false | {late: make_metrics(2)}) == set(honest)
@@ -235,6 +236,10 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     assert workers.select(third | false) == set(honest)
     fourth = report(4, honest, [*honest, late], strangers) | {late: make_metrics(4, partners=name(honest))}
     assert workers.select(fourth | false) == {*honest, late}
+    # two of five name any number of other keys
+    members, keys = [*honest, *strangers[:2]], strangers[2:66]
+    group = {it: make_metrics(5, partners=name(keys if it in strangers else members)) for it in members}
+    assert ContributorRegistry(members).select(group | {it: make_metrics(5) for it in keys}) == set(members)
     # the others have left: their last records do not keep out a new peer
     fifth, new = {**fourth, late: make_metrics(9, partners=name(make_ids("new", 1)))}, make_ids("new", 1)[0]
     assert workers.select(fifth | {new: make_metrics(9)}) == {*honest, late}

@@ -61,8 +61,9 @@ class ContributorRegistry:
         for peer_id in current:
             for partner in names.keys() & set(records[peer_id].partners or ()):
                 self.named_by[names[partner]].add(peer_id)
-        # A single malicious contributor could name its other keys, so two must name a peer if there are two or more.
-        quorum = max(1, min(2, len(current)))
+        # Malicious contributors could name any number of other keys, so most of a typical group must name a peer.
+        typical = statistics.median(len(records[peer_id].partners or ()) for peer_id in current) if current else 0
+        quorum = max(1, min(max(2, int(typical) // 2 + 1), len(current)))
         self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
         self.present = self.ids & epochs.keys()
         return self.present

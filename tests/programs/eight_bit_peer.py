@@ -32,7 +32,6 @@ with clean_end():
         compression="8bit",
         average_state_every=10**6,
         default_refresh_period=0.3,
-        bandwidth=100.0,
     )
     options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
     optimizer = make_optimizer(model, swarm, options, averaging)

@@ -43,7 +43,7 @@ class CountedRunner(swarm.averager.FailFastAllReduceRunner):
 
 swarm.averager.plan_allreduce, swarm.averager.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
-    settings = dict(matchmaking_time=2, target_group_size=2, bandwidth=100.0)
+    settings = dict(matchmaking_time=2, target_group_size=2)
     peers, keys, maddrs = [], [], []
     for _ in range(2):
         RSAPrivateKey._process_wide_key = None  # two peers in one process

@@ -105,8 +105,9 @@ class Trainer:
                 self.memory = content
             elif kind == "fetch":
                 network.post(self.peer, self.peer, content)
-            elif kind == "return":
-                self.pending |= network.samples[content.blob]
+        for offer in self.log.returned:
+            self.pending |= network.samples[offer.blob]
+        self.log.returned.clear()
         while commit := self.log.find_next():
             network.check_apply(self, commit)
             self.set_state(commit.hash, network.random.uniform(1, network.pace))

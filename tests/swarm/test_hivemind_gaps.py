@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import logging
 import queue
+import signal
 import socket
 import threading
 import weakref
@@ -396,6 +397,19 @@ def test_late_answer_keeps_control_client_alive():
     assert steady == b"answer"
     install()
     assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is ResilientControlClient
+
+
+def test_hivemind_crashes_by_nested_tuples():
+    """Note 93; decode_extension in swarm/patches.py."""
+    code = """
+from hivemind.utils import MSGPackSerializer
+import msgpack
+data = b"\\x90"
+for _ in range(1000):
+    data = msgpack.packb(msgpack.ExtType(MSGPackSerializer._TUPLE_EXT_TYPE_CODE, b"\\x91" + data))
+MSGPackSerializer.loads(data)
+"""
+    assert run_python("-c", code).returncode == -signal.SIGSEGV
 
 
 def test_hivemind_ignores_standard_async_iterators():

@@ -106,11 +106,12 @@ def test_quic_is_added_at_tcp_ports():
         ({"seen_at": ["nowhere"], "reached": True}, []),
         ({"reached": True}, []),
         ([], []),
+        (100_000 * b"[", []),
     ],
 )
 def test_answers_of_other_peers_about_reachability_are_checked(answer, expected):
     async def call(*_) -> BytesValue:
-        return BytesValue(value=json.dumps(answer).encode())
+        return BytesValue(value=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
     address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"

@@ -15,8 +15,10 @@ from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Action, Entry, Log, State, make_genesis, rank
 from swarm.log_records import (
     KINDS,
+    MAX_VOTERS,
     WINDOW,
     Commit,
+    Key,
     Leave,
     Memory,
     Offer,
@@ -300,7 +302,28 @@ def test_many_statuses_cost_little():
     log.tick(1e6 + 1)
     assert log.receive(log.now, PEERS[1], encode(unknown))
     answers = [log.receive(log.now, b"stranger", encode(unknown)) for _ in range(100)]
-    assert 10 <= sum(map(bool, answers)) <= 32 and not log.receive(log.now, b"stranger", status)
+    assert 5 <= sum(map(bool, answers)) <= 8 and not log.receive(log.now, b"stranger", status)
+
+
+def test_stranger_leaves_room_for_new_peer():
+    """Otherwise, small messages of one new key keep those of all other new peers from the log."""
+    log, flood = make_log(4), encode(*20 * [Key(b"nobody", b"key")])
+    log.identity.known = {log.me, *PEERS}
+    for _ in range(100):
+        log.receive(1e6, b"stranger", flood)
+    log.receive(1e6, b"new", encode(make_offer(b"new", log.head.head)))
+    assert b"new" in log.missing_keys
+    # the answer asks it for its key first, even if false names hide it from all others
+    log.missing_keys |= {bytes([0, number]) for number in range(64)}
+    actions = log.receive(1e6, b"new", encode(make_offer(b"new", log.head.head), Status((bytes(32),), (), (), False)))
+    assert b"new" in list_sent(actions, Status)[0].missing_keys
+
+
+def test_log_of_many_members_has_bounded_state():
+    """Its state could otherwise not be read, and no other member could begin it."""
+    members = tuple(bytes([number]) for number in range(70))
+    state = make_genesis("run", 3, bytes(32), members)
+    assert len(state.voters) == MAX_VOTERS and unpack(State, pack(state)) == state
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -496,14 +519,15 @@ def test_late_offer_counts_once_or_returns():
     genesis, commits = log.head.head, []
     for index in range(3):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
-        actions = log.add_offer(1e6, make_offer(log.me, log.head.head, bytes([index]) * 32))
-        actions += log.tick(log.now + 60)
+        log.add_offer(1e6, make_offer(log.me, log.head.head, bytes([index]) * 32))
+        log.tick(log.now + 60)
         commits.append(log.find_next())
         log.model = log.head.head
     assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
-    actions = log.add_offer(1e6, make_offer(log.me, genesis, b"z" * 32)) + log.tick(log.now + 1)
-    actions += log.add_offer(log.now, make_offer(log.me, log.head.head, b"y" * 32)) + log.tick(log.now + 60)
-    assert [action.content.blob for action in actions if action.kind == "return"] == [b"z" * 32]
+    for base, blob in ((genesis, b"z" * 32), (log.head.head, b"y" * 32)):
+        log.add_offer(log.now, make_offer(log.me, base, blob))
+        log.tick(log.now + 60)
+    assert [offer.blob for offer in log.returned] == [b"z" * 32]
 
 
 def test_late_offer_alone_makes_no_commit():

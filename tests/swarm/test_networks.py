@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import netlab
@@ -17,7 +18,7 @@ PACED_TRAINER = ("benchmarks/paced_trainer.py", 0.1)
 PAIR = {"--target_group_size": 2, "--target_batch_size": 384}
 # A peer that reports whether it has become a client, its addresses, and its connections to the initial peer.
 JOINER = """
-import json, sys, time
+import json, os, sys, time
 from functools import partial
 from swarm.addresses import get_peer_id
 from swarm.config import SwarmConfig
@@ -30,7 +31,8 @@ async def find(dht, node):
 
 with clean_end():
     _, prefix, port, *peers = sys.argv
-    swarm = Swarm.join(SwarmConfig(prefix, peers, [f"/ip4/0.0.0.0/tcp/{port}"], use_relay=False))
+    places, identity = [f"/ip4/0.0.0.0/tcp/{port}"], os.environ.get("IDENTITY_PATH")
+    swarm = Swarm.join(SwarmConfig(prefix, peers, places, use_relay=False, identity_path=identity))
     [used] = swarm.dht.run_coroutine(find) if peers else [[]]
     print(json.dumps(dict(is_client=swarm.dht.client_mode, own=swarm.list_maddrs(), used=used)), flush=True)
     time.sleep(3600)
@@ -96,6 +98,25 @@ def test_firewalled_peer_becomes_client_and_contributes(start, net, tmp_path, ti
     both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
     assert both
     assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+
+
+@pytest.mark.slow
+def test_killed_peer_returns_with_its_key(start, net, tmp_path):
+    """The initial peer still has a connection to the last process, and asks that one whether it is there."""
+    net.host("server", rtt_ms=10)
+    net.host("home", rtt_ms=90)
+    net.start()
+    prefix, port = make_prefix(), 31337
+    server = start_on(start, net, "server", "server", "-c", JOINER, prefix, port)
+    server.wait_for('"used"')
+    [address] = server.json_lines()[0]["own"]
+    env = {"IDENTITY_PATH": str(tmp_path / "key")}
+    for number in range(4):
+        home = start_on(start, net, "home", f"home{number}", "-c", JOINER, prefix, 0, address, env=env)
+        home.wait_for('"used"', 40)
+        assert home.json_lines()[0]["is_client"] is False
+        time.sleep(1.0)  # it reports to others
+        home.kill()
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ from swarm.state_server import (
     digest,
     list_blocks,
 )
+from swarm.uplink import Uplink
 
 NUMBERS = 3 * 979_000  # and four of steps, which are zero and not sent
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
@@ -194,7 +195,7 @@ def describe(
     tensors = [0.02 * scale * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
     roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
     infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
-    metadata = StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, infos).description
+    metadata = StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, infos, 60.0).description
     digests = torch.frombuffer(bytearray(metadata["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
     return Donor(PeerID(peer), metadata, infos, digests)
 
@@ -227,6 +228,9 @@ def test_large_count_of_steps_hides_no_difference():
     assert state.has_state_of(describe()) and state.measure_distance(near) == 0
     assert not state.has_state_of(describe(-1.0)) and state.measure_distance(describe(-1.0)) > 1
     assert not state.has_state_of(describe(moment=2e-3))
+    fewer = describe()
+    fewer.digests = fewer.digests[:-1]  # of a donor with a text in place of a number
+    assert not state.has_state_of(fewer)
     assert {state.measure_distance(other) for other in [*far, describe(steps=0.0)]} == {float("inf")}
 
 
@@ -253,6 +257,7 @@ def make_donor(copies: list) -> SimpleNamespace:
 
     donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
     donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
+    donor.dht = SimpleNamespace(uplink=Uplink())
     donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
     for name in ("_find_snapshot", "_drop_when_unused", "_remove"):
         setattr(donor, name, partial(getattr(StateServer, name), donor))
@@ -280,7 +285,7 @@ def test_copy_is_kept_if_its_peer_is_gone():
 def test_removed_copy_is_not_held_by_stream():
     """A caller that does not read would otherwise hold the copies of many epochs."""
     donor, tensor = make_donor([]), torch.randn(5)
-    copy, kept = StateSnapshot(dict(epoch=3, lineage="a"), [tensor], make_infos(tensor)), weakref.ref(tensor)
+    copy, kept = StateSnapshot(dict(epoch=3, lineage="a"), [tensor], make_infos(tensor), 60.0), weakref.ref(tensor)
     donor._snapshots.append(copy)
     messages = copy.give([0, 0], NoCompression(), PeerID(b"a"))
     assert next(messages).tensor_part.buffer
@@ -289,6 +294,29 @@ def test_removed_copy_is_not_held_by_stream():
     assert kept() is None and not donor._snapshots
     with pytest.raises(IndexError):
         list(messages)
+
+
+def test_peer_with_few_requests_does_not_hold_old_states():
+    """It could otherwise keep a donor's newer states from all others, with two requests every five seconds."""
+
+    async def ask(donor: SimpleNamespace) -> int:
+        answer = await anext(StateServer._answer(donor, PeerID(b"b"), StateRequest(0)))
+        return MSGPackSerializer.loads(answer.metadata)["epoch"]
+
+    async def ask_twice() -> tuple[int, int]:
+        donor, tensor = make_donor([]), torch.randn(5)
+        donor._lock_snapshots = asyncio.Lock()
+        copies = [
+            StateSnapshot(dict(epoch=epoch, lineage="old"), [tensor], make_infos(tensor), 60.0) for epoch in (1, 2)
+        ]
+        donor._snapshots.extend(copies)
+        for copy in copies:
+            list(copy.give([0], NoCompression(), PeerID(b"a")))
+        first = await ask(donor)
+        copies[0].taken -= 70.0
+        return first, await ask(donor)
+
+    assert asyncio.run(ask_twice()) == (2, 3)
 
 
 def test_invented_step_costs_no_copy():
@@ -380,7 +408,7 @@ def test_blocks_cover_each_element_once():
 
 def make_download(tensors: list[torch.Tensor], answer, peers: bytes = b"a") -> BlockDownload:
     """Return a download from donors with these ids of one byte; `answer` yields the messages for a peer's request."""
-    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors))
+    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
     averager = SimpleNamespace(request_state=partial(answer, snapshot), donor_timeout=9.0)
     averager.state_compression, averager.download_progress = LOAD_STATE_COMPRESSIONS["none"], DownloadProgress()
     digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)

@@ -5,11 +5,13 @@ import functools
 import math
 
 import hivemind.dht.node
+import msgpack
 import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix
@@ -17,7 +19,8 @@ from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
-from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
+from swarm.patches import install
+from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode, find_node_id
 from swarm.uplink import RoundTimeouts, Uplink
 from utils import find_peer_id, make_validators
 
@@ -100,6 +103,54 @@ def test_search_ignores_invalid_dictionary(peers):
     assert reader.store(KEY, 6, soon, subkey=reader.peer_id.to_bytes(), return_future=True).result(timeout=20)
     found = reader.get(KEY, latest=True, return_future=True).result(timeout=20).value
     assert found[victim.peer_id.to_bytes()].value == 5 and found[reader.peer_id.to_bytes()].value == 6
+
+
+async def ping_as_many(_dht, node, to) -> None:
+    """Runs in the stranger's process: pings with eight ids near the place where peers store the key's records."""
+    for number in range(8):
+        request = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=DHTID(DHTID.generate(KEY) ^ number).to_bytes()))
+        await node.protocol.get_stub(to).rpc_ping(request, timeout=10)
+
+
+async def find_ids(_dht, node, peer) -> list[DHTID]:
+    """Runs in a node's process: the ids of a peer in its routing table."""
+    return [uid for uid, other in node.protocol.routing_table.uid_to_peer_id.items() if other == peer]
+
+
+def test_peer_has_one_place(peers):
+    """With many ids near a key, it would be all the nodes at which others store and look for records."""
+    victim, _, stranger, _, _ = peers
+    stranger.run_coroutine(functools.partial(ping_as_many, to=victim.peer_id))
+    assert victim.run_coroutine(functools.partial(find_ids, peer=stranger.peer_id)) == [find_node_id(stranger.peer_id)]
+
+
+async def store_raw(_dht, node, to, subkey: bytes, expires: float) -> list[bool]:
+    """Runs in the stranger's process: a record with this subkey."""
+    fields = dict(keys=[DHTID.generate(KEY).to_bytes()], subkeys=[subkey], values=[b"x"], expiration_time=[expires])
+    request = dht_pb2.StoreRequest(**fields, in_cache=[False], peer=node.protocol.node_info)
+    return list((await node.protocol.get_stub(to).rpc_store(request, timeout=10)).store_ok)
+
+
+def nest(depth: int) -> bytes:
+    """Return nested tuples, as hivemind encodes them."""
+    data = msgpack.packb(msgpack.ExtType(MSGPackSerializer._TUPLE_EXT_TYPE_CODE, b"\x90"))
+    for _ in range(depth):
+        data = msgpack.packb(msgpack.ExtType(MSGPackSerializer._TUPLE_EXT_TYPE_CODE, b"\x91" + data))
+    return data
+
+
+def test_nested_values_are_refused(peers):
+    """Note 93: these 1.4 KB would crash the process."""
+    victim, _, stranger, _, public_key = peers
+    soon = get_dht_time() + 300
+    install()
+    assert MSGPackSerializer.loads(nest(3)) == ((((),),),)
+    for data in (nest(300), msgpack.packb(msgpack.ExtType(5, b""))):
+        with pytest.raises(ValueError):
+            MSGPackSerializer.loads(data)
+        request = functools.partial(store_raw, to=victim.peer_id, subkey=data, expires=soon)
+        assert stranger.run_coroutine(request) == [False]
+    assert victim.is_alive() and victim.store(KEY, 5, soon, subkey=victim.peer_id.to_bytes())
 
 
 async def look_at_storage(_dht, node) -> tuple[int, int, int]:

@@ -383,6 +383,17 @@ def test_peer_with_many_ids_is_pinged_once():
     assert sorted(choose_peers(node)) == ["dead", "gone", "peer"]
 
 
+def test_impossible_time_of_ping_is_no_measurement():
+    """Each comparison with NaN is false, so one peer could slow all others' uplinks."""
+
+    class Stub:
+        async def rpc_ping(self, _) -> SimpleNamespace:
+            return SimpleNamespace(dht_time=math.nan)
+
+    node = SimpleNamespace(protocol=SimpleNamespace(get_stub=lambda _: Stub()))
+    assert asyncio.run(Uplink().measure_rtt(node, "peer")) is None
+
+
 def test_rate_recovers_after_slow_spell(monkeypatch):
     """The peer sends a quarter of its gradients then, in 40 % of the time."""
     uplink = Uplink()
