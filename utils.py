@@ -19,7 +19,6 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.optim.progress_tracker import TrainingProgressSchema
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
@@ -33,8 +32,7 @@ logger = logging.getLogger("utils")
 
 # A contract takes 2 KB, other records less. A whole dictionary must fit into one p2pd message (4 MB).
 MAX_RECORD_BYTES = 16 * 1024
-MAX_RECORD_LIFETIME = 3600.0  # seconds; a record without an end would count as a peer forever
-CLOCK_TOLERANCE = 10.0  # seconds; for one record that expires too late, readers would drop all of its node
+MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record, they drop all that a node sends
 # Records live for 600 s, in which a swarm with epochs of 1 s advances 600 epochs.
 MAX_EPOCH_GAP = 1000  # between the records of one run
 FETCH_TIMEOUT = 30.0  # seconds
@@ -129,10 +127,8 @@ class MetricSchema(BaseModel):
 @functools.lru_cache(maxsize=4096)
 def find_peer_id(public_key: bytes) -> bytes:
     """Return the id of the peer with this public key, which a connection proves, or raise a ValueError."""
-    if not PUBLIC_KEY.match(public_key):
-        raise ValueError("not a public key")
-    key = RSAPublicKey.from_bytes(public_key[len(b"[owner:") : -1])._public_key
-    if key.key_size != 2048:  # libp2p's; others cost nothing to make
+    key = PUBLIC_KEY.match(public_key) and RSAPublicKey.from_bytes(public_key[len(b"[owner:") : -1])._public_key
+    if not key or key.key_size != 2048:  # libp2p's; others cost nothing to make
         raise ValueError("not a public key")
     data = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=data).SerializeToString()
@@ -168,9 +164,7 @@ class RecordValidator(RSASignatureValidator):
     def validate(self, record: DHTRecord) -> bool:
         """Return whether a record is small, short-lived and signed by its owner."""
         try:
-            # False for NaN. The node that has accepted it, see `accepts_record`, may have another clock
-            latest = get_dht_time() + MAX_RECORD_LIFETIME + CLOCK_TOLERANCE
-            is_short_lived = 0 <= record.expiration_time <= latest
+            is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME + 10  # False for NaN
             if not is_short_lived or len(record.value) + len(record.subkey) > MAX_RECORD_BYTES:
                 return False
             subkey, value = map(MSGPackSerializer.loads, (record.subkey, self.strip_value(record)))
@@ -202,9 +196,8 @@ def make_validators(
 
     :param private_key: the signing key; by default the process-wide key, with which hivemind signs its progress
     """
-    signature, schemas = RecordValidator(private_key), SchemaValidator(schema, prefix=prefix)
-    schemas.merge_with(SchemaValidator(TrainingProgressSchema, prefix=prefix))
-    return [schemas, signature], signature.local_public_key
+    signature = RecordValidator(private_key)
+    return [SchemaValidator(schema, prefix=prefix), signature], signature.local_public_key
 
 
 def peer_label(public_key: bytes) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hivemind import DHT
+from hivemind.optim.progress_tracker import TrainingProgressSchema
 from pydantic.v1 import BaseModel, confloat, constr, root_validator
 
 from swarm.errors import SwarmError
@@ -28,8 +29,8 @@ class RunContract(BaseModel):
         return values
 
 
-class RunSchema(MetricSchema):
-    """The schema of the keys `{prefix}_metrics` and `{prefix}_run`: dictionaries of records by public key."""
+class RunSchema(MetricSchema, TrainingProgressSchema):
+    """The schema of the keys `{prefix}_metrics`, `_progress` and `_run`: dictionaries of records by public key."""
 
     run: dict[PublicKeyBytes, RunContract | None]
 

@@ -126,10 +126,9 @@ class Donor:
         return self.metadata["epoch"], self.metadata["lineage"]
 
     def has_state_of(self, other: "Donor") -> bool:
-        """Return whether both donors describe the same state."""
-        is_alike = self.key == other.key and self.metadata["tensors"] == other.metadata["tensors"]
-        is_alike = is_alike and self.digests.shape == other.digests.shape  # texts in place of numbers have no digest
-        return is_alike and not digests_differ(self.digests, other.digests, self.floors)
+        """Return whether both donors describe the same state, with as many digests: a text has none."""
+        own, others = ((it.key, it.metadata["tensors"], it.digests.shape) for it in (self, other))
+        return own == others and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
         """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
