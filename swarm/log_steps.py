@@ -288,7 +288,7 @@ class LogSteps:
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
-            self.tracker.update_epoch(optimizer.local_epoch)
+            self.tracker.update_epoch(optimizer.local_epoch, optimizer.grad_averager.samples)
         optimizer.stats.averaging_seconds += time.monotonic() - started
         outer.contributions = averager.next_lineage = None
         for it, weight in zip(commit.offers, outer.weights, strict=True):

@@ -140,12 +140,12 @@ class PeerTracker:
         self._next_report = min(self._next_report, due_at)
         self._wake.set()
 
-    def update_epoch(self, epoch: int) -> None:
-        """Go to another epoch, without samples yet."""
+    def update_epoch(self, epoch: int, samples: int = 0) -> None:
+        """Go to another epoch, with these samples of this peer so far."""
         with self.lock:
             if epoch > self.view.epoch:
-                self.view = replace(self.view, epoch=epoch, samples=0, ends_at=math.inf)
-            self.report_local_progress(epoch, 0)
+                self.view = replace(self.view, epoch=epoch, samples=samples, ends_at=math.inf)
+            self.report_local_progress(epoch, samples)
             self.is_fresh = False
 
     def set_swarm_epoch(self, epoch: int) -> None:

@@ -20,9 +20,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from swarm.addresses import get_host_port, get_ip, get_peer_id, is_relayed
 from swarm.attestation import dial
 
-# The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer.
+# The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer, and callers queue.
 DIAL_BACK = "dial_back"
-DIAL_TIMEOUT, DIAL_BACK_TIMEOUT = 3.0, 10.0
+DIAL_TIMEOUT, DIAL_BACK_TIMEOUT, ANSWER_TIMEOUT = 3.0, 30.0, 10.0
 MAX_DIALS, MAX_CALLERS = 2, 16  # dials at once, each by a daemon of its own; callers, most of which wait
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"
@@ -117,7 +117,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
     request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
     try:
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
-        answer = json.loads((await asyncio.wait_for(call, DIAL_BACK_TIMEOUT)).value)
+        answer = json.loads((await asyncio.wait_for(call, DIAL_BACK_TIMEOUT if ports else ANSWER_TIMEOUT)).value)
         return str(ipaddress.ip_address(answer["seen_at"][0])), answer["reached"] is True
     except (*REQUEST_ERRORS, LookupError, TypeError, RecursionError):  # the last by deeply nested JSON
         return None

@@ -267,6 +267,19 @@ def test_claimed_batch_does_not_end_epoch(dhts):
         assert tracker.view.samples == 1
 
 
+def test_commit_does_not_raise_speed(dhts):
+    """The samples since the offer, of several steps, are no work of the first step after the commit."""
+    with run_trackers(dhts[:1], 400) as [tracker]:
+        updates = []
+        tracker.performance_ema.update = lambda task_size: updates.append(task_size)
+        for samples in (10, 20, 0, 10, 20):  # an offer takes the first ones
+            tracker.report_local_progress(3, samples)
+        tracker.update_epoch(4, 20)
+        assert tracker.view.samples == 20 and tracker.local_progress.samples_accumulated == 20
+        tracker.report_local_progress(4, 30)
+        assert updates == 5 * [10] and tracker.view.samples == 30
+
+
 def test_aux_peer_excludes_unresponsive_peers(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
         tracker.others, tracker.trust.is_auxiliary = {name: make_record(name, ago=1.0) for name in NAMES}, True
