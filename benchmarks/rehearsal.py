@@ -96,7 +96,7 @@ DISK, DISK_MEGABYTES = "cable1", 200
 SECONDS_PER_BATCH, JOINT_STEPS, START_SECONDS = 4.0, 1, 4.0
 RECIPE = "--optim muon --learning_rate 2e-3 --lr_scheduler_type wsd --warmup_steps 0"
 LOG = f"--local_steps_from {JOINT_STEPS} --compression sparse"
-OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
+OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 4"
 EVALUATION = "--do_eval --max_eval_samples 512"
 BEGIN = "--optim muon --learning_rate 6e-3 --warmup_steps 20 --total_steps 1000000 --target_batch_size 64"
 # runs on the monitor's host, like a program that follows the run
