@@ -47,9 +47,9 @@ HASHES = -1  # the number of the hashes in a header
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
 # Limits of a participant: at once, and in a period of this many seconds. All other peers together have the same limits,
-# and one of them a share, so that it cannot take all.
-PERIOD, SHARE = 60.0, 16
-MAX_REQUESTS, MAX_MESSAGES = (64, 500), (8, 2000)
+# and one of them the share that the third number divides them by, so that it cannot take all.
+PERIOD = 60.0
+MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 16)
 MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
 MAX_MESSAGE_BYTES = 2**17
 MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
@@ -288,15 +288,14 @@ class Exchange:
         self._block_worker.shutdown()
 
     @contextlib.contextmanager
-    def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int) -> Iterator[None]:
+    def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int, share: int) -> Iterator[None]:
         """Let a peer act, or raise a ValueError if it has too many acts at once or in this period."""
         if time.monotonic() > self._period_end:
             self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
-        shares = {(act, peer): 1} if peer in self.participants else {(act, peer): SHARE, (act, None): 1}
+        shares = {(act, peer): 1} if peer in self.participants else {(act, peer): share, (act, None): 1}
         if any(
-            self._active[key] >= at_once / share or self._counts[key] >= in_period / share
-            for key, share in shares.items()
+            self._active[key] >= at_once / part or self._counts[key] >= in_period / part for key, part in shares.items()
         ):
             raise ValueError("too many requests")
         self._active.update(shares.keys())

@@ -24,7 +24,6 @@ from swarm.exchange import (
     MAX_REQUESTS,
     MIN_MBITS,
     REQUEST,
-    SHARE,
     BlobStore,
     Exchange,
     Format,
@@ -237,7 +236,7 @@ def open_streams(exchange: Exchange, server: Exchange, count: int, *requests: by
 def test_streams_of_stranger_do_not_block_participant(exchanges):
     one, two, stranger = exchanges
     one.participants = frozenset([two.peer_id])
-    most = MAX_REQUESTS[0] // SHARE
+    most = MAX_REQUESTS[0] // MAX_REQUESTS[2]
     streams = open_streams(stranger, one, most + 4)
     wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4)
     fetch(two, one.store.add(make_blocks()), one, one)
