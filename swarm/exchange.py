@@ -49,7 +49,7 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 # Limits of a participant: at once, and in a period of this many seconds. All other peers together have the same limits,
 # and one of them the share that the third number divides them by, so that it cannot take all.
 PERIOD = 60.0
-MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 16)
+MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
 MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
 MAX_MESSAGE_BYTES = 2**17
 MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
@@ -294,9 +294,8 @@ class Exchange:
             self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
         shares = {(act, peer): 1} if peer in self.participants else {(act, peer): share, (act, None): 1}
-        if any(
-            self._active[key] >= at_once / part or self._counts[key] >= in_period / part for key, part in shares.items()
-        ):
+        limits = (self._active, at_once), (self._counts, in_period)
+        if any(counts[key] >= most / part for key, part in shares.items() for counts, most in limits):
             raise ValueError("too many requests")
         self._active.update(shares.keys())
         self._counts.update(shares.keys())

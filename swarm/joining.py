@@ -163,7 +163,7 @@ class Swarm:
 
 def start_dht(config: SwarmConfig, validators: list, membership: Membership | None, **options) -> DHT:
     """Start the DHT's helper process and register this peer's request handlers, or raise a SwarmError. A start that
-    failed although all initial peers can be reached is retried once, without hivemind's pings."""
+    failed although all initial peers can be reached is retried once."""
     check_versions()
     if not options.get("client_mode") and not config.use_ipfs:
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
@@ -182,12 +182,12 @@ def start_dht(config: SwarmConfig, validators: list, membership: Membership | No
                 f"this machine's clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, "
                 "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
             ) from e
-        skip = dict(ensure_bootstrap_success=False, check_if_identity_free=False)
+        lenient = dict(strict=False, check_if_identity_free=False)
         reason = None if isinstance(e, ValidationError) else explain_failed_start(config, str(e), membership)
-        if reason or options.items() >= skip.items():
+        if reason or options.items() >= lenient.items():
             raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
-        # A ping, or the one in return, has failed: `find_reachability` tests this later, and waits longer.
-        return start_dht(config, validators, **options | skip)
+        # A ping in return may fail: `find_reachability` tests this later, and waits longer.
+        return start_dht(config, validators, **options | lenient)
     dht.run_coroutine(reachability.register_dial_back_handler)
     dht.run_coroutine(partial(attestation.register_attestation_handler, prefix=config.experiment_prefix))
     return dht

@@ -295,7 +295,6 @@ class Log:
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; call this about once a second."""
-        self.since += max(0.0, now - self.now - SLOT)  # in a pause of this process, it has heard of no commit
         self.now, self.traffic = now, {}
         if now >= self.status_time + STATUS_INTERVAL:
             self.missing_keys, self.is_dirty = set(), True

@@ -37,7 +37,6 @@ from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm.addresses import get_peer_id
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
-from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -214,18 +213,18 @@ class LogRounds:
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
         calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
-        answers: list[Envelope] = []
+        answers, refused = [], 0
         with contextlib.suppress(TimeoutError):
             for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
                 with contextlib.suppress(Exception):  # no answer, or an invalid one
-                    is_refused = isinstance(call.exception(), P2PHandlerError)  # strangers may have asked too often
-                    answers.append(Envelope(b"", 0) if is_refused else unpack(Envelope, call.result()))
+                    refused += isinstance(call.exception(), P2PHandlerError)  # strangers may have asked too often
+                    answers.append(unpack(Envelope, call.result()))
                 kinds = Counter((answer.log, answer.state) for answer in answers)
                 if 2 * max(kinds.values(), default=0) > len(asked):
                     break  # the others cannot change it, and a dead peer would take the whole time
         logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
-        if not log_id or 2 * logs[log_id] < len(answers):
+        if not log_id or 2 * logs[log_id] < len(answers) + (refused if logs[log_id] == 1 else 0):
             return None
         states = Counter(answer.state for answer in answers if answer.log == log_id)
         state, votes = states.most_common(1)[0]
@@ -400,8 +399,7 @@ class LogRounds:
             self.tracker.ban({PeerID(offer.peer): "has sent an invalid update"})
         elif error is not None:
             logger.info(f"no update of peer {PeerID(offer.peer)}: {error!r:.200}")
-            # it requests the blob again as long as it lacks it; if the disk is full, after the next commit
-            if self.log is not None and not isinstance(error, SwarmError):
+            if self.log is not None:  # it requests the blob again as long as it lacks it
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
             if not self.is_auxiliary:  # it applies none

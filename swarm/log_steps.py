@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
@@ -60,6 +59,7 @@ class LogSteps:
         #: leaders whose first state has not arrived
         self._silent: set[bytes] = set()
         self._next_join = self._stuck_at = 0.0
+        self._newest, self._commit_at = b"", 0.0  # the last commit, and when it came, by a clock that sleeps as well
         #: whether each of an owner's last updates had any weight, by owner
         self.counted: dict[bytes, deque[bool]] = {}
 
@@ -87,9 +87,8 @@ class LogSteps:
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
         """Begin a log after a round with these peers, this one included; if that fails, another round tries again."""
         epoch, me = self.optimizer.local_epoch, self.tracker.dht.peer_id.to_bytes()
-        can_call, anchor = self.rounds.can_call, Numbers(list_params(self.optimizer.opt))
-        places = {it: (it in self._silent, not can_call(it), hashlib.sha256(group_id + it).digest()) for it in members}
-        leader = min(places, key=places.get)
+        can_call, silent, anchor = self.rounds.can_call, self._silent, Numbers(list_params(self.optimizer.opt))
+        leader = min(members, key=lambda it: (not can_call(it), it in silent, hashlib.sha256(group_id + it).digest()))
         if leader == me:
             blob = self.rounds.store.add(anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
         else:
@@ -122,8 +121,10 @@ class LogSteps:
         self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking))
         if state is None or make_genesis(self.tracker.prefix, epoch, blob := state.parent, members) != state:
             return None  # the leader has died, or gone on
-        # the leader sends it once, and each member passes a part of it on to all others
-        fetching, num_bytes = rounds.fetch_anchor(blob, leader, members), 2 * 4 * anchor.total
+        # the leader sends it once, and those that can be called pass it on to all others
+        relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
+        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, relays))
+        fetching = rounds.fetch_anchor(blob, leader, members)
         self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
         if not rounds.store.has(blob):
             logger.warning("the first state of the log has not arrived")
@@ -191,6 +192,9 @@ class LogSteps:
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         log, now = self.rounds.log, time.monotonic()
         newest = log.head
+        if newest.head != self._newest:
+            self._newest, self._commit_at = newest.head, now
+            self._silent.clear()
         if self.head == newest.head:
             self._stuck_at = 0.0
         elif not self._stuck_at:
@@ -199,7 +203,7 @@ class LogSteps:
             self._load_state("the log has forked")
         elif 0 < self._stuck_at < now or newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND:
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
-        elif get_dht_time() > log.since + longest:
+        elif now > self._commit_at + longest:
             logger.warning(f"no commit for {longest:.0f} s: the peers that are there begin a new log")
             self._ended = self.rounds.log_id
             self._close()
@@ -208,7 +212,7 @@ class LogSteps:
         """Leave the log; updates that no commit contains stay pending."""
         for offer in self.rounds.close():
             self._take_back(offer)
-        self._next_join = self._stuck_at = 0.0
+        self._newest, self._next_join, self._stuck_at = b"", 0.0, 0.0
 
     def _load_state(self, reason: str) -> None:
         """Load a state of this log, and continue with it once its commit is known."""
@@ -288,13 +292,14 @@ class LogSteps:
             optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
-            self.tracker.update_epoch(optimizer.local_epoch, optimizer.grad_averager.samples)
+            own_samples = sum(it.samples for it in commit.offers if it.peer == me)
+            self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         optimizer.stats.averaging_seconds += time.monotonic() - started
         outer.contributions = averager.next_lineage = None
         for it, weight in zip(commit.offers, outer.weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         owners = {it.peer for it in commit.offers}
-        optimizer.stats.record_step(sum(it.samples for it in commit.offers if it.peer == me), group_size=len(owners))
+        optimizer.stats.record_step(own_samples, group_size=len(owners))
         optimizer.stats.last_group = frozenset(owners & {*before.voters} - {me})  # new keys cost nothing
         optimizer.begin_epoch()
         self.tracker.record_round(optimizer.stats.last_group, None)

@@ -124,7 +124,7 @@ class PeerTracker:
         with self.lock:
             if epoch == last_epoch == self.view.epoch:
                 self.view = replace(self.view, samples=self.view.samples + new_samples)
-        if new_samples > 0:
+        if new_samples > 0 and epoch == last_epoch:
             self.performance_ema.update(task_size=new_samples)
         else:
             self.performance_ema.reset_timer()

@@ -22,7 +22,7 @@ from swarm.attestation import dial
 
 # The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer, and callers queue.
 DIAL_BACK = "dial_back"
-DIAL_TIMEOUT, DIAL_BACK_TIMEOUT, ANSWER_TIMEOUT = 3.0, 30.0, 10.0
+DIAL_TIMEOUT, DIAL_BACK_TIMEOUT, ANSWER_TIMEOUT = 3.0, 60.0, 10.0
 MAX_DIALS, MAX_CALLERS = 2, 16  # dials at once, each by a daemon of its own; callers, most of which wait
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"

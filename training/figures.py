@@ -63,7 +63,7 @@ class ContributorRegistry:
                 self.named_by[names[partner]].add(peer_id)
         # Malicious contributors could name any number of other keys, so most of a typical group must name a peer.
         typical = statistics.median(len(records[peer_id].partners or ()) for peer_id in current) if current else 0
-        quorum = max(1, min(max(2, int(typical) // 2 + 1), len(current)))
+        quorum = min(max(2, int(typical) // 2 + 1), len(current) // 2 + 1)
         self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
         self.present = self.ids & epochs.keys()
         return self.present

@@ -402,8 +402,10 @@ def test_late_answer_keeps_control_client_alive():
 def test_hivemind_crashes_by_nested_tuples():
     """Note 93; decode_extension in swarm/patches.py."""
     code = """
-from hivemind.utils import MSGPackSerializer
 import msgpack
+import resource
+from hivemind.utils import MSGPackSerializer
+resource.setrlimit(resource.RLIMIT_STACK, (2**23, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 data = b"\\x90"
 for _ in range(1000):
     data = msgpack.packb(msgpack.ExtType(MSGPackSerializer._TUPLE_EXT_TYPE_CODE, b"\\x91" + data))

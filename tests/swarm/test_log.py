@@ -319,14 +319,6 @@ def test_stranger_leaves_room_for_new_peer():
     assert b"new" in list_sent(actions, Status)[0].missing_keys
 
 
-def test_suspended_computer_keeps_its_log():
-    """Silence ends a log, but this one was asleep for half an hour."""
-    log = make_log(4)
-    for seconds in (0.5, 1.0, 1801.0, 1801.5):
-        log.tick(1e6 + seconds)
-    assert log.now - log.since == pytest.approx(1.5 + SLOT)
-
-
 def test_log_of_many_members_has_bounded_state():
     """Its state could otherwise not be read, and no other member could begin it."""
     members = tuple(bytes([number]) for number in range(70))

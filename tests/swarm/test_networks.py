@@ -22,6 +22,7 @@ import json, os, sys, time
 from functools import partial
 from swarm.addresses import get_peer_id
 from swarm.config import SwarmConfig
+from swarm.identity import make_identity
 from swarm.joining import Swarm
 from common.console import clean_end
 from swarm.reachability import find_connections
@@ -32,7 +33,8 @@ async def find(dht, node):
 with clean_end():
     _, prefix, port, *peers = sys.argv
     places, identity = [f"/ip4/0.0.0.0/tcp/{port}"], os.environ.get("IDENTITY_PATH")
-    swarm = Swarm.join(SwarmConfig(prefix, peers, places, use_relay=False, identity_path=identity))
+    config = SwarmConfig(prefix, peers, places, use_relay=False, identity_path=identity)
+    swarm = Swarm.join(config, make_identity(config))
     [used] = swarm.dht.run_coroutine(find) if peers else [[]]
     print(json.dumps(dict(is_client=swarm.dht.client_mode, own=swarm.list_maddrs(), used=used)), flush=True)
     time.sleep(3600)

@@ -271,6 +271,7 @@ def test_commit_does_not_raise_speed(dhts):
     """The samples since the offer, of several steps, are no work of the first step after the commit."""
     with run_trackers(dhts[:1], 400) as [tracker]:
         updates = []
+        tracker.update_epoch(3)
         tracker.performance_ema.update = lambda task_size: updates.append(task_size)
         for samples in (10, 20, 0, 10, 20):  # an offer takes the first ones
             tracker.report_local_progress(3, samples)
