@@ -27,8 +27,7 @@ logger = logging.getLogger("joining")
 
 PUBLISH_TIMEOUT = 30.0  # seconds to wait for this peer's contract, which is published again later
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
-# Seconds for the first ping, in which an initial peer may wait 3 s for this peer's last, killed process; for the others
-PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0
+PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0  # seconds; an initial peer may ping this peer's killed process meanwhile
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 

@@ -9,7 +9,7 @@ leader, by hash, and the leader has one list, because its vote is its proposal: 
 leader could not know which one may have a quorum. Attempt 0 starts when the offers are there. If it fails, attempts are
 the numbers of time slots, so that no peer can run ahead, and a leader that does not lead costs one slot. When a slot
 begins, each voter sends an answer: its last vote, and the promise not to vote in earlier attempts. With a quorum of
-answers, the leader proposes the list of the newest vote in them, or a fresh list if there is none. It leaves out an
+answers, the leader proposes the list of the newest vote in them, or a fresh list if a quorum has none. It leaves out an
 answer that names a list of which it cannot get a blob: a liar may have voted for that. The hash of a list contains
 neither attempt nor votes.
 
@@ -560,8 +560,10 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def make_list(self) -> Commit | None:
-        """Return a list with all offers and notices that this peer holds, or None if there is no offer."""
-        offers = [offer for offer in self.select(Offer) if self.holds(offer.blob)]
+        """Return a list with all offers and notices that this peer holds, or None if there is no offer. After attempt 0,
+        it has no offers of new keys: others may lack their blobs."""
+        is_first, voters = not self.memory.promised, self.head.voters
+        offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         if not offers:
             return None
@@ -640,6 +642,8 @@ class Log:
         quorum denies a vote for it, one that omits most offers.
         """
         lists, answers = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
+        if self.head.has_quorum(denials := [it for it in answers if it.last < 0]):
+            return tuple(denials)  # so no list can have a quorum of votes
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in answers}
         held = [it for it in answers if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
         fair = [it for it in held if it.last < 0 or self.is_fair(named[it].commit)]

@@ -131,8 +131,7 @@ class LogRounds:
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
-        #: the Mbit/s of auxiliary peers; 0 if they are not trusted, because sources that fail cost time
-        self.helpers: dict[bytes, float] = {}
+        self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not trusted
         self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
         #: a client and its log, for an auxiliary peer that has none
@@ -313,8 +312,9 @@ class LogRounds:
 
     def _list_participants(self) -> set[bytes]:
         """Return the ids of the others that are known to have worked, are in the log, or are auxiliary peers."""
-        known = filter(self.tracker.trust.is_known, self.tracker.present)
-        peers = {*known, *self.helpers, *self.log.head.participants}
+        present, is_known = self.tracker.present, self.tracker.trust.is_known  # new keys of the log may be no peers
+        active = self.log.head.participants & present.keys()
+        peers = {*filter(is_known, present), *self.helpers, *self.log.head.voters, *active}
         return peers - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _list_members(self) -> set[bytes]:

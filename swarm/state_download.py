@@ -276,9 +276,8 @@ class StateDownload:
                     message = await anext(self.averager.request_state(peer, request), None)
                 if message is None:
                     raise ValueError("the peer sent no description")
-                # digests of parameters and moments have 36 bytes for each 65,536 numbers
                 if len(message.metadata) > 2**17 + sum(2**10 + param.numel() // 2**7 for param in self.params):
-                    raise ValueError("the description is too long")
+                    raise ValueError("the description is too long")  # digests have 36 bytes for 65,536 numbers
                 metadata = self.averager.serializer.loads(message.metadata)
                 if donor := self.parse_description(peer, metadata, request.epoch):
                     donors.append(donor)

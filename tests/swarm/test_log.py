@@ -1,6 +1,7 @@
 """The replicated log: each rule, and random faults. `python tests/swarm/test_log.py 1000` runs more of them."""
 
 import contextlib
+import hashlib
 import statistics
 import sys
 from collections import Counter
@@ -156,6 +157,28 @@ def test_withholder_that_waits_delays_few_commits():
             assert network.now < start + 60
         spans.append(network.now - start)
     assert sum(span > 8 for span in spans) <= 6
+
+
+def test_blobs_of_new_keys_delay_commits_once():
+    """Each voter has an update of a new key that no other peer can get, and lists it when it leads."""
+    network, spans = Network(1, 5, pace=4.0), []
+    log, strangers = network.honest[0].log, PEERS[10:15]
+    for trainer in network.honest:
+        trainer.log.identity.known |= set(strangers)
+    for epoch in range(1, 11):
+        start, offered = network.now, set()
+        while log.head.epoch < epoch:
+            for trainer, stranger in zip(network.honest, strangers, strict=True):
+                head = trainer.log.head.head
+                offer = make_offer(stranger, head, hashlib.sha256(stranger + head).digest())
+                if (stranger, head) not in offered:
+                    offered.add((stranger, head))
+                    trainer.log.holds = lambda blob, own=trainer, only=offer.blob: blob == only or blob in own.store
+                    trainer.run(trainer.log.receive(network.now, stranger, encode(offer)))
+            network.run(1)
+            assert network.now < start + 120
+        spans.append(network.now - start)
+    assert max(spans) <= TIMEOUT + SLOT + 10
 
 
 class LonelyLog(Log):
