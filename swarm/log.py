@@ -560,7 +560,7 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def make_list(self) -> Commit | None:
-        """Return a list with all offers and notices that this peer holds, or None if there is no offer. After attempt 0,
+        """Return a list with all offers and notices that this peer holds; None if there is no offer. After attempt 0,
         it has no offers of new keys: others may lack their blobs."""
         is_first, voters = not self.memory.promised, self.head.voters
         offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
