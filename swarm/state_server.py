@@ -121,9 +121,9 @@ class StateSnapshot:
     """A copy of a state, or of one step's gradients, that a donor keeps while peers download it, and for `hold` seconds
     instead of a newer one: the requests of one peer from time to time must not keep that from all others."""
 
-    def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo], hold: float):
+    def __init__(self, metadata: dict, tensors: Sequence[torch.Tensor], infos: list[CompressionInfo], hold: float):
         self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata
-        self.tensors, self.infos, self.blocks = tensors, infos, list_blocks(infos)
+        self.tensors, self.infos, self.blocks = list(tensors), infos, list_blocks(infos)
         self.taken = self.last_request = time.monotonic()
         self.hold, self.used = hold, {}  # by peer: the time of its last download
         self.description = metadata | {

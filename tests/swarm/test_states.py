@@ -307,7 +307,7 @@ def test_peer_with_few_requests_does_not_hold_old_states():
         donor, tensor = make_donor([]), torch.randn(5)
         donor._lock_snapshots = asyncio.Lock()
         copies = [
-            StateSnapshot(dict(epoch=epoch, lineage="old"), [tensor], make_infos(tensor), 60.0) for epoch in (1, 2)
+            StateSnapshot(dict(epoch=epoch, lineage="old"), (tensor,), make_infos(tensor), 60.0) for epoch in (1, 2)
         ]
         donor._snapshots.extend(copies)
         for copy in copies:
