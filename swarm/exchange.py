@@ -46,8 +46,8 @@ REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
 HASHES = -1  # the number of the hashes in a header
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
-# Limits of a participant: at once, and in a period of this many seconds. All other peers together have the same limits,
-# and one of them the share that the third number divides them by, so that it cannot take all.
+# Limits of a participant: at once, and in PERIOD seconds. All other peers together have the same limits. The third
+# number divides them for each single one of these peers, so that it cannot take all.
 PERIOD = 60.0
 MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
 MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat

@@ -560,8 +560,8 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def make_list(self) -> Commit | None:
-        """Return a list with all offers and notices that this peer holds; None if there is no offer. After attempt 0,
-        it has no offers of new keys: others may lack their blobs."""
+        """Return a list of all offers and notices that this peer holds, or None without offers. Only the first attempt
+        lists offers of peers that are no voters, because others may lack the blobs of new keys."""
         is_first, voters = not self.memory.promised, self.head.voters
         offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]

@@ -118,7 +118,7 @@ class CollaborativeOptimizer:
             self.log_steps = LogSteps(self, compressions["local_steps"], folder)
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
-            bits = count_bits(self.grad_averager._averaged_tensors, compressions["gradients"])
+            bits = count_bits(list_params(self.opt), compressions["gradients"])
             seconds = 2 * bits / (self.uplink.mbits * 1e6)
             self.uplink.expect_round(seconds, own_seconds=seconds)
             logger.info(f"a round of {bits / 8e6:.3g} MB: {self.uplink.timeouts.describe()}")

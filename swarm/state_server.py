@@ -34,7 +34,7 @@ from swarm.log_records import Number, pack, unpack
 logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
-MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # blocks per request
+MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # per request
 MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
