@@ -9,8 +9,9 @@ peer offers the change of its H local steps, offers are averaged by samples, and
 common anchor. In SparseLoCo (2508.15706), an offer holds the largest entries of each chunk in a few bits, and the rest
 waits for the next round. A setting is a list of fields of `Setting`; without --settings, the table is measured.
 
-Bytes are those that a peer sends in a group of four, offers and averages (see swarm/sparse.py; dense: 16 bits).
-Seconds are their time at 20 Mbit/s plus --seconds_per_step of a GPU.
+Bytes are those that a peer sends. With a density, it sends its update to each other peer, as on the log
+(swarm/sparse.py). Otherwise the peers average in 16 bits, and each sends its offer and its part of the average once.
+Seconds are the time of these bytes at 20 Mbit/s plus --seconds_per_step of a GPU.
 """
 
 import argparse
@@ -243,18 +244,18 @@ class Run:
             if self.done // EVALUATE_EVERY > (self.done - local) // EVALUATE_EVERY or self.done == s.steps:
                 self.record()
 
-    def aggregate(self, codec, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
-        """Make the outer step as the peers of a log do, and return the mean bytes of an update."""
+    def aggregate(self, codec, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> int:
+        """Make the outer step as the peers of a log do, and return the bytes of all updates."""
         offers = [encode(Numbers([torch.zeros_like(it)]), Numbers([it]), codec) for it in unsent]
         parts = zip(samples, late, offers, strict=True)
         contributions = [Contribution(bytes([i]), *part) for i, part in enumerate(parts)]
         self.anchor = self.anchor.clone()
         state = Numbers([self.anchor]), Numbers([self.velocity])
         aggregate(*state, contributions, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum)
-        return sum(len(block) for blocks in offers for block in blocks) / len(offers)
+        return sum(len(block) for blocks in offers for block in blocks)
 
-    def average(self, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> float:
-        """Make the outer step with the average in 16 bits, and return the bytes that a peer sends, and again for it."""
+    def average(self, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> int:
+        """Make the outer step with the average in 16 bits, and return the bytes of an offer and of the average."""
         weights = torch.tensor([float(count) for count in samples])
         shares = torch.tensor([1 / (1 + epochs) for epochs in late])
         average = torch.einsum("p,pn->n", weights * shares / weights.sum(), torch.stack(unsent).half().float())
@@ -262,7 +263,7 @@ class Run:
             tensor.sub_(tensor.half().float())
         self.velocity.mul_(self.setting.momentum).add_(average)
         self.anchor = self.anchor - self.setting.outer_lr * (average + self.setting.momentum * self.velocity)
-        return 4 * len(average) / len(unsent)
+        return 4 * len(average)
 
     def take_steps(self, peer: int, start: torch.Tensor, adam: AdamW, steps: int, lr: float) -> torch.Tensor:
         worker = self.worker

@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/log_attacks.py --honest 3 --attackers 1
     OMP_NUM_THREADS=1 python benchmarks/log_attacks.py --honest 5 --attackers 2 --kinds flip momentum
 
-Honest peers train the demo's model as in local_steps.py, and all offers are weighted as those of a commit. The network,
-the votes and the scores are left out: attacks.py --local_steps has them. The attackers know all honest offers, and make
-the same offer, except for `keys`: there, 13 peers that are not voters make one offer each. Columns:
+Honest peers train the demo's model as in local_steps.py, and all offers are weighted as those of a commit. Network and
+votes are left out: attacks.py --local_steps has them. The attackers know all honest offers, and make the same offer,
+except for `keys`: there, 13 peers that are not voters make one offer each. Columns:
     loss     validation loss at the end, and without attackers after the same rounds
     kept     progress kept: (loss at the start - loss) / (the same without attackers)
     cosine   median of the cosines of an offer with all others: the lowest and the mean of honest offers, then of others
@@ -63,7 +63,7 @@ class AttackedRun(Run):
         self.shares: list[list[float]] = []
         self.cosines: list[list[float]] = []
 
-    def aggregate(self, codec, unsent, samples, late) -> float:
+    def aggregate(self, codec, unsent, samples, late) -> int:
         zeros = torch.zeros_like(self.anchor)
         updates = [it.clone() for it in unsent]
         blobs = [encode(Numbers([zeros]), Numbers([it]), codec) for it in unsent]  # it leaves the residuals
@@ -79,7 +79,7 @@ class AttackedRun(Run):
         anchor = Numbers([self.anchor])
         weights = aggregate(anchor, momentum, offers, lr=setting.outer_lr, outer_momentum=setting.momentum)
         self.shares.append([weight / sum(weights) for weight in weights])
-        return 0.0
+        return 0
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Simulate swarms too large for this machine: the distance between peers that average in groups, and the bytes.
+"""Simulate swarms too large for this machine: the distance between peers that average in groups.
 
     OMP_NUM_THREADS=1 python benchmarks/simulate_swarm.py
 
