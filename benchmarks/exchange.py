@@ -3,7 +3,7 @@
     python benchmarks/exchange.py
     python benchmarks/exchange.py --measure --loss 0 0.5 2
 
-The first command needs seconds: it applies the rule of swarm/exchange.py to home lines of 20 Mbit/s up, with and
+The first command needs seconds: it applies the rule of swarm/exchange.py to homes with 20 Mbit/s up, with and
 without an aux peer of 100 Mbit/s, and prints the bytes up a parameter and round. `seconds` is the time that the
 exchange may take, and `busiest` the time that the busiest uplink needs for its bytes. The second one needs root: three
 peers exchange blobs of 14 M parameters at 20 Mbit/s and 75 ms (tests/netlab.py).
@@ -35,7 +35,7 @@ ROUNDS = 5
 
 
 def simulate(homes: int, aux_mbits: float, seconds: float) -> str:
-    """Return the row of an exchange of all home lines' blobs, of which each takes the first 16."""
+    """Return the row of an exchange of the blobs of all homes, of which each takes the first 16."""
     peers = [PeerID(os.urandom(32)) for _ in range(homes + (aux_mbits > 0))]
     uplinks = {peer: 20.0 for peer in peers[:homes]} | {peer: aux_mbits for peer in peers[homes:]}
     sent: Counter[PeerID] = Counter()

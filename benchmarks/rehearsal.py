@@ -23,7 +23,7 @@ members. At the end, one undisturbed process trains on as many samples.
 
 Scaled down, so that two cores carry 16 peers: the model (0.55 M parameters), batches (2 to 8 samples in 4 s, of which
 the processor needs 0.2), epochs (90 s) and the intervals of reports and checkpoints. Steps of one process replace all
-but one of the 200 joint epochs before the log. Lines, timeouts, local steps and compression are real ones.
+but one of the 200 joint epochs before the log. Connections, timeouts, local steps and compression are real ones.
 The table lists each figure with its aim; --output_dir has pictures, all logs and figures.json.
 """
 
