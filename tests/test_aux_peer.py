@@ -2,16 +2,7 @@
 
 import pytest
 from processes import LOOPBACK, make_prefix, run_python, wait_until
-from swarms import (
-    SHARED,
-    TRAINER,
-    epochs,
-    flags,
-    start_monitor,
-    start_peer,
-    start_trainer,
-    stop,
-)
+from swarms import SHARED, TRAINER, epochs, flags, start_monitor, start_peer, start_trainer, stop
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed

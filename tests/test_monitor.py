@@ -122,8 +122,7 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag, value",
-    [("--report_to", "wandb"), ("--output_dir", ROOT / "LICENSE"), ("--logging_dir", ROOT / "LICENSE")],
+    "flag, value", [("--report_to", "wandb"), ("--output_dir", ROOT / "LICENSE"), ("--logging_dir", ROOT / "LICENSE")]
 )
 def test_monitor_wrong_flags_are_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)

@@ -127,10 +127,7 @@ def test_muon_matches_torch_on_any_device(device):
     parts = [
         torch.optim.Muon(hidden["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
-            [
-                {"params": others["params"], "weight_decay": 0.1},
-                {"params": flat["params"], "weight_decay": 0.0},
-            ],
+            [{"params": others["params"], "weight_decay": 0.1}, {"params": flat["params"], "weight_decay": 0.0}],
             lr=0.01,
             eps=1e-6,
             fused=True,
