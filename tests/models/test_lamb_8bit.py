@@ -1,23 +1,16 @@
 """8-bit LAMB: the meaning of its bytes, steps and learning like LAMB's, and resumption."""
 
-from itertools import islice
-
 import pytest
 import torch
 from processes import ROOT
 from torch import nn
 from torch_optimizer import Lamb
 
-from arguments import DataArguments, ModelArguments, OptimizerArguments
-from experiment.data import make_train_batches
+from arguments import ModelArguments, OptimizerArguments
 from experiment.model import make_model
-from experiment.objectives import compute_losses
-from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from experiment.optimizer import make_local_optimizer, make_param_groups
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from swarm.optimizer_state import list_params
-from text.stored import load_tokenized_dataset
-from text.tokenizers import load_tokenizer
-from training.model import move_batch
 
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)
@@ -120,46 +113,10 @@ def test_lamb_8bit_moves_small_gradients():
     torch.testing.assert_close(moved, expected, rtol=0.05, atol=0)
 
 
-def count_moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def test_lamb_8bit_bytes_of_albert_large():
     model = make_model(ModelArguments(str(ROOT / "configs/albert-large.json")), 30_000)
     optimizer = make_local_optimizer(OptimizerArguments(optim="lamb_8bit"), make_param_groups(model))
     assert model.num_parameters() > 17e6
-    assert 2.0 < count_moment_bytes(optimizer) / model.num_parameters() <= 2.1
-
-
-@pytest.mark.slow
-def test_lamb_8bit_learns_like_lamb(tiny_data):
-    """On the same batches, the losses differ by at most 0.5 %, and have fallen by much more.
-
-    A higher learning rate allows no comparison: at 0.05, rounding errors of 1e-4 change LAMB's own loss by 1 %.
-    """
-    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
-    dataset, _ = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
-    device, steps, last = torch.device("cpu"), 150, 30
-    losses = {}
-    for name in ("lamb", "lamb_8bit"):
-        args = OptimizerArguments(
-            optim=name, learning_rate=0.01, warmup_steps=15, total_steps=steps, min_8bit_size=4096
-        )
-        model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
-        optimizer = make_local_optimizer(args, make_param_groups(model))
-        scheduler, losses[name] = make_scheduler(args, optimizer), []
-        batches = make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=32, seed=1)
-        for batch in islice(batches, steps):
-            optimizer.zero_grad()
-            output = compute_losses(model, move_batch(batch, device))
-            output["loss"].backward()
-            optimizer.step()
-            scheduler.step()
-            losses[name].append(output["token_loss"].item())
-    assert count_moment_bytes(optimizer) / model.num_parameters() <= 2.1
-    before = losses["lamb"][0]
-    exact, ours = (sum(losses[name][-last:]) / last for name in ("lamb", "lamb_8bit"))
-    print(f"loss before {before:.4f}, LAMB {exact:.4f}, 8-bit LAMB {ours:.4f}")
-    assert exact < 0.9 * before
-    assert ours == pytest.approx(exact, rel=0.005)
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    count = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert 2.0 < count / model.num_parameters() <= 2.1

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -18,18 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
-from experiment.model import make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import make_param_groups
-from models.lean_albert import (
-    LeanAlbertConfig,
-    LeanAlbertForMaskedLM,
-    LeanAlbertForPreTraining,
-    LeanAlbertForSequenceClassification,
-    LeanAlbertModel,
-    SharedLinear,
-    recompute,
-)
+from models import lean_albert
+from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from models.ruleanalbert import LAYER, load_ruleanalbert, rename_state
 from training.model import make_trained_model, move_batch
 
@@ -37,17 +27,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 from bench_model import LENGTH, make_batch, make_lean, measure_kept
 
 VOCABULARY, LONG = 60, 12
-SMALL = dict(
-    vocab_size=VOCABULARY,
-    embedding_size=8,
-    hidden_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=24,
-    max_position_embeddings=LONG,
-    # larger than SmallInit, so that every part matters
-    initializer_range=0.15,
-)
+SMALL = dict(vocab_size=VOCABULARY, embedding_size=8, hidden_size=16, num_hidden_layers=4, num_attention_heads=4)
+# weights larger than SmallInit's, so that every part matters
+SMALL |= dict(intermediate_size=24, max_position_embeddings=LONG, initializer_range=0.15)
 SHARING = {
     "own layers": {},
     "one group": dict(num_hidden_groups=1),
@@ -247,9 +229,9 @@ def test_backward_repeats_no_product():
     """The backward pass recomputes only the cheap part before the product."""
     weight, hidden = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     for rank, repeated in ((0, 0), (2, 2 * 3 * 2 * (4 + 5))):
-        layer = SharedLinear(4, 5, True, rank)
+        layer = lean_albert.SharedLinear(4, 5, True, rank)
         with FlopCounterMode(display=False) as forward:
-            output = recompute(lambda hidden, layer=layer: layer(hidden.relu(), weight), hidden)
+            output = lean_albert.recompute(lambda hidden, layer=layer: layer(hidden.relu(), weight), hidden)
         with FlopCounterMode(display=False) as backward:
             output.sum().backward()
         assert backward.get_total_flops() == 2 * forward.get_total_flops() + repeated
@@ -314,16 +296,6 @@ def test_small_init_has_expected_std():
 # --- in its surroundings ----------------------------------------------------------------------------------------------
 
 
-def test_lean_albert_trains_from_config_file():
-    with torch.device("meta"):
-        model = make_model(ModelArguments("configs/lean-albert.json"), 30_000)
-    assert type(model) is LeanAlbertForPreTraining
-    assert 17.5e6 < model.num_parameters() < 18.5e6  # as ALBERT-large
-    decayed, undecayed = make_param_groups(make_model(ModelArguments("configs/lean-demo.json"), VOCABULARY))
-    assert all(name.endswith(".bias") or "norm" in name for name in undecayed["names"])
-    assert not any("norm" in name for name in decayed["names"])
-
-
 def test_gradient_checkpointing_keeps_gradients():
     flags = TrainerArguments(gradient_checkpointing=True)
     model = make_trained_model(ModelArguments("configs/lean-demo.json"), flags, VOCABULARY)
@@ -338,22 +310,20 @@ def test_gradient_checkpointing_keeps_gradients():
 
 
 def test_saved_folder_opens_with_auto_classes(tmp_path):
-    model, inputs = (
-        make_model_of(dict(position_embedding_type="absolute") | SHARING["shared with adapters"]),
-        make_inputs(),
-    )
-    model.eval().save_pretrained(tmp_path)
+    options, inputs = dict(position_embedding_type="absolute") | SHARING["shared with adapters"], make_inputs()
+    model = make_model_of(options).eval()
+    model.save_pretrained(tmp_path)
     call = {name: inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
     expected, hidden = model(**call), model.albert(**call)
     for auto, kind in (
         (transformers.AutoModelForPreTraining, LeanAlbertForPreTraining),
-        (transformers.AutoModelForMaskedLM, LeanAlbertForMaskedLM),
-        (transformers.AutoModel, LeanAlbertModel),
+        (transformers.AutoModelForMaskedLM, lean_albert.LeanAlbertForMaskedLM),
+        (transformers.AutoModel, lean_albert.LeanAlbertModel),
     ):
         loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
         assert type(loaded) is kind and not info["missing_keys"]
     assert loaded(**call).pooler_output.equal(hidden.pooler_output)
-    logits = LeanAlbertForMaskedLM.from_pretrained(tmp_path)(**call).logits
+    logits = lean_albert.LeanAlbertForMaskedLM.from_pretrained(tmp_path)(**call).logits
     assert logits.equal(expected.prediction_logits)
     assert LeanAlbertForPreTraining.from_pretrained(tmp_path)(**call).sop_logits.equal(expected.sop_logits)
 
@@ -376,7 +346,7 @@ torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
 def test_lean_albert_classifier_matches_encoder(tmp_path):
     make_model_of({}).save_pretrained(tmp_path)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).train()
-    assert type(model) is LeanAlbertForSequenceClassification and model.dropout.p == 0.1
+    assert type(model) is lean_albert.LeanAlbertForSequenceClassification and model.dropout.p == 0.1
     inputs, labels = {name: value for name, value in make_inputs().items() if "label" not in name}, torch.arange(3)
     outputs, encoded = model.eval()(**inputs, labels=labels), model.albert(**inputs)
     torch.testing.assert_close(outputs.logits, model.classifier(encoded.pooler_output))
@@ -398,20 +368,17 @@ def test_lean_albert_memory_is_below_yardstick():
 
 # --- RuLeanALBERT's checkpoints ---------------------------------------------------------------------------------------
 
-needs_reference = pytest.mark.skipif(
-    "TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data"
-)
+
+@pytest.fixture
+def reference(shared_data) -> Path:
+    """The folder of RuLeanALBERT's own states and numbers."""
+    return shared_data / "lean_albert_reference"
 
 
-def find_reference() -> Path:
-    return Path(os.environ["TEST_DATA"]) / "lean_albert_reference"
-
-
-@needs_reference
 @pytest.mark.parametrize("form", ["safetensors", "safetensors, tied", "pth", "pth of a trainer"])
 @pytest.mark.parametrize("name", ["plain_rotary", "gated_sandwich"])
-def test_ruleanalbert_state_gives_same_logits(name, form, tmp_path):
-    tensors = load_file(find_reference() / f"{name}.safetensors")
+def test_ruleanalbert_state_gives_same_logits(name, form, reference, tmp_path):
+    tensors = load_file(reference / f"{name}.safetensors")
     parts = {"state": {}, "in": {}, "out": {}, "grad": {}}
     for key, tensor in tensors.items():
         part, rest = key.split(".", 1)
@@ -424,7 +391,7 @@ def test_ruleanalbert_state_gives_same_logits(name, form, tmp_path):
     else:
         torch.save({"model": parts["state"], "local_epoch": 7} if "trainer" in form else parts["state"], path)
 
-    model = load_ruleanalbert(find_reference() / f"{name}.config.json", path)
+    model = load_ruleanalbert(reference / f"{name}.config.json", path)
     if "tied" in form or "trainer" in form:
         model.activation_checkpointing_enable()
     outputs = model(**parts["in"])
@@ -438,9 +405,8 @@ def test_ruleanalbert_state_gives_same_logits(name, form, tmp_path):
     assert not gradients
 
 
-@needs_reference
-def test_ruleanalbert_names_all_map():
-    known = json.loads((find_reference() / "state_names.json").read_text())
+def test_ruleanalbert_names_all_map(reference):
+    known = json.loads((reference / "state_names.json").read_text())
     for name, variant in known["variants"].items():
         config = LeanAlbertConfig(**known["common"], **variant["options"])
         state, shared = {}, {}
@@ -460,9 +426,8 @@ def test_ruleanalbert_names_all_map():
         assert len(set(values)) == len(values), name
 
 
-@needs_reference
-def test_ruleanalbert_foreign_state_is_one_error(tmp_path):
-    tensors = load_file(find_reference() / "plain_rotary.safetensors")
+def test_ruleanalbert_foreign_state_is_one_error(reference, tmp_path):
+    tensors = load_file(reference / "plain_rotary.safetensors")
     state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state.")}
     torch.save(state, tmp_path / "state.pth")
 
@@ -471,8 +436,8 @@ def test_ruleanalbert_foreign_state_is_one_error(tmp_path):
             load_ruleanalbert(config, state)
 
     config = tmp_path / "config.json"
-    refuse(find_reference() / "gated_sandwich.config.json", tmp_path / "state.pth", "sandwich_norm")
-    shared = json.loads((find_reference() / "plain_rotary.config.json").read_text()) | {"share_large_matrices": 1}
+    refuse(reference / "gated_sandwich.config.json", tmp_path / "state.pth", "sandwich_norm")
+    shared = json.loads((reference / "plain_rotary.config.json").read_text()) | {"share_large_matrices": 1}
     config.write_text(json.dumps(shared))
     refuse(config, tmp_path / "state.pth", "should be shared")
     for name in ("state.pth", "state.safetensors"):
