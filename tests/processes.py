@@ -36,6 +36,17 @@ def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
+def wait_for_end(processes: list[psutil.Process], seconds: float) -> None:
+    """Fail the test unless all these processes end within this time."""
+
+    def is_running(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    wait_until(lambda: not any(map(is_running, processes)), seconds, f"the end of {processes}")
+
+
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files in a folder by their paths."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -265,8 +276,14 @@ class Script:
                 left.append(" ".join(process.cmdline()))
         return left
 
-    def assert_clean_end(self, seconds: float = 60) -> None:
-        """Wait for a normal end: exit code 0, no traceback, no process left."""
-        assert self.wait(seconds) == 0, self.text[-3000:]
+    def assert_clean_end(self, seconds: float = 60, code: int = 0) -> None:
+        """Wait for a normal end: this exit code, no traceback, no process left."""
+        assert self.wait(seconds) == code, self.text[-3000:]
         assert "Traceback" not in self.text, self.text[-3000:]
         wait_until(lambda: not self.left_processes(), 5, f"no process left of {self.command}: {self.left_processes()}")
+
+    def assert_user_error(self, pattern: str, seconds: float = 60) -> None:
+        """Wait for the end by a UserError, and find the pattern in its line."""
+        self.assert_clean_end(seconds, code=2)
+        errors = [line for line in self.text.splitlines() if "error:" in line]
+        assert len(errors) == 1 and re.search(pattern, errors[0]), self.text[-3000:]

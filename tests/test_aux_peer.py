@@ -106,11 +106,8 @@ def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
     early.wait_for(r"others may join through --initial_peers /ip4/")
     endless = {"--target_batch_size": 64, "--max_steps": 1_000_000}
     trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, **endless}, pace=0.1)
-    assert early.wait(90) == 2
+    early.assert_user_error("target_batch_size: the run has 64, you have 9", seconds=90)
     peers = trainer.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     late = start("late", *command, "--output_dir", tmp_path / "late", "--initial_peers", peers)
-    assert late.wait(60) == 2
-    for aux in (early, late):
-        assert "target_batch_size: the run has 64, you have 9" in aux.text and "Traceback" not in aux.text
-        wait_until(lambda aux=aux: not aux.left_processes(), 10, "no process left")
+    late.assert_user_error("target_batch_size: the run has 64, you have 9")
     stop(trainer, monitor)

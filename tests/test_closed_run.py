@@ -6,7 +6,7 @@ import re
 import pytest
 from members import make_invitation, secret_parts
 from processes import LOOPBACK, make_prefix, run_python, wait_until
-from swarms import SHARED, TRAINER, flags, history, start_monitor, start_trainer
+from swarms import SHARED, TRAINER, flags, history, list_joint_epochs, start_monitor, start_trainer
 
 from training.checkpoint import find_checkpoints, load_state
 
@@ -18,42 +18,27 @@ def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data)
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *closed)
     invited = {name: make_invitation(tmp_path, prefix, name) for name in ("aux", "ada", "bob")}
-    shared = {name: TRAINER[name] for name in (*SHARED, "--target_batch_size")} | {
-        "--tokenizer_path": tiny_data["--tokenizer_path"]
-    }
+    shared = {name: TRAINER[name] for name in (*SHARED, "--target_batch_size")}
+    shared |= {"--tokenizer_path": tiny_data["--tokenizer_path"]}
     aux = start(
         *("aux", "run_aux_peer.py", *LOOPBACK, *flags(shared), "--initial_peers", peers, "--invite", invited["aux"]),
         *("--assist_in_averaging", "--report_to", "none", "--refresh_period", 0.5, "--output_dir", tmp_path / "aux"),
         *("--store_checkpoints", "--save_checkpoint_step_interval", 2),
     )
     aux.wait_for("others may join", 300)
-    clients = {
-        name: start_trainer(
-            *(start, tmp_path, name, prefix, peers, tiny_data),
-            {"--client_mode": [], "--invite": invited[name], "--save_steps": 2, "--metadata_expiration": 30},
-            pace=0.2,
-        )
-        for name in ("ada", "bob")
-    }
-
-    def count_joint() -> int:
-        both = [history(tmp_path, name) for name in clients]
-        return sum(all(h[e]["averaged_with"] == 2 for h in both) for e in both[0].keys() & both[1].keys())
-
-    wait_until(lambda: count_joint() >= 5, 400, "5 joint epochs")
+    clients, own = {}, {"--client_mode": [], "--save_steps": 2, "--metadata_expiration": 30, **tiny_data}
+    for name in ("ada", "bob"):
+        invite = {"--invite": invited[name]}
+        clients[name] = start_trainer(start, tmp_path, name, prefix, peers, own, invite, pace=0.2)
+    wait_until(lambda: len(list_joint_epochs(tmp_path, ["ada", "bob"])) >= 5, 400, "5 joint epochs")
     # the invitation sets the name, also in the monitor's table
     assert {history(tmp_path, name)[max(history(tmp_path, name))]["username"] for name in clients} == {"ada", "bob"}
 
-    intruder = run_python(
-        *("run_trainer.py", *LOOPBACK, "--initial_peers", peers, "--output_dir", tmp_path / "intruder"),
-        *flags({name: str(path) for name, path in tiny_data.items()}),
-        timeout=300,
-    )
-    assert intruder.returncode == 2 and "Traceback" not in intruder.stderr
-    assert (
-        "its run is closed: ask its organizer for an invitation, and add --invite FILE"
-        in intruder.stderr.splitlines()[-1]
-    )
+    own = {"--initial_peers": peers, "--output_dir": tmp_path / "intruder", **tiny_data}
+    intruder = run_python("run_trainer.py", *LOOPBACK, *flags(own), timeout=300, expect=2)
+    assert "Traceback" not in intruder.stderr
+    cure = "its run is closed: ask its organizer for an invitation, and add --invite FILE"
+    assert cure in intruder.stderr.splitlines()[-1]
 
     done = run_python("invite.py", "--authority_key", key, "--revoke", "bob", expect=0, timeout=300)
     assert done.stdout == "bob: 1 invitation revoked\n"

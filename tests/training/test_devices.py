@@ -8,7 +8,7 @@ import statistics
 import psutil
 import pytest
 import torch
-from processes import make_prefix, run_python, wait_until
+from processes import make_prefix, run_python, wait_for_end
 from swarms import TINY, stop
 from transformers import AlbertForPreTraining
 
@@ -33,15 +33,6 @@ def data(tiny_data) -> list[str]:
 
 def read(path) -> dict:
     return json.loads(path.read_text())
-
-
-def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    def is_there(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    return list(filter(is_there, processes))
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
@@ -133,7 +124,7 @@ def start_two_ranks(tmp_path, start, data, options=()):
 def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
     stop(script)
-    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    wait_for_end(processes, 10)
     assert read(tmp_path / "out" / "summary.json")["samples"] % 16 == 0  # a step of both ranks
 
 
@@ -158,7 +149,7 @@ def test_failed_rank_ends_others_in_order(tmp_path, start, data, options):
     script, processes, rank = start_two_ranks(tmp_path, start, data, options=options)
     rank.kill()
     assert script.wait(60) == 1
-    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    wait_for_end(processes, 10)
     assert "Traceback" not in script.text
     assert script.text.count("rank 1 of this machine has ended (exit code -9); saving the state") == 1
     assert list((tmp_path / "out").glob("checkpoint-*")), script.text
@@ -169,7 +160,7 @@ def test_failed_rank_ends_others_in_order(tmp_path, start, data, options):
 def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
     script.process.kill()
-    wait_until(lambda: not list_running(processes), 30, f"no process left: {processes}")
+    wait_for_end(processes, 30)
     assert "Traceback" not in script.text
 
 
