@@ -145,24 +145,18 @@ def send(*pieces: bytes) -> Callable:
     return lambda request: iter(pieces)
 
 
-def drip(*pieces: bytes) -> Callable:
-    """Send these pieces, and then a byte every 0.1 s without end."""
+def drip(*pieces: bytes, pause: float = 0.1, last: bytes = b"x") -> Callable:
+    """Send these pieces, and then the last one after each pause without end."""
 
     def answer(request: bytes) -> Iterator[bytes]:
         yield from pieces
         while True:
-            time.sleep(0.1)
-            yield b"x"
+            time.sleep(pause)
+            yield last
 
     return answer
 
 
 def flood(*pieces: bytes) -> Callable:
     """Send these pieces, and repeat the last one without end."""
-
-    def answer(request: bytes) -> Iterator[bytes]:
-        yield from pieces
-        while True:
-            yield pieces[-1]
-
-    return answer
+    return drip(*pieces, pause=0.0, last=pieces[-1])

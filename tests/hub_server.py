@@ -55,7 +55,6 @@ class HubServer:
 
     def __post_init__(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
-        self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "HubServer":
@@ -166,14 +165,11 @@ class Handler(BaseHTTPRequestHandler):
             files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return self.answer(200, {"files": files})
 
-    def large_file_actions(self, repo_id: str) -> None:
+    def large_file_actions(self, _) -> None:
         objects = []
         for item in json.loads(self.body)["objects"]:
             if item["oid"] not in self.hub.large_files:
-                item["actions"] = {
-                    "upload": {"href": f"{self.hub.endpoint}/large/{item['oid']}"},
-                    "verify": {"href": f"{self.hub.endpoint}/{repo_id}/verify"},
-                }
+                item["actions"] = {"upload": {"href": f"{self.hub.endpoint}/large/{item['oid']}"}}
             objects.append(item)
         return self.answer(200, {"transfer": "basic", "objects": objects})
 
@@ -182,10 +178,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": "the content is not of this digest"})
         self.hub.large_files[oid] = self.body
         return self.answer(200, {})
-
-    def verify(self, _) -> None:
-        oid = json.loads(self.body)["oid"]
-        return self.answer(200 if oid in self.hub.large_files else 404, {})
 
     def commit(self, repo_id: str) -> None:
         header, *operations = [json.loads(line) for line in self.body.splitlines()]
@@ -231,7 +223,6 @@ ROUTES = [
     ("POST", f"/api/models/{REPO}/preupload/main", Handler.preupload),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", Handler.large_file_actions),
     ("PUT", "/large/([0-9a-f]{64})", Handler.put_large_file),
-    ("POST", f"/{REPO}/verify", Handler.verify),
     ("POST", f"/api/models/{REPO}/commit/main", Handler.commit),
     ("GET", f"/api/(?:models|datasets)/{REPO}(?:/revision/.+)?", Handler.describe),
     ("GET", f"/api/(?:models|datasets)/{REPO}/tree/[^/]+", Handler.list_files),

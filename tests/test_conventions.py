@@ -129,17 +129,14 @@ def test_sizes_stay_within_their_budgets():
     assert count_lines([ROOT / "run_trainer.py"]) <= 156
     assert count_lines([ROOT / "callback.py"]) <= 226
     assert count_lines([ROOT / "utils.py"]) <= 242
-    optimizer = next(cls for cls in list_classes("swarm/optimizer.py") if cls.name == "CollaborativeOptimizer")
+    classes = [node for node in parse(ROOT / "swarm/optimizer.py").body if isinstance(node, ast.ClassDef)]
+    optimizer = next(cls for cls in classes if cls.name == "CollaborativeOptimizer")
     methods = [node for node in optimizer.body if isinstance(node, ast.FunctionDef)]
     stores = (
         node for node in ast.walk(optimizer) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     )
     attributes = {node.attr for node in stores if ast.unparse(node.value) == "self"}
     assert len(methods) <= 25 and len(attributes) <= 15
-
-
-def list_classes(name: str) -> list[ast.ClassDef]:
-    return [node for node in parse(ROOT / name).body if isinstance(node, ast.ClassDef)]
 
 
 def test_hivemind_overrides_are_few_and_listed():

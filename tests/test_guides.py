@@ -14,23 +14,24 @@ import arguments
 from utils import find_peer_id, make_validators
 
 GROUPS = load_groups()
-# words of the guides that volunteers followed elsewhere, the flag that they set, and its value
-SPELLINGS = [
-    ("run_training_monitor.py --dht_listen_on '[::]:*'", "host_maddrs", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]),
-    ("run_training_monitor.py --wandb_project Demo-run", "report_to", "wandb"),
-    ("run_training_monitor.py --save_checkpoint_step_interval 20", "save_steps", 20),
-    ("run_training_monitor.py --model_config_path configs/demo.json", "config_path", "configs/demo.json"),
-    ("run_aux_peer.py --save_checkpoint_epoch_interval 10", "save_steps", 10),
-    ("run_aux_peer.py --store_checkpoints --repo_path ./repo", "local_path", "./repo"),
-    ("run_trainer.py --averaging_expiration 10", "matchmaking_time", 10),
-    ("run_trainer.py --tokenizer ./tokenizer", "tokenizer_path", "./tokenizer"),
-    ("run_trainer.py --gradient_checkpoints", "gradient_checkpointing", True),
-    ("run_trainer.py --authorize False", "authorize", False),
-    ("run_trainer.py --grad_compression 8bit", "compression", "8bit"),
-]
 
 
-@pytest.mark.parametrize("command, name, value", SPELLINGS)
+@pytest.mark.parametrize(
+    "command, name, value",
+    [  # words of the guides that volunteers followed elsewhere, the flag that they set, and its value
+        ("run_training_monitor.py --dht_listen_on '[::]:*'", "host_maddrs", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]),
+        ("run_training_monitor.py --wandb_project Demo-run", "report_to", "wandb"),
+        ("run_training_monitor.py --save_checkpoint_step_interval 20", "save_steps", 20),
+        ("run_training_monitor.py --model_config_path configs/demo.json", "config_path", "configs/demo.json"),
+        ("run_aux_peer.py --save_checkpoint_epoch_interval 10", "save_steps", 10),
+        ("run_aux_peer.py --store_checkpoints --repo_path ./repo", "local_path", "./repo"),
+        ("run_trainer.py --averaging_expiration 10", "matchmaking_time", 10),
+        ("run_trainer.py --tokenizer ./tokenizer", "tokenizer_path", "./tokenizer"),
+        ("run_trainer.py --gradient_checkpoints", "gradient_checkpointing", True),
+        ("run_trainer.py --authorize False", "authorize", False),
+        ("run_trainer.py --grad_compression 8bit", "compression", "8bit"),
+    ],
+)
 def test_older_spellings_set_flags(command, name, value, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*shlex.split(command), "--run_id", "E"])
     groups = arguments.parse_arguments(*GROUPS[sys.argv[0]])

@@ -17,16 +17,10 @@ from processes import make_prefix, wait_until
 from records import attack, make_metrics, run_dhts, sign
 
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
+import utils
 from swarm.contract import RunContract, RunSchema
 from training.figures import ContributorRegistry, aggregate_metrics, fetch_records
-from utils import (
-    MAX_RECORD_BYTES,
-    MAX_RECORD_LIFETIME,
-    filter_plausible_records,
-    make_validators,
-    make_worker_key,
-    peer_label,
-)
+from utils import MAX_RECORD_BYTES, MAX_RECORD_LIFETIME, filter_plausible_records, make_validators, peer_label
 
 PREFIX = make_prefix()
 
@@ -76,9 +70,8 @@ def test_reader_returns_only_valid_records(peers):
         for victim in (reader, writer):
             assert attack(attacker, victim, key, subkey, signed, expires) == [False], f"{name} was stored"
         records = fetch_records(reader, PREFIX, timeout=20)
-        assert [(label, metrics) for label, (metrics, _) in records.items()] == [
-            (peer_label(honest_subkey), make_metrics())
-        ], name
+        found = {label: metrics for label, (metrics, _) in records.items()}
+        assert found == {peer_label(honest_subkey): make_metrics()}, name
     # the attacker's own record is stored if it is valid
     value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
     assert attack(attacker, reader, key, owned, value, soon) == [True]
@@ -158,13 +151,10 @@ def test_dead_dht_gives_no_records():
 
 
 def test_aggregation_matches_hand_computed_values():
-    later = {"epoch_seconds": 8.0}
+    later = {"epoch_seconds": 8.0, "averaged_with": 1, "grad_norm": 3.0}
     records = [
         ("a", make_metrics(10, loss=20.0, mini_steps=4, samples_accumulated=100, grad_norm=1.0)),
-        (
-            "b",
-            make_metrics(9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, **later),
-        ),
+        ("b", make_metrics(9, loss=12.0, mini_steps=1, samples_accumulated=28, **later)),
         ("stale", make_metrics(2, loss=900.0, mini_steps=1, samples_accumulated=1000)),
     ]
     metrics = aggregate_metrics(records)
@@ -212,7 +202,7 @@ def make_ids(kind: str, count: int) -> list[bytes]:
 
 
 def name(peer_ids: list[bytes]) -> list[str]:
-    return [make_worker_key(peer_id) for peer_id in peer_ids[:64]]
+    return [utils.make_worker_key(peer_id) for peer_id in peer_ids[:64]]
 
 
 def test_aggregation_counts_known_contributors(monkeypatch):

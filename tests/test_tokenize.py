@@ -221,9 +221,6 @@ def test_tokenizer_without_mask_needs_clm(blocks, tmp_path):
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
 
 
-# ---------------------------------------------------------------- text that the trainer tokenizes itself
-
-
 @pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
 def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
     shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}

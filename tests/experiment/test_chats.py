@@ -10,7 +10,7 @@ import torch
 import transformers
 from mains import expect_user_error, refuse, run_main
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
-from swarms import TRAINER, choose_trainer, flags, history, run_card, stop
+from swarms import SHARED, TRAINER, choose_trainer, flags, history, run_card, stop
 
 import tokenize_wikitext103
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments
@@ -77,10 +77,8 @@ def test_only_assistant_tokens_have_labels(files, capsys):
     write_chats("chats.jsonl", [*CHATS, make_chat("Nobody answers."), make_chat("A long question. " * 50, "Yes.")])
     write_chats("validation.jsonl", CHATS[:2])
     tokenizer, splits, corpus = load(validation_file="validation.jsonl")
-    assert (
-        "train: dropped 2 conversations without an assistant's turn in their first 128 tokens"
-        in capsys.readouterr().out
-    )
+    dropped = "train: dropped 2 conversations without an assistant's turn in their first 128 tokens"
+    assert dropped in capsys.readouterr().out
     assert corpus["documents"]["train"] == 22 and 0 < corpus["unigram_entropy"] < 5
     texts, answers = [], []
     for row in splits["train"]:
@@ -206,9 +204,7 @@ def test_chat_swarm_matches_single_process(start, files, lora_r):
     shared |= {"--objective": "sft", "--learning_rate": RATE, "--target_batch_size": 60 * rows}
     shared |= {"--load_state_compression": "none", "--target_group_size": 3}
     shared |= {"--lora_r": lora_r} if lora_r else {}
-    names = ("--optim", "--warmup_steps", "--total_steps", "--compression")
-    names += ("--matchmaking_time", "--average_state_every", "--bandwidth")
-    shared |= {name: TRAINER[name] for name in names}
+    shared = {name: TRAINER[name] for name in SHARED if name != "--config_path"} | shared
     own = {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
     own |= {"--experiment_prefix": prefix, "--save_checkpoint_step_interval": 2}
     aux = start("aux", "run_aux_peer.py", *LOOPBACK, *flags(shared, own))

@@ -16,27 +16,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+import finetune_mlm
 from common.console import UserError
-from experiment.tasks import (
-    TASKS,
-    Example,
-    find_word,
-    format_predictions,
-    load_examples,
-    load_task_file,
-    make_examples,
-    predict_majority,
-)
-from finetune_mlm import (
-    FinetuneArguments,
-    Row,
-    collate,
-    compute_logits,
-    compute_losses,
-    encode,
-    load_pretrained,
-    order_batches,
-)
+from experiment import tasks
+from experiment.tasks import TASKS, Example, load_examples, load_task_file, make_examples
+from finetune_mlm import FinetuneArguments, Row, collate, compute_logits, compute_losses, encode, load_pretrained
 
 CPU = torch.device("cpu")
 
@@ -44,7 +28,7 @@ CPU = torch.device("cpu")
 def spell(example: Example) -> tuple:
     """Return the texts, the right answers, and the words of each span."""
     places = [[example.texts[0][text][start:end] for text, start, end in span] for span in example.spans]
-    return example.texts, example.right, [found[0] if len(found) == 1 else found for found in places]
+    return example.texts, example.right, places
 
 
 def drop_labels(value):
@@ -61,10 +45,6 @@ def drop_labels(value):
 def test_tasks_parse_both_schemas(name, tmp_path):
     task = TASKS[name]
     line, records, expected = RECORDS[name]
-    expected = [
-        (texts, right, [s[0] if isinstance(s, list) and len(s) == 1 else s for s in spans])
-        for texts, right, spans in expected
-    ]
     for file in task.files.values():
         write_lines(tmp_path / task.name / file, [line])
     for split, examples in load_examples(task, tmp_path).items():
@@ -111,14 +91,14 @@ def test_russe_repairs_known_defects():
     for start, end in ((12, 17), (13, 15), (8, 12), (13, 99), (80, 90)):
         record = RECORDS["russe"][1][0] | {"sentence1": text, "start1": start, "end1": end}
         [example] = make_examples(TASKS["russe"], [("here", record)])
-        assert spell(example)[2] == ["лук", "лук"] and example.texts[0][0] == BOW
+        assert spell(example)[2] == [["лук"], ["лук"]] and example.texts[0][0] == BOW
     text = "Духи и духами, духота"
-    assert text[slice(*find_word(text, 7, 13, "духи"))] == "духами"
-    assert text[slice(*find_word(text, 0, 4, "дух"))] == "Духи"
+    assert text[slice(*tasks.find_word(text, 7, 13, "духи"))] == "духами"
+    assert text[slice(*tasks.find_word(text, 0, 4, "дух"))] == "Духи"
     # the most similar word of the text, and the nearest one of equal words
-    assert find_word("лук и лук и лук", 10, 11, "лук") == (12, 15)
-    assert find_word("лук и лук и лук", 4, 5, "лук") == (6, 9)
-    assert find_word("...", 0, 1, "лук") == (0, 3)
+    assert tasks.find_word("лук и лук и лук", 10, 11, "лук") == (12, 15)
+    assert tasks.find_word("лук и лук и лук", 4, 5, "лук") == (6, 9)
+    assert tasks.find_word("...", 0, 1, "лук") == (0, 3)
 
 
 def test_rucos_lists_candidate_answers():
@@ -218,8 +198,8 @@ def test_rucola_scores_domains():
 def test_majority_baseline_predicts_commonest_label():
     examples = {"train": label_examples(1, 2, 1, 0), "validation": label_examples(1, 1, 1, 0)}
     # always 1: class 1 has 2 x 3 / (2 x 3 + 1) = 6/7, class 0 nothing; class 2 does not occur
-    assert predict_majority(TASKS["rcb"], examples) == pytest.approx({"f1": 6 / 7 / 2, "accuracy": 3 / 4})
-    assert predict_majority(TASKS["rucos"], examples) == {}
+    assert tasks.predict_majority(TASKS["rcb"], examples) == pytest.approx({"f1": 6 / 7 / 2, "accuracy": 3 / 4})
+    assert tasks.predict_majority(TASKS["rucos"], examples) == {}
 
 
 # --- handing in -------------------------------------------------------------------------------------------------------
@@ -238,14 +218,14 @@ SUBMISSIONS = {
 def test_submission_has_expected_rows(name):
     task, (predictions, expected) = TASKS[name], SUBMISSIONS[name]
     records = [("here", RECORDS[name][1][0] | {"idx": idx, "label": -1}) for idx in (4, 5)]
-    assert format_predictions(task, make_examples(task, records), predictions) == (f"{task.name}.jsonl", expected)
+    assert tasks.format_predictions(task, make_examples(task, records), predictions) == (f"{task.name}.jsonl", expected)
 
 
 def test_submission_nests_muserc_and_rucos():
     records = [("here", record) for record in RECORDS["muserc"][1]]
     records += [("here", record | {"idx": record["idx"] | {"question": 3}}) for _, record in records[:1]]
     records += [("here", record | {"idx": record["idx"] | {"paragraph": 6}}) for _, record in records[:1]]
-    name, text = format_predictions(TASKS["muserc"], make_examples(TASKS["muserc"], records), [1, 0, 0, 1])
+    name, text = tasks.format_predictions(TASKS["muserc"], make_examples(TASKS["muserc"], records), [1, 0, 0, 1])
     assert name == "MuSeRC.jsonl"
     assert text == (
         '{"idx": 4, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 7, "label": 1}, {"idx": 8, "label": 0}]}, '
@@ -253,9 +233,9 @@ def test_submission_nests_muserc_and_rucos():
         '{"idx": 6, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 7, "label": 1}]}]}}\n'
     )
     examples = make_examples(TASKS["rucos"], [("here", record) for record in RECORDS["rucos"][1]])
-    assert format_predictions(TASKS["rucos"], examples, [2]) == ("RuCoS.jsonl", '{"idx": 4, "label": "Егора"}\n')
+    assert tasks.format_predictions(TASKS["rucos"], examples, [2]) == ("RuCoS.jsonl", '{"idx": 4, "label": "Егора"}\n')
     examples = make_examples(TASKS["rucola"], [("here", {"id": str(i), "sentence": "Снег."}) for i in (7, 9)])
-    assert format_predictions(TASKS["rucola"], examples, [1, 0]) == ("RuCoLA.csv", "id,acceptable\n7,1\n9,0\n")
+    assert tasks.format_predictions(TASKS["rucola"], examples, [1, 0]) == ("RuCoLA.csv", "id,acceptable\n7,1\n9,0\n")
 
 
 # --- a task of one's own ----------------------------------------------------------------------------------------------
@@ -325,9 +305,8 @@ def test_invalid_task_file_is_one_line(changes, words, tmp_path):
 def test_task_losses_match_torch():
     logits = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [1.0, 1.0, 1.0]], requires_grad=True)
     right = torch.tensor([[True, False, False], [False, False, True], [False, True, False]])
-    torch.testing.assert_close(
-        compute_losses(logits, right), cross_entropy(logits, torch.tensor([0, 2, 1]), reduction="none")
-    )
+    expected = cross_entropy(logits, torch.tensor([0, 2, 1]), reduction="none")
+    torch.testing.assert_close(compute_losses(logits, right), expected)
     # two right answers: minus the logarithm of what they have together; none: nothing, and no gradient
     right = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     losses = compute_losses(logits, right)
@@ -372,7 +351,7 @@ def test_finetune_batches_group_similar_lengths():
     rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
 
     def order(seed: int) -> list[list[int]]:
-        return [batch.tolist() for batch in order_batches(rows, 16, np.random.default_rng(seed))]
+        return [batch.tolist() for batch in finetune_mlm.order_batches(rows, 16, np.random.default_rng(seed))]
 
     batches = order(0)
     assert sorted(row for batch in batches for row in batch) == list(range(1000))

@@ -208,10 +208,8 @@ def test_contract_mismatch_names_settings(model):
     ]:
         differences = find_differences(mine, [run])
         assert [difference.split(":")[0] for difference in differences] == names
-    assert (
-        "the run has 4096, you have 64"
-        in find_differences(contract(model, averaging=AveragingArguments(target_batch_size=64)), [run])[0]
-    )
+    [difference] = find_differences(contract(model, averaging=AveragingArguments(target_batch_size=64)), [run])
+    assert "the run has 4096, you have 64" in difference
 
 
 def test_contract_majority_wins_then_oldest(model):
@@ -241,10 +239,8 @@ def test_contract_includes_frozen_weights():
     assert find_differences(contract(second), [contract(first)]) == []
     for model in (first, second):
         model.get_input_embeddings().requires_grad_(False)
-    [difference] = find_differences(contract(second), [contract(first)])
-    assert (
-        difference == "initial weights: the run has random, 1 frozen, of seed 1, you have random, 1 frozen, of seed 2"
-    )
+    expected = "initial weights: the run has random, 1 frozen, of seed 1, you have random, 1 frozen, of seed 2"
+    assert find_differences(contract(second), [contract(first)]) == [expected]
 
 
 def test_contract_includes_min_8bit_size(model):

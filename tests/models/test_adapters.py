@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers
+from mains import expect_user_error
 from processes import run_python
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
-from common.console import UserError
 from experiment.model import make_model
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
 from swarm.contract import find_differences
@@ -63,7 +63,8 @@ def test_merged_adapters_compute_the_same(tmp_path):
                 param.normal_(std=0.1)
     folder, merged, ids = tmp_path / "model", tmp_path / "merged", torch.arange(20)[None]
     write_weights(model, None, folder)
-    make_tokenizer().save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
     run_python("-m", "experiment.merge", folder, merged, expect=0)
     expected = model(input_ids=ids).logits
     assert not (merged / "adapter_config.json").exists()
@@ -75,17 +76,9 @@ def test_merged_adapters_compute_the_same(tmp_path):
     assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
 
 
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>")), unk_token="<unk>"
-    )
-
-
 def test_lora_wrong_flags_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
+    with expect_user_error("--lora_r needs --model_name_or_path"):
         ModelArguments(lora_r=4)
-    arguments = ModelArguments(
-        model_name_or_path=make_base(tmp_path / "base", 300), lora_r=4, lora_target_modules=["nothing"]
-    )
-    with pytest.raises(UserError, match="--lora_target_modules: .*choose some of .*q_proj"):
-        make_model(arguments, 300)
+    options = {**LORA, "model_name_or_path": make_base(tmp_path / "base", 300), "lora_target_modules": ["nothing"]}
+    with expect_user_error("--lora_target_modules: ", "choose some of ", "q_proj"):
+        make_model(ModelArguments(**options), 300)

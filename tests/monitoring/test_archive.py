@@ -109,12 +109,10 @@ def login(tmp_path, monkeypatch) -> Path:
 
 def test_archive_missing_folder_or_token_is_one_line(tmp_path, login):
     (tmp_path / "file").write_text("")
-    for folder, words, cure in (
-        (tmp_path / "file", [], "--local_path"),
-        (tmp_path / "archive", [REPOSITORY], "hf auth login"),
-    ):
-        with expect_user_error(cure):
-            make_handler(folder, *words)
+    with expect_user_error("--local_path"):
+        make_handler(tmp_path / "file")
+    with expect_user_error("hf auth login"):
+        make_handler(tmp_path / "archive", REPOSITORY)
     login.write_text(TOKEN)
     assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY
 

@@ -135,9 +135,6 @@ def test_workers_survive_end_of_process_group():
     run_python("-c", HASTY, expect=0)
 
 
-# ---------------------------------------------------------------- full blocks
-
-
 def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], Dataset]:
     """Make blocks of 24 ids, with [CLS] and [SEP] for masking; the last one is shorter."""
     rows = []
@@ -186,18 +183,14 @@ def test_cut_blocks_keep_end_token(tokenizer):
         assert (batch["labels"] != -100).sum() > 8
 
 
-# ---------------------------------------------------------------- sequences that grow
-
 GROWING = dict(initial_sequence_length=24, max_sequence_length=60, sequence_length_warmup_steps=10)
 
 
 def test_sequence_length_grows_with_epoch():
     args = DataArguments(**GROWING)
     # 24 + 3.6 an epoch, rounded down to multiples of 8; the end is what was asked for
-    assert [sequence_length_at(epoch, args) for epoch in range(12)] == [
-        *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
-        *(60, 60),
-    ]
+    expected = [24, 24, 24, 32, 32, 40, 40, 48, 48, 56, 60, 60]
+    assert [sequence_length_at(epoch, args) for epoch in range(12)] == expected
     # the initial length need not be a multiple of 8
     args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
     assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
@@ -226,23 +219,19 @@ def test_cut_sequences_keep_special_tokens(limit):
         assert abs(kept[0] - kept[1]) <= 1 or given[kept.index(min(kept))] == 0
 
 
-def take_while_growing(batches, lengths: dict[int, int | None], count: int) -> list[dict]:
-    """Return the first batches, with these lengths set before some of them."""
-    taken, iterator = [], None
-    for number in range(count):
-        if number in lengths:
-            batches.set_sequence_length(lengths[number])
-        iterator = iterator or iter(batches)
-        taken.append(next(iterator))
-    return taken
-
-
 def test_next_batch_has_new_length(dataset, tokenizer):
     lengths = {0: 24, 5: 32, 6: 40, 12: 40, 15: 24, 16: None}
 
     def take(num_workers):
         options = dict(batch_size=8, seed=1, num_workers=num_workers)
-        return take_while_growing(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), lengths, 40)
+        batches = data.make_train_batches(dataset, tokenizer, DataArguments(), **options)
+        taken, iterator = [], None
+        for number in range(40):
+            if number in lengths:
+                batches.set_sequence_length(lengths[number])
+            iterator = iterator or iter(batches)
+            taken.append(next(iterator))
+        return taken
 
     batches = take(0)
     widths = [batch["input_ids"].shape[1] for batch in batches]

@@ -72,9 +72,6 @@ def write_format(folder: Path, name: str) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- sources
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "hub"])
 def test_stream_formats_match_and_resume(name, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 5000)
@@ -155,9 +152,6 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
     assert sum("a.jsonl" in message for message in messages) == 1
 
 
-# ---------------------------------------------------------------- http
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_stream_resumes_after_cut_connection(name, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 10_000)
@@ -201,16 +195,12 @@ def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
     assert sum("is late" in record.getMessage() for record in caplog.records) == 1
 
 
-# ---------------------------------------------------------------- the mixture
-
-
 @pytest.fixture
 def mixture(tmp_path) -> list[Source]:
-    for name, count in (("a", 7), ("b", 400), ("c", 90)):
+    entries = []
+    for name, count, weight in (("a", 7, 1), ("b", 400, 2), ("c", 90, 5)):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(count)])
-    entries = [
-        {"path": tmp_path / f"{name}.jsonl", "weight": weight} for name, weight in (("a", 1), ("b", 2), ("c", 5))
-    ]
+        entries.append({"path": tmp_path / f"{name}.jsonl", "weight": weight})
     return read_sources(write_sources(tmp_path / "sources.json", *entries))
 
 
@@ -225,9 +215,6 @@ def test_mixture_follows_weights_and_repeats(mixture):
         assert len(times) == count and max(times.values()) - min(times.values()) <= 1
 
 
-# ---------------------------------------------------------------- batches
-
-
 def test_mixture_is_deterministic_and_resumes(mixture):
     chunks = list(itertools.islice(stream_documents(mixture, seed=1), 20))
     assert chunks == list(itertools.islice(stream_documents(mixture, seed=1), 20))
@@ -236,9 +223,6 @@ def test_mixture_is_deterministic_and_resumes(mixture):
         state = json.loads(json.dumps(chunks[number][0]))
         resumed = itertools.islice(stream_documents(mixture, seed=1, state=state), 20 - number)
         assert [chunk for _, chunk in resumed] == [chunk for _, chunk in chunks[number:]]
-
-
-# ---------------------------------------------------------------- batches
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +235,8 @@ def austen(tmp_path, monkeypatch) -> Path:
     """Sources with small documents and chunks, so that a test sees several pools."""
     monkeypatch.setattr(streams, "TEXT_BYTES", 1000)
     monkeypatch.setattr(streams, "CHUNK_CHARACTERS", 3000)
-    entries = [
-        {"path": ROOT / "sample_data" / "austen.txt.xz", "weight": 3},
-        {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS)},
-    ]
-    return write_sources(tmp_path / "sources.json", *entries)
+    novel = {"path": ROOT / "sample_data" / "austen.txt.xz", "weight": 3}
+    return write_sources(tmp_path / "sources.json", novel, {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS)})
 
 
 def open_stream(tokenizer, sources, kind=PAIRS, shuffle_buffer=data.SHUFFLE_BUFFER, **options):
@@ -360,17 +341,11 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
     assert ids.tolist() == expected and lengths[:-1].tolist() == [32] * (len(lengths) - 1)
 
 
-# ---------------------------------------------------------------- sentences
-
-
 def test_russian_uses_razdel():
     paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
     sentences = split_sentences(paragraph, "russian")
     assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
     assert split_sentences(paragraph)[0] != sentences[0]
-
-
-# ---------------------------------------------------------------- errors that the user can fix
 
 
 @pytest.mark.parametrize(
@@ -410,9 +385,6 @@ def test_empty_source_is_one_line(entry, words, tmp_path, tokenizer):
 def test_documented_stream_examples_parse(name):
     sources = read_sources(ROOT / "configs" / name)
     assert all(source.weight > 0 for source in sources)
-
-
-# ---------------------------------------------------------------- the trainer
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -73,10 +73,7 @@ def test_deeply_nested_tokenizer_is_one_line(tmp_path, tokenizer):
 def test_fingerprint_differs_between_tokenizers(tmp_path, tokenizer):
     vocabulary = [(token, 0.0) for token in SPECIAL] + [(f"▁{c}", -3.0) for c in "abcdeABCDEMRmr"] + [("▁déjà", -3.0)]
     variants = [tokenizer, AlbertTokenizer(vocab=vocabulary), AlbertTokenizer(vocab=vocabulary[:-1])]
-    variants += [
-        AlbertTokenizer(vocab=vocabulary, do_lower_case=False),
-        AlbertTokenizer(vocab=vocabulary, keep_accents=True),
-    ]
+    variants += [AlbertTokenizer(vocab=vocabulary, **it) for it in (dict(do_lower_case=False), dict(keep_accents=True))]
     fingerprints = [tokenizer_fingerprint(variant) for variant in variants]
     assert len(set(fingerprints)) == len(variants)
     for number, variant in enumerate(variants):
