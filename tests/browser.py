@@ -1,6 +1,5 @@
 """A real browser, Debian's chromium. It is controlled through a pipe (--remote-debugging-pipe), without a driver."""
 
-import base64
 import contextlib
 import itertools
 import json
@@ -82,18 +81,6 @@ class Browser:
     def read_clipboard(self) -> str:
         self.ask("Browser.grantPermissions", permissions=["clipboardReadWrite"])
         return self.run("navigator.clipboard.readText()")
-
-    def take_picture(self, path: Path, width: int, scheme: str) -> None:
-        """Save a picture of the whole page with this width.
-
-        :param scheme: light or dark
-        """
-        self.set_width(width)
-        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        height = self.run("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        picture = self.ask("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def set_width(self, width: int) -> None:
         options = {"height": 900, "deviceScaleFactor": 1, "mobile": width < 600}

@@ -108,9 +108,6 @@ class FileHandler(BaseHTTPRequestHandler):
             owner.left.wait()
 
 
-# --- answers of any bytes ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def serve(*answers: Callable[[bytes], Iterator[bytes]]) -> Iterator[str]:
     """Yield the address of a server that answers by these functions in turn, and then by the last one.

@@ -14,17 +14,14 @@ from arguments import parse_arguments
 from common.console import UserError
 
 
-def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:
-    """Run a script's main() in this process, and restore the process.
-
-    :param groups: the dataclasses of its arguments, if the script has no GROUPS
-    """
+def run_main(module: ModuleType, *flags: object) -> None:
+    """Run a script's main() in this process, and restore the process."""
     argv, root, numbers = sys.argv, logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
     handlers, level = list(root.handlers), root.level
     verbosity, old_handlers = transformers.utils.logging.get_verbosity(), list(map(signal.getsignal, numbers))
     try:
         sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
-        groups = groups or getattr(module, "GROUPS", ())
+        groups = getattr(module, "GROUPS", ())
         module.main(*(parse_arguments(*groups) if groups else ()))
     finally:
         sys.argv, root.handlers = argv, handlers
@@ -42,8 +39,8 @@ def expect_user_error(*words: str) -> Iterator[None]:
     assert all(word in str(error.value) for word in words), error.value
 
 
-def refuse(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> str:
+def refuse(module: ModuleType, *flags: object) -> str:
     """Run a script's main() in this process, and return the text of its UserError."""
     with pytest.raises(UserError) as error:
-        run_main(module, *flags, groups=groups)
+        run_main(module, *flags)
     return str(error.value)

@@ -59,9 +59,6 @@ def terra_command(model: Path, folder: Path) -> list[object]:
     return [*command, *QUICK, "--num-seeds", "2", "--num_train_epochs", "15", "--output_dir", folder]
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
-
-
 def test_finetune_learns_classes(terra_run):
     folder, results = terra_run, read_results(terra_run)
     assert (results["task"], results["metric"]) == ("TERRa", "accuracy")
@@ -209,9 +206,6 @@ def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
 
 
-# --- which model ------------------------------------------------------------------------------------------------------
-
-
 def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
@@ -340,9 +334,6 @@ def test_finetune_pads_within_odd_positions(tmp_path):
     assert read_results(tmp_path / "run")["texts_cut"]["train"] == 8
 
 
-# --- ends and beginnings ----------------------------------------------------------------------------------------------
-
-
 def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     expected, folder = read_results(terra_run), terra_run.parent / "interrupted"
     command = terra_command(toy_model, folder)
@@ -391,9 +382,6 @@ def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_pa
     line = refuse(finetune_mlm, *command)
     assert "run/results.json cannot be read" in line and "remove it" in line
     assert (tmp_path / "run" / "results.json").read_text() == text
-
-
-# --- wrong input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -474,9 +462,6 @@ def test_finetune_wrong_old_checkpoint_is_one_line(old_checkpoint, tmp_path):
     ):
         (old_checkpoint / name).unlink() if name == "config.json" else (old_checkpoint / name).write_text("{")
         expect_refusal([words], tmp_path, "-t", "terra", "-c", old_checkpoint / "state.pth")
-
-
-# --- predictions for LiDiRus ------------------------------------------------------------------------------------------
 
 
 def test_lidirus_predictions_are_written(terra_run, tmp_path, capsys):

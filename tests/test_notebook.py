@@ -87,8 +87,6 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
         asyncio.run(execute(notebook, has_averaged, 240))
     other.interrupt()
     monitor.interrupt()
-    if folder := os.environ.get("KEEP_NOTEBOOK"):
-        nbformat.write(notebook, Path(folder) / "executed.ipynb")
 
     lines = list(history(tmp_path, "notebook").values())
     together = [line for line in lines if line["averaged_with"] > 1]

@@ -31,14 +31,10 @@ SCRIPT = str(ROOT / "tokenize_wikitext103.py")
 RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
 
 
-def tokenize(folder: Path, *flags, name="", expect=0, **options):
-    """Run the script; writes folder/dataset{name} and folder/tokenizer{name}."""
-    words = [SCRIPT, *flags]
-    paths = {"--dataset_path": f"dataset{name}", "--tokenizer_path": f"tokenizer{name}"}
-    for flag, path in paths.items():
-        if flag not in flags:
-            words += [flag, folder / path]
-    return run_python(*words, cwd=folder, expect=expect, **options)
+def tokenize(folder: Path, *flags):
+    """Run the script; writes folder/dataset and folder/tokenizer."""
+    paths = ("--dataset_path", folder / "dataset", "--tokenizer_path", folder / "tokenizer")
+    return run_python(SCRIPT, *flags, *paths, cwd=folder, expect=0)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def written(tmp_path_factory, novel):
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
     flags = ("--text_files", "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
-    result = tokenize(folder, *flags)  # test_same_bytes... starts it for real
+    result = tokenize(folder, *flags)
     assert "unigram entropy" in result.stdout
     paths = f"--dataset_path {folder / 'dataset'} --tokenizer_path {folder / 'tokenizer'}"
     assert result.stdout.splitlines()[-1] == f"python run_trainer.py {paths} --objective mlm_sop"

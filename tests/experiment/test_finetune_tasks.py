@@ -38,9 +38,6 @@ def drop_labels(value):
     return [drop_labels(part) for part in value] if isinstance(value, list) else value
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_tasks_parse_both_schemas(name, tmp_path):
     task = TASKS[name]
@@ -135,9 +132,6 @@ def test_invalid_record_is_one_line(name, change, words):
         make_examples(TASKS[name], [("row 3", RECORDS[name][1][0] | change)])
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
 def label_examples(*labels: int, records: list[dict] | None = None) -> list[Example]:
     return [Example(records[i] if records else {}, [], [label]) for i, label in enumerate(labels)]
 
@@ -202,8 +196,6 @@ def test_majority_baseline_predicts_commonest_label():
     assert tasks.predict_majority(TASKS["rucos"], examples) == {}
 
 
-# --- handing in -------------------------------------------------------------------------------------------------------
-
 SUBMISSIONS = {
     "rcb": ([2, 1], '{"idx": 4, "label": "neutral"}\n{"idx": 5, "label": "contradiction"}\n'),
     "terra": ([0, 1], '{"idx": 4, "label": "entailment"}\n{"idx": 5, "label": "not_entailment"}\n'),
@@ -236,9 +228,6 @@ def test_submission_nests_muserc_and_rucos():
     assert tasks.format_predictions(TASKS["rucos"], examples, [2]) == ("RuCoS.jsonl", '{"idx": 4, "label": "Егора"}\n')
     examples = make_examples(TASKS["rucola"], [("here", {"id": str(i), "sentence": "Снег."}) for i in (7, 9)])
     assert tasks.format_predictions(TASKS["rucola"], examples, [1, 0]) == ("RuCoLA.csv", "id,acceptable\n7,1\n9,0\n")
-
-
-# --- a task of one's own ----------------------------------------------------------------------------------------------
 
 
 def describe(folder, **changes) -> str:
@@ -297,9 +286,6 @@ def test_invalid_task_file_is_one_line(changes, words, tmp_path):
     (tmp_path / "ragged.tsv").write_text('body\ttopic\nраз\t1\n"два" и три\t2\n')
     with expect_user_error(*words):
         load_examples(load_task_file(describe(tmp_path, **changes)), ".")
-
-
-# --- batches and losses -----------------------------------------------------------------------------------------------
 
 
 def test_task_losses_match_torch():
@@ -393,8 +379,6 @@ def test_encode_matches_tokenizer(toy_model):
     batch = collate([row, row], task, tokenizer, CPU)
     assert batch["input_ids"].shape[0] == 4 and batch["right"].tolist() == [[True, False]] * 2
 
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
 HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment"])

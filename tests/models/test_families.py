@@ -69,9 +69,6 @@ def write(tmp_path):
     return write_config
 
 
-# ---------------------------------------------------------------- losses
-
-
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL, "albert"])
 def test_families_match_transformers_losses_and_gradients(write, name):
     is_causal, has_pairs = name in CAUSAL, name == "albert"
@@ -178,9 +175,6 @@ def test_albert_large_has_published_size(name):
         model = make_model(ModelArguments(f"configs/{name}.json"), 30_000)
     # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
     assert 17.5e6 < model.num_parameters() < 18.5e6
-
-
-# ---------------------------------------------------------------- which model
 
 
 def test_model_type_selects_objective(write):
@@ -357,9 +351,6 @@ def test_missing_head_depends_on_seed(minilm):
     head = "cls.predictions.transform.dense.weight"
     assert not weights[0][head].equal(weights[2][head])
     assert model.initial_weights == again.initial_weights == other.initial_weights
-
-
-# ---------------------------------------------------------------- training
 
 
 LEARNING = ("bert", "roberta", "distilbert", "modernbert", "fnet", "albert", "lean_albert", "llama")

@@ -187,9 +187,6 @@ def assert_same(model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: fl
         compare(name, outputs[name], expected[name])
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_lean_albert_matches_plain_implementation(name):
     model = make_model_of(OPTIONS[name])
@@ -235,9 +232,6 @@ def test_backward_repeats_no_product():
         with FlopCounterMode(display=False) as backward:
             output.sum().backward()
         assert backward.get_total_flops() == 2 * forward.get_total_flops() + repeated
-
-
-# --- edges ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", ["rotary", "absolute"])
@@ -291,9 +285,6 @@ def test_small_init_has_expected_std():
     model = LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | SHARING["shared with adapters"]))
     qkv = model.albert.layers[0].qkv
     assert qkv.adapter_first.std() > 0 and not qkv.adapter_second.any()
-
-
-# --- in its surroundings ----------------------------------------------------------------------------------------------
 
 
 def test_gradient_checkpointing_keeps_gradients():
@@ -364,9 +355,6 @@ def test_lean_albert_memory_is_below_yardstick():
         assert LENGTH == 512 and kept < limit * 2**20 / 4
         with torch.no_grad():
             assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
-
-
-# --- RuLeanALBERT's checkpoints ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

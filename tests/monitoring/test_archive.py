@@ -35,9 +35,6 @@ from utils import Evaluation
 REPOSITORY = "org/my-albert"
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
 def parse(monkeypatch, *words: str) -> ArchiveArguments:
     monkeypatch.setattr(sys, "argv", ["./run_training_monitor.py", *words])
     return parse_arguments(ArchiveArguments)[0]
@@ -73,9 +70,6 @@ def test_repo_url_accepts_three_forms(monkeypatch):
     ):
         args = parse(monkeypatch, "--store_checkpoints", "--repo_url", text)
         assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def make_handler(folder: Path, *words: str) -> CheckpointHandler:
@@ -115,9 +109,6 @@ def test_archive_missing_folder_or_token_is_one_line(tmp_path, login):
         make_handler(tmp_path / "archive", REPOSITORY)
     login.write_text(TOKEN)
     assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -329,9 +320,6 @@ def test_missing_token_prompts_on_terminal(start, hub, tmp_path, token):
     assert token not in role.text
     os.close(keyboard)
     os.close(terminal)
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):

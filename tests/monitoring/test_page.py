@@ -3,13 +3,11 @@ and pages."""
 
 import contextlib
 import json
-import os
 import re
 import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import browser
@@ -258,7 +256,6 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     settings = {**SETTINGS, "--status_port": 0, **tiny_data}
     trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE}, pace=0.1)
-    pictures = Path(os.environ.get("KEEP_PICTURES", tmp_path))
     with browser.open_browser(tmp_path / "profile") as tab:
         tab.set_width(1400)
         tab.open(f"http://127.0.0.1:{port}/")
@@ -299,8 +296,7 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
             shown = tab.wait_for("document.querySelector('#read').textContent.match(/^epoch ([\\d,]+),/)?.[1]", 10)
             assert int(shown.replace(",", "")) < tab.run("status.epoch")
         for width in (390, 1400):
-            for scheme in ("light", "dark"):
-                tab.take_picture(pictures / f"page_{width}_{scheme}.png", width, scheme)
+            tab.set_width(width)
             assert tab.run("document.documentElement.scrollWidth") <= width
         assert tab.complaints == []
 

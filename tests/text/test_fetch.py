@@ -343,8 +343,6 @@ def test_archive_path_traversal_is_refused(tmp_path, cache, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
 
 
-# ---------------------------------------------------------------- processes
-
 FETCH = """
 import logging, sys
 from text.fetch import fetch_data

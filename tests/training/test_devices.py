@@ -35,9 +35,6 @@ def read(path) -> dict:
     return json.loads(path.read_text())
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "config, kinds",
     [
@@ -164,9 +161,6 @@ def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
     assert "Traceback" not in script.text
 
 
-# --- memory, and waiting for data -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     """The slow data loader is also measured and reported."""
@@ -190,9 +184,6 @@ def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     assert (tmp_path / f"checkpoint-{epoch}").is_dir()
     assert statistics.median(line["data_wait_share"] for line in history) > 0.1, history
     assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
-
-
-# --- choices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
