@@ -47,8 +47,7 @@ class EpochInputs:
     """The knowledge of a peer about the swarm between two of its steps."""
 
     swarm_epoch: int  # that most known peers have reached
-    is_fresh: bool  # whether the swarm's progress was read since this peer's epoch began
-    read_at: float  # when it was asked for last
+    read_at: float  # when the swarm's progress was asked for last
     has_batch: bool  # whether the swarm has the samples of this epoch
     seconds_left: float  # until it has them, as estimated
     matchmaking_time: float  # seconds that a group may take to form
@@ -95,9 +94,9 @@ class SyncBackoff:
 class Epoch:
     """One epoch of a peer. Its timers end with it: the next epoch is a new object."""
 
-    def __init__(self, number: int):
-        self.number, self.state = number, EpochState.ACCUMULATING
-        self.is_compared = False  # whether the swarm's epoch was compared with this one, once it had been read
+    def __init__(self, number: int, began: float = -math.inf):
+        self.number, self.began, self.state = number, began, EpochState.ACCUMULATING
+        self.is_compared = False  # whether the swarm's epoch was compared with this one, since that has begun
         self.in_doubt = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
         self.retry_at = -math.inf  # the look at the swarm's progress from which on a round may be tried again
 
@@ -118,7 +117,7 @@ class Epoch:
         just be the first."""
         if not backoff.allows(self.number, inputs, now):
             return False
-        if not self.is_compared and inputs.is_fresh:
+        if not self.is_compared and inputs.read_at >= self.began:
             self.is_compared = True
             return inputs.swarm_epoch != self.number
         return inputs.swarm_epoch > self.number + 1

@@ -79,7 +79,6 @@ class CollaborativeOptimizer:
             client_mode=dht.client_mode and not self.is_auxiliary,
             auxiliary=self.is_auxiliary,
             min_matchmaking_time=self.uplink.timeouts.matchmaking,
-            shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
             target_group_size=averaging.target_group_size,
             min_vector_size=averaging.min_vector_size,
@@ -107,7 +106,7 @@ class CollaborativeOptimizer:
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
-        self.rounds = Rounds(averaging, self.tracker, self.state_averager, self.grad_averager)
+        self.rounds = Rounds(self.tracker, self.state_averager, self.grad_averager)
         self.stats = self.rounds.stats
         self.sync = StateSync(self.tracker, self.state_averager)
         self.local: LocalSteps | None = None
@@ -222,7 +221,6 @@ class CollaborativeOptimizer:
         tracker, rounds = self.tracker, self.rounds
         return EpochInputs(
             swarm_epoch=tracker.view.epoch,
-            is_fresh=tracker.is_fresh,
             read_at=tracker.view.read_at,
             has_batch=tracker.ready_to_update_epoch,
             seconds_left=tracker.estimated_next_update_time - get_dht_time(),
@@ -308,7 +306,7 @@ class CollaborativeOptimizer:
 
     def begin_epoch(self) -> None:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
-        self.epoch, averager = Epoch(self.local_epoch), self.grad_averager
+        self.epoch, averager = Epoch(self.local_epoch, time.monotonic()), self.grad_averager
         is_local = self._takes_local_steps and self.log_steps.exists
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)

@@ -68,8 +68,6 @@ class PeerTracker:
         self._attestations: MPFuture | None = None
         #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may
         self.impatient_epoch, self.patient_from = -1, 0
-        #: whether the thread has read the records since this peer's epoch began
-        self.is_fresh = False
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
         self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
         #: held by a thread that changes the view or the trust in peers
@@ -146,7 +144,6 @@ class PeerTracker:
             if epoch > self.view.epoch:
                 self.view = replace(self.view, epoch=epoch, samples=samples, ends_at=math.inf)
             self.report_local_progress(epoch, samples)
-            self.is_fresh = False
 
     def set_swarm_epoch(self, epoch: int) -> None:
         """Take this for the swarm's epoch, also if it is a lower one."""
@@ -338,9 +335,9 @@ class PeerTracker:
             self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
             return
         with self.lock:
-            scheduled, self.is_fresh = self._next_read, self.is_fresh or read_at >= self._epoch_began
+            scheduled, is_fresh = self._next_read, read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
-            self._next_read = min(scheduled, self._next_read if self.is_fresh else time.monotonic())
+            self._next_read = min(scheduled, self._next_read if is_fresh else time.monotonic())
             self._has_read.notify_all()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:

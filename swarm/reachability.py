@@ -19,6 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
 from swarm.addresses import get_host_port, get_ip, get_peer_id, is_relayed
 from swarm.attestation import dial
+from swarm.state_server import parse_epochs
 
 # The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer, and callers queue.
 DIAL_BACK = "dial_back"
@@ -170,10 +171,7 @@ def read_fields(message: Empty) -> dict[int, int | bytes]:
 async def count_reachable_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:
     """Count the run's state donors that this peer reaches directly, of eight at most. Runs in the DHT process."""
     record = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
-    if record is None or not isinstance(record.value, dict):
-        return 0
-    peers = [PeerID(key) for key, entry in record.value.items() if entry.value is not None]
-    peers = [peer_id for peer_id in peers if peer_id != node.peer_id][:8]
+    peers = list(map(PeerID, parse_epochs(record, node.peer_id.to_bytes())))[:8]
     # The request opens a connection; its answer does not matter.
     await asyncio.gather(*(call_dial_back(node, peer_id, []) for peer_id in peers))
     return len([peer_id for peer_id in peers if await find_connections(node, peer_id)])

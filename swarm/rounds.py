@@ -16,7 +16,6 @@ from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
 from swarm.averager import PeersSilentError
-from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
@@ -58,20 +57,15 @@ class RoundStats:
         self.failed_in_a_row = 0
 
 
-@dataclass
 class Rounds:
     """The last round of gradients, whose group is searched for in advance, and the last round of parameters."""
 
-    averaging: AveragingConfig
-    tracker: PeerTracker
-    state_averager: StateAverager
-    grad_averager: GradientAverager
-    gradient_round: StepControl | None = None
-    parameter_round: StepControl | None = None
-
-    def __post_init__(self):
-        self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
-        self.is_auxiliary = self.tracker.trust.is_auxiliary
+    def __init__(self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager):
+        self.tracker, self.state_averager, self.grad_averager = tracker, state_averager, grad_averager
+        self.averaging, self.uplink, self.stats = tracker.averaging, tracker.dht.uplink, RoundStats()
+        self.is_auxiliary = tracker.trust.is_auxiliary
+        self.gradient_round: StepControl | None = None
+        self.parameter_round: StepControl | None = None
         # the bytes so far, when they changed, and when a stop request was seen, see `must_stop`
         self._traffic, self._traffic_at, self._stop_seen_at = (0, 0), 0.0, 0.0
 

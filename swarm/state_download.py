@@ -352,14 +352,13 @@ class StateDownload:
     async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
         download = BlockDownload(group, self.averager, self.note_failure)
-        try:
-            async with asyncio.timeout(self.timeout):
-                await download.run()
-        except TimeoutError:
-            for donor in download.donors:
-                self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
-                self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
-        return None if download.missing else download.tensors
+        await download.run(self.timeout)
+        if not download.missing:
+            return download.tensors
+        for donor in download.donors:  # those that have not failed
+            self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
+            self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
+        return None
 
 
 class BlockDownload:
@@ -376,10 +375,10 @@ class BlockDownload:
         self.progress.bytes = self.progress.elements = self.progress.milliseconds = 0
         self.progress.total_elements = sum(stop - start for _, start, stop in map(self.blocks.__getitem__, numbers))
 
-    async def run(self) -> None:
-        """Download all blocks into `tensors`; if all donors fail, some blocks stay in `missing`."""
+    async def run(self, timeout: float) -> None:
+        """Download all blocks into `tensors`; if all donors fail or are too slow, some blocks stay in `missing`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None) as self.limit:  # it ends with the last block, not with the slowest donor
+            async with asyncio.timeout(timeout) as self.limit:  # it ends with the last block, not the slowest donor
                 await asyncio.gather(*(self.fetch_from(donor) for donor in self.donors))
 
     async def fetch_from(self, donor: Donor) -> None:
@@ -437,15 +436,13 @@ class BlockDownload:
                 self.progress.milliseconds = int(1000 * (time.monotonic() - self.start))
                 if message.metadata:
                     raise ValueError(f"the donor no longer has the state of epoch {donor.key[0]}")
-                if message.tensor_part.dtype and parts:  # only the first part of a block names its dtype
-                    self.complete(donor, numbers, parts)
-                    parts, size = [], 0
+                parts.append(message.tensor_part)
                 size += len(message.tensor_part.buffer)
                 if not numbers or size > 16 * BLOCK:
                     raise ValueError("the donor sent more data than requested")
-                parts.append(message.tensor_part)
-        if parts:
-            self.complete(donor, numbers, parts)
+                if len(parts) >= parts[0].chunks:
+                    self.complete(donor, numbers, parts)
+                    parts, size = [], 0
         if numbers:
             raise ValueError(f"the answer ended {len(numbers)} blocks too early")
 

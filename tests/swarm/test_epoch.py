@@ -19,7 +19,6 @@ from swarm.epoch import (
 #: a swarm of several peers in the middle of epoch 5, in which this one is as well
 CALM = EpochInputs(
     swarm_epoch=5,
-    is_fresh=True,
     read_at=100.0,
     has_batch=False,
     seconds_left=60.0,
@@ -68,8 +67,8 @@ def test_failed_round_retries_after_fresh_look():
 
 
 def test_first_look_is_exact():
-    epoch, backoff = Epoch(5), SyncBackoff()
-    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6, is_fresh=False), backoff, 0.0)
+    epoch, backoff = Epoch(5, began=100.0), SyncBackoff()
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6, read_at=99.0), backoff, 0.0)
     assert epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0)
     assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0), (
         "one of the others may just be the first"

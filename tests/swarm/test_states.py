@@ -428,7 +428,7 @@ def test_blocks_arrive_unless_they_are_zeros():
             yield message
 
     download = make_download(tensors, answer)
-    asyncio.run(download.run())
+    asyncio.run(download.run(60.0))
     assert sorted(requested) == [0, 1, 2, 3] and not download.missing
     assert all(map(torch.equal, download.tensors, tensors))
 
@@ -445,7 +445,7 @@ def test_silent_donor_does_not_delay_end():
             yield message
 
     download, start = make_download(tensors, answer, b"abc"), time.monotonic()
-    asyncio.run(download.run())
+    asyncio.run(download.run(60.0))
     assert time.monotonic() - start < SILENT_DONOR_TIMEOUT and len(download.donors) == 3
     assert not download.missing and all(map(torch.equal, download.tensors, tensors))
     assert download.progress.elements == 20 * BLOCK and max(requested.values()) == 1

@@ -285,7 +285,7 @@ def test_aux_peer_excludes_unresponsive_peers(dhts):
     with run_trackers(dhts[:1], 40) as [tracker]:
         tracker.others, tracker.trust.is_auxiliary = {name: make_record(name, ago=1.0) for name in NAMES}, True
         gradients = SimpleNamespace(restore_pending=lambda: None)
-        rounds = Rounds(tracker.averaging, tracker, None, gradients)
+        rounds = Rounds(tracker, None, gradients)
         rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
         assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 
