@@ -96,7 +96,7 @@ class StateSync:
             self.backoff.stale_downloads = 0
             return
         progress, params = self.state_averager.download_progress, list_params(self.state_averager.optimizer)
-        megabytes, seconds = progress.bytes / 1e6, max(1, progress.milliseconds) / 1000
+        megabytes, seconds = max(1, progress.bytes) / 1e6, max(1, progress.milliseconds) / 1000
         # the least that has to arrive within an epoch, at the same bandwidth, is a step
         infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
         step_share = min(1.0, count_bits(params, self.state_averager.state_compression, infos) / 8e6 / megabytes)

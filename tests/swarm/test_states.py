@@ -54,6 +54,7 @@ from swarm.state_server import (
     digest,
     list_blocks,
 )
+from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
 
 NUMBERS = 3 * 979_000  # and four of steps, which are zero and not sent
@@ -473,6 +474,16 @@ def test_invalid_requests_are_refused():
     for data in (b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"GET / HTTP/1.1", bytes(100)):
         with pytest.raises(ValueError):
             unpack(StateRequest, data)
+
+
+def test_state_of_zeros_is_compared_with_swarm():
+    """Its download takes no bytes."""
+    tracker = SimpleNamespace(refresh_now=lambda: None, view=SimpleNamespace(epoch=7))
+    averager = SimpleNamespace(local_epoch=5, download_progress=DownloadProgress(), state_compression=NoCompression())
+    averager.optimizer = torch.optim.SGD([torch.zeros(5)])
+    sync = StateSync(tracker, averager)
+    sync.check_staleness()
+    assert sync.backoff.min_epoch == 8
 
 
 def digest_all(tensor: torch.Tensor) -> torch.Tensor:
