@@ -26,22 +26,18 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
         count twice in total_samples
     :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
-    path = config.identity_path or kept_at
+    path, names, membership = config.identity_path or kept_at, (config.experiment_prefix, config.username), None
     if config.invite:
         invitation = load_invitation(config.invite)
-        key = invitation.key
+        key, membership = invitation.key, Membership.from_invitation(config.invite, invitation, *names)
     else:
         key = load_key(path) if path and os.path.exists(path) else RSAPrivateKey()
     RSAPrivateKey._process_wide_key = key  # hivemind signs its progress with it and offers no API to set it
-    prefix, username = config.experiment_prefix, config.username
-    if config.invite:
-        membership = Membership.from_invitation(config.invite, invitation, prefix, username)
-    elif config.authority_key:
-        membership = Membership.from_authority(Authority(config.authority_key), prefix, username)
-    else:
-        return None
-    # a subclass, because hivemind creates the instances
-    replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
+    if config.authority_key and not config.invite:
+        membership = Membership.from_authority(Authority(config.authority_key), *names)
+    if membership:
+        # a subclass, because hivemind creates the instances
+        replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
     return membership
 
 

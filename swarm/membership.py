@@ -63,12 +63,11 @@ def explain_denial(error: Exception) -> str | None:
 class Membership:
     """This peer's credential for a closed run, and the newest revocation list, shared with helpers forked later."""
 
-    def __init__(self, credential: bytes, public_key: bytes, invite: str = "", issuer: Authority | None = None):
-        """:param invite: the invitation file
-        :param issuer: the authority, at the peer that holds its key"""
+    def __init__(self, credential: bytes, public_key: bytes, issuer: Authority | None = None):
+        """:param issuer: the authority, at the peer that holds its key; all others have an invitation"""
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
-        self.credential, self.public_key, self.issuer, self.invite = credential, public_key, issuer, invite
+        self.credential, self.public_key, self.issuer = credential, public_key, issuer
         #: the beginning of each call
         self.greeting = len(credential).to_bytes(2, "big") + credential
         self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
@@ -79,7 +78,7 @@ class Membership:
     @classmethod
     def from_invitation(cls, path: str, invitation: Invitation, prefix: str, username: str | None) -> "Membership":
         """Return the membership that an invitation grants, or raise a SwarmError if it is not for these names."""
-        self = cls(invitation.credential, invitation.authority, invite=path)
+        self = cls(invitation.credential, invitation.authority)
         settings = {"experiment_prefix": (prefix, self.prefix), "username": (username, self.username)}
         for setting, (value, invited) in settings.items():
             if value and value != invited:
