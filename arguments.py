@@ -30,7 +30,7 @@ DEFAULT_DATASET_PATH = "data/albert_tokenized_wikitext"
 SAMPLE_TEXT = "sample_data/austen.txt.xz"
 SHORTEST_INSTANCE = 8  # tokens; a pair of sentences has three special ones
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
-MAX_LIFETIME = 3600.0  # seconds; other peers refuse records that live longer (utils.py)
+MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record, they drop all that a node sends
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
@@ -94,7 +94,7 @@ class SwarmArguments(FlagGroup):
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
             raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
-        check_username("username", self.username)
+        check_username(self.username)
 
 
 @dataclass
@@ -333,7 +333,7 @@ class TrainerArguments(PrecisionArguments):
     )
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples. Default: the whole split.", ge=1)
     statistics_expiration: float = flag(
-        600, "Seconds that this peer's published metrics stay on the DHT.", gt=0, le=MAX_LIFETIME
+        600, "Seconds that this peer's published metrics stay on the DHT.", gt=0, le=MAX_RECORD_LIFETIME
     )
 
     def __post_init__(self):

@@ -20,7 +20,6 @@ from training.metrics import MetricsReporter, format_speed
 from training.page_client import format_join
 from training.progress import ProgressDisplay
 from training.state import EpochStats, TrainerState
-from utils import Evaluation
 
 logger = logging.getLogger("trainer")
 
@@ -35,14 +34,14 @@ class CollaborativeCallback:
     StatusServer       the status page
     Dashboard          this trainer's curves on wandb
 
-    The last four are optional: a trainer works without evaluator, display and page, and without the line
-    `self.dashboard =` in `on_train_begin`.
+    The last three are optional: a trainer works without display and page, and without the line `self.dashboard =` in
+    `on_train_begin`.
     """
 
     def __init__(
         self,
         state: TrainerState,
-        evaluator: Evaluator | None = None,
+        evaluator: Evaluator,
         display: ProgressDisplay | None = None,
         page: StatusServer | None = None,
     ):
@@ -67,10 +66,8 @@ class CollaborativeCallback:
         self.dashboard = start_trainer_dashboard(self.args, self.swarm, self.state.arguments)
         self.log_start()
         if self.page:
-            for line in lines:
-                self.page.add(line)
-            self.page.serve()
-        if evaluation := self.evaluate():
+            self.page.serve(lines)
+        if evaluation := self.evaluator.measure():
             self.start_loss = evaluation.loss
         if tracker.present and tracker.view.epoch > optimizer.local_epoch:
             others = format_count(len(tracker.present), "other peer")
@@ -128,7 +125,7 @@ class CollaborativeCallback:
             passes, size = self.args.num_train_epochs, len(self.state.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: stopping")
             # The data end between two epochs. Publish a last evaluation now, while this peer is still in the swarm.
-            if self.args.eval_steps and self.metrics.metrics and self.evaluate():
+            if self.args.eval_steps and self.metrics.metrics and self.evaluator.measure():
                 self.publish()
             STOP_REQUESTED.set()
 
@@ -140,8 +137,10 @@ class CollaborativeCallback:
         self.publish_attestation()
         self.publish()
         evaluation, is_last = None, self.optimizer.local_epoch >= self.state.final_epoch
-        if self.args.eval_steps and (is_last or self.is_due(self.args.eval_steps)) and (evaluation := self.evaluate()):
-            self.publish()
+        if self.args.eval_steps and (is_last or self.is_due(self.args.eval_steps)):
+            evaluation = self.evaluator.measure()
+            if evaluation:
+                self.publish()
         line = self.metrics.write(evaluation)
         self.dashboard.report(line)
         if self.page:
@@ -163,13 +162,9 @@ class CollaborativeCallback:
         is_sure = has_contributed or not attestation or attestation.contract
         swarm.attest(swarm.contract if is_sure else None, swarm.contract.flags, group if has_contributed else ())
 
-    def evaluate(self) -> Evaluation | None:
-        """Return the evaluation of the present weights, if there is an evaluator."""
-        return self.evaluator.measure() if self.evaluator else None
-
     def publish(self) -> None:
         """Store this peer's metrics in the DHT, with the newest evaluation if there is --eval_steps."""
-        self.metrics.publish(self.evaluator.last if self.evaluator and self.args.eval_steps else None)
+        self.metrics.publish(self.evaluator.last if self.args.eval_steps else None)
 
     def format_progress(self) -> str:
         """Return the line of progress in the middle of an epoch, with the swarm's progress to the next one."""
@@ -181,7 +176,7 @@ class CollaborativeCallback:
 
     def describe(self) -> dict:
         """Return this trainer's figures for its status page, which calls this from its own thread."""
-        saved_epoch, evaluation = self.state.saved_epoch, self.evaluator and self.evaluator.last
+        saved_epoch, evaluation = self.state.saved_epoch, self.evaluator.last
         return {
             "epoch": self.optimizer.local_epoch,
             "loss": self.stats.loss,
@@ -189,7 +184,7 @@ class CollaborativeCallback:
             "checkpoints": [saved_epoch] if saved_epoch else [],
             **self.metrics.measure_progress(),
             **(describe_evaluation(evaluation) if evaluation else {}),
-            "texts": self.evaluator.texts if self.evaluator else [],
+            "texts": self.evaluator.texts,
         }
 
     def on_train_end(self) -> None:
@@ -210,7 +205,7 @@ class CollaborativeCallback:
         is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
-        if with_evaluation and (evaluation := self.evaluate()):
+        if with_evaluation and (evaluation := self.evaluator.measure()):
             loss = evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

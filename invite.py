@@ -37,7 +37,7 @@ class InviteArguments(FlagGroup):
 
     def __post_init__(self):
         super().__post_init__()
-        check_username("username", self.username)
+        check_username(self.username)
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds

@@ -25,14 +25,13 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
-from arguments import TRAINER_ARGS
+from arguments import MAX_RECORD_LIFETIME, TRAINER_ARGS
 from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 
 logger = logging.getLogger("utils")
 
 # A contract takes 2 KB, other records less. A whole dictionary must fit into one p2pd message (4 MB).
 MAX_RECORD_BYTES = 16 * 1024
-MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record, they drop all that a node sends
 # Records live for 600 s, in which a swarm with epochs of 1 s advances 600 epochs.
 MAX_EPOCH_GAP = 1000  # between the records of one run
 FETCH_TIMEOUT = 30.0  # seconds

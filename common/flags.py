@@ -88,11 +88,11 @@ def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | s
             raise UserError(f"--{name} {value:g} must be {words} --{limit} {other:g}")
 
 
-def check_username(name: str, value: str | None) -> None:
-    """Raise a UserError if this flag is set and its value is not a valid name."""
-    if value is not None and not re.fullmatch(USERNAME, value):
+def check_username(name: str | None) -> None:
+    """Raise a UserError if --username is set and not a valid name."""
+    if name is not None and not re.fullmatch(USERNAME, name):
         raise UserError(
-            f"--{name} {value!r} is not a name: give up to 32 letters, digits, points, hyphens, underscores"
+            f"--username {name!r} is not a name: give up to 32 letters, digits, points, hyphens, underscores"
         )
 
 

@@ -171,12 +171,13 @@ class Contributions:
         return {label: asdict(peer) for label, peer in self.ranking()}
 
 
-def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
-    """Return some of the newest epoch's SwarmMetrics for the status page, and how many epochs all peers averaged."""
+def describe_swarm(metrics: dict, history: History) -> dict:
+    """Return some of the newest epoch's SwarmMetrics, if any, for the status page, and how many epochs all peers
+    averaged."""
     names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
     entries = list(history)
     averaged = [entry for entry in entries if entry["averaged_with"] >= entry["alive_peers"]]
-    shown = {name: getattr(metrics, name) for name in names if metrics}
+    shown = {name: metrics[name] for name in names if metrics}
     return {**shown, "known_epochs": len(entries), "averaged_epochs": len(averaged)}
 
 

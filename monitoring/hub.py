@@ -64,24 +64,19 @@ class Publisher:
             self.thread.start()
 
     def upload(self, folder: Path) -> None:
-        """Upload one checkpoint in a thread; if that fails, warn and schedule a retry."""
-        start = time.monotonic()
+        """Upload one checkpoint and record it, in a thread; if that fails, warn and schedule a retry."""
+        stamp, start = read_stamp(folder), time.monotonic()
         try:
-            self.publish(folder)
+            url = upload_checkpoint(folder, self.repo_id)
             self.next_upload = start + self.interval
+            logger.info(f"uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
+            shown = {"epoch": stamp["epoch"], "time": time.time()}
+            self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], **shown}
+            write_file(self.record, json.dumps(self.uploaded))
         except Exception as e:  # client, network and server raise many types, and none may stop the run
             wait = min(self.interval, RETRY_PERIOD)
             self.next_upload = time.monotonic() + wait
             logger.warning(f"{folder.name} is not on the Hub: {explain_failure(e)}; retrying in {wait:g} s")
-
-    def publish(self, folder: Path) -> None:
-        """Upload one checkpoint and record it; errors are not caught."""
-        stamp, start = read_stamp(folder), time.monotonic()
-        url = upload_checkpoint(folder, self.repo_id)
-        logger.info(f"uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
-        shown = {"epoch": stamp["epoch"], "time": time.time()}
-        self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], **shown}
-        write_file(self.record, json.dumps(self.uploaded))
 
 
 def read_stamp(folder: Path) -> dict:

@@ -31,7 +31,7 @@ from common.console import UserError
 from monitoring.history import Contributions, History, describe_swarm
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
 from swarm.joining import Swarm
-from training.figures import ContributorRegistry, SwarmMetrics, aggregate_metrics, fetch_records
+from training.figures import ContributorRegistry, aggregate_metrics, fetch_records
 from training.page_client import VISIT_TIMEOUT, format_join
 
 logger = logging.getLogger("status")
@@ -200,15 +200,18 @@ class TrainerPage:
     def __init__(self, server: StatusServer, swarm: Swarm, describe: Callable[[], dict]):
         self.server, self.swarm, self.describe = server, swarm, describe
         self.history, self.contributions, self.workers = History(), Contributions({}), ContributorRegistry()
-        self.metrics: SwarmMetrics | None = None
+        #: the swarm's newest metrics, if any
+        self.metrics: dict = {}
         self.next_read = 0.0
 
     def add(self, line: dict) -> None:
         """Add a line of history.jsonl to the curve."""
         self.history.add({**line, "alive_peers": line["num_peers"]})
 
-    def serve(self) -> None:
-        """Start to answer, in a thread."""
+    def serve(self, lines: list[dict]) -> None:
+        """Start to answer, in a thread, with these lines of history.jsonl."""
+        for line in lines:
+            self.add(line)
         self.server.serve(self.swarm.dht, self.read, self.history)
 
     def read(self) -> dict:
@@ -217,7 +220,8 @@ class TrainerPage:
             self.next_read = time.monotonic() + READ_INTERVAL
             records = fetch_records(self.swarm.dht, self.swarm.prefix, READ_TIMEOUT, self.workers)
             self.contributions.update(records, {}, time.time())
-            self.metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
+            metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
+            self.metrics = vars(metrics) if metrics else {}
         own, shown = self.describe(), describe_swarm(self.metrics, self.history) | self.contributions.describe()
         is_over = self.history and self.history[-1]["epoch"] >= own.get("final_epoch", math.inf)
         ended = self.history[-1]["time"] if is_over else None

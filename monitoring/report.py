@@ -16,7 +16,7 @@ from common.files import append_line, lock_folder, read_json, write_file
 from common.signals import STOP_REQUESTED
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
-from monitoring.history import Contributions, describe_swarm, load_history, pick
+from monitoring.history import Contributions, describe_swarm, load_history
 from swarm.contract import RunContract, choose_contract, fetch_contracts
 from training.figures import (
     ContributorRegistry,
@@ -163,8 +163,7 @@ class RunReport:
         """Return the content of the status page, which calls this from its own thread."""
         last, ended = self.last, self.find_end()
         progress = {"epoch": last.get("epoch"), "loss": last.get("loss"), "peers": self.alive_peers}
-        metrics = SwarmMetrics(**pick(last, SwarmMetrics)) if last else None
-        progress |= {**describe_swarm(metrics, self.history), **self.contributions.describe()}
+        progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
         progress |= {name: last[name] for name in PROGRESS if name in last}
         progress |= {**self.last_validation(), "ended": ended}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})

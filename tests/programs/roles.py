@@ -79,6 +79,6 @@ with clean_end():
         callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())
     facts["has_contributed"] = callback.has_contributed
-    facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
+    facts["measured"] = [callback.evaluator.measure(), callback.evaluator.measure(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)
     swarm.leave(optimizer)
