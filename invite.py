@@ -13,6 +13,7 @@ A revocation reaches the run within a minute. Without --username and --revoke, t
 the key, and the member list next to it, on one machine, and back both up.
 """
 
+import asyncio
 import re
 import time
 from dataclasses import dataclass
@@ -75,10 +76,15 @@ def revoke(args: InviteArguments) -> None:
     count = Authority(args.authority_key).revoke(prefix, args.revoke)
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
-        from training.settings import begin
+        from swarm.attestation import contact_initial_peers
+        from swarm.identity import make_identity
+        from training.settings import make_swarm_config
 
+        config = make_swarm_config(SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key))
         # sends them the new revocation list
-        begin((SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key),))
+        _, problem = asyncio.run(contact_initial_peers(config.initial_peers, make_identity(config)))
+        if problem:
+            raise UserError(problem)
 
 
 def show_members(args: InviteArguments) -> None:

@@ -15,7 +15,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
 from members import addresses, connect, leave, make_invitation, open_stream, run_peer
-from processes import make_prefix, wait_until
+from processes import make_prefix, run_python, wait_until
 
 import invite
 from arguments import SwarmArguments, parse_arguments
@@ -250,6 +250,18 @@ def test_unreadable_member_list_stops_no_peer(tmp_path, caplog):
     # invitations of an earlier version, whose credentials were renewed, end with their lifetime
     shown = authority.sign(b"pass", [prefix, peer_id.to_bytes(), "ada", get_dht_time() + 40, 100.0])
     membership.require(shown, peer_id)
+
+
+def test_invite_sends_revocation_to_initial_peers(tmp_path):
+    """The monitor with the key runs on another machine."""
+    prefix, key = make_prefix(), tmp_path / "authority.pem"
+    make_invitation(tmp_path, prefix, "eve")
+    with run_peer(prefix, invite=make_invitation(tmp_path, prefix, "ada")) as one:
+        words = ["--authority_key", key, "--revoke", "eve", "--initial_peers", *addresses(one)]
+        assert run_python("invite.py", *words, expect=0).stdout == "eve: 1 invitation revoked\n"
+        assert len(one.run_coroutine(list_revoked)) == 1
+    unreachable = run_python("invite.py", *words[:2], "--revoke", "ada", *words[4:], expect=2)
+    assert "cannot reach --initial_peers" in unreachable.stderr.splitlines()[-1]
 
 
 def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
