@@ -158,7 +158,8 @@ class Contributions:
 
     def describe(self) -> dict:
         """Return the largest contributors, largest first, and the totals for the status page."""
-        ranking, total = self.ranking(), self.total_samples()
+        ranking = self.ranking()  # a copy, because the reader's thread adds peers
+        total = sum(peer.total_samples for _, peer in ranking)
         shown = ("username", "total_samples", "samples_per_second", "counted", "last_seen", "client_mode")
         contributors = [
             {"peer": label, "share": peer.total_samples / max(1, total)} | {name: getattr(peer, name) for name in shown}

@@ -172,7 +172,7 @@ class RunReport:
         """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
         if not self.last or self.empty_reads < READS_BEFORE_THE_END:
             return None
-        return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.history[-1]["time"])
+        return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.last["time"])
 
     def last_validation(self) -> dict:
         """Return the last validation, by the names of metrics.jsonl."""

@@ -57,7 +57,8 @@ class TrainerStats:
     @property
     def loss(self) -> float | None:
         """The mean loss of this epoch's steps so far, or else of the last epoch."""
-        return self.epoch.loss_sum / self.epoch.mini_steps if self.epoch.mini_steps else self.last_loss
+        epoch = self.epoch  # the status page's thread reads this while the next epoch may begin
+        return epoch.loss_sum / epoch.mini_steps if epoch.mini_steps else self.last_loss
 
     def record_step(self, loss: float, batches: int, samples: int, waited: float, tokens: int) -> None:
         """Count one step with its batches, samples and tokens, see CollaborativeCallback.on_step_end."""
