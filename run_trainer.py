@@ -81,8 +81,7 @@ def main(*groups) -> None:
         contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args, flags)
         swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)
-        folder = Path(args.output_dir) / "log"
-        optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, folder=folder)
+        optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, folder=Path(args.output_dir) / "log")
     ranks.connect()
 
     # device

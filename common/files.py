@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -56,8 +55,7 @@ def locked(path: Path) -> Iterator[None]:
     with open(path, "a") as file:
         if not try_lock(file):
             logger.info("another process fetches the same: waiting for it")
-            while not try_lock(file):
-                time.sleep(0.2)
+            fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 

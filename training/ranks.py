@@ -70,16 +70,13 @@ class RankGroup:
 
     def __init__(self, number: int, devices: list[torch.device]):
         self.number, self.count, self.device = number, len(devices), devices[number]
+        #: whether this is rank 0, the only one that talks to the swarm and the user
+        self.is_main = number == 0
         #: the other ranks, on rank 0
         self.children: list[subprocess.Popen] = []
         self.group: dist.ProcessGroup | None = None  # of GPUs
         self.exit_code = 0  # of rank 0, unless its training failed
         self.sent_versions: list[int] = []
-
-    @property
-    def is_main(self) -> bool:
-        """Return whether this is rank 0, the only one that talks to the swarm and the user."""
-        return self.number == 0
 
     def start_others(self, swarm: SwarmArguments, flags: str) -> None:
         """Start this process's command again for each device but the first. This starts no thread.
