@@ -6,15 +6,13 @@ import os
 import struct
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 
-import msgpack
 import psutil
 import pytest
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
-from processes import LOOPBACK, make_prefix
+from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK, make_prefix, wait_until
 
 from swarm.dht import DHT
 from swarm.errors import SwarmError
@@ -31,9 +29,6 @@ from swarm.exchange import (
     choose_source,
     plan_loads,
 )
-from swarm.log import Log, State, make_genesis
-from swarm.log_records import Offer
-from utils import RecordValidator, find_peer_id
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -75,11 +70,9 @@ def make_blocks() -> list[bytes]:
 
 
 def start_dht(*others, is_client: bool = False) -> DHT:
-    RSAPrivateKey._process_wide_key = key = RSAPrivateKey()
+    RSAPrivateKey._process_wide_key = RSAPrivateKey()
     peers = [str(maddr) for dht in others for maddr in dht.get_visible_maddrs()]
-    dht = DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
-    dht.key = key
-    return dht
+    return DHT(peers, host_maddrs=[LOOPBACK[1]], start=True, client_mode=is_client, no_listen=is_client)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +92,9 @@ def start(dhts, tmp_path):
     """Return a function that starts the exchange of a DHT; all its peers are participants."""
     prefix, started = make_prefix(), []
 
-    def start_exchange(dht: DHT, kind: type = Exchange, on_message=lambda _, message: b"0 " + message) -> Exchange:
+    def start_exchange(dht: DHT, kind: type = Exchange) -> Exchange:
         store = BlobStore(tmp_path / str(len(started)), 10**8)
-        exchange = kind(dht, prefix, store, NUM_BLOCKS, on_message)
+        exchange = kind(dht, prefix, store, NUM_BLOCKS, lambda _, message: b"0 " + message)
         started.append(exchange)
         for other in started:
             other.participants = frozenset(it.peer_id for it in started)
@@ -130,13 +123,6 @@ def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) 
     """Fetch a blob from these holders, of which the later ones have more Mbit/s."""
     mbits = {holder.peer_id: 20.0 * 50**index for index, holder in enumerate(holders)}
     exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT).result(60)
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def count_files() -> int:
@@ -190,7 +176,7 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     dht.uplink.set_bandwidth(0.2, is_fixed=True)
     holders = {owner.peer_id: 1000.0, relay.peer_id: 1.0}
     future = client.fetch(blob, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
-    wait_until(lambda: len(list(client.store.folder.iterdir())) > 1)
+    wait_until(lambda: len(list(client.store.folder.iterdir())) > 1, 20, "a block")
     assert not client.store.has(blob)
     owner.shutdown()
     dht.shutdown()
@@ -238,9 +224,9 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
     one.participants = frozenset([two.peer_id])
     most = MAX_REQUESTS[0] // MAX_REQUESTS[2]
     streams = open_streams(stranger, one, most + 4)
-    wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4)
+    wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4, 20, "the end of four streams")
     fetch(two, one.store.add(make_blocks()), one, one)
-    wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most})
+    wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most}, 20, "the rest")
 
 
 def test_stream_ends_without_reader(exchanges, monkeypatch):
@@ -251,8 +237,8 @@ def test_stream_ends_without_reader(exchanges, monkeypatch):
     count, numbers = count_files(), struct.pack(f"<{NUM_BLOCKS}I", *range(NUM_BLOCKS))
     streams = open_streams(client, server, 3, REQUEST.pack(blob, NUM_BLOCKS), numbers)
     assert len(streams) == 3 and count_files() >= count + 3
-    wait_until(lambda: not server._active)
-    wait_until(lambda: count_files() <= count + 3)  # those of the client
+    wait_until(lambda: not server._active, 20, "the end of all requests")
+    wait_until(lambda: count_files() <= count + 3, 20, "only the files of the client")
 
 
 def test_message_above_limit_is_refused(exchanges):
@@ -291,96 +277,12 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
     exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, lambda *_: b"")
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
     future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT)
-    wait_until(lambda: exchange._downloads)
+    wait_until(lambda: exchange._downloads, 20, "the start of the download")
     own = list_sockets() - sockets
     exchange.shutdown()
     assert future.cancelled() and own and not any(map(os.path.exists, own))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("exchange")]
-    wait_until(lambda: count_files() <= count)
-
-
-class Identity:
-    """The key of a DHT, as the public interface of `swarm/log.py` needs it."""
-
-    def __init__(self, key: RSAPrivateKey):
-        self.key, public_key = key, RecordValidator(key).local_public_key
-        self.peer = find_peer_id(public_key)
-        self.keys = {self.peer: public_key}
-        self.sign, self.find_key = key.sign, self.keys.get
-
-    def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
-        return RSAPublicKey.from_bytes(self.keys[peer][len(b"[owner:") : -1]).verify(data, signature)
-
-    def add_key(self, peer: bytes, key: bytes) -> None:
-        if find_peer_id(key) == peer:
-            self.keys[peer] = key
-
-
-class LogPeer:
-    """A peer that keeps a log over its exchange; a client calls the others, which answer with their messages to it."""
-
-    def __init__(self, dht: DHT, start, state: State, client: bytes):
-        self.identity, self.lock, self.client = Identity(dht.key), threading.RLock(), client
-        self.heads, self.offered, self.outbox = [state.head], set(), defaultdict(list)
-        self.exchange = start(dht, on_message=self.answer)
-        self.log = Log(state, self.identity, 5.0, self.exchange.store.has, get_dht_time(), b"")
-
-    def answer(self, sender: PeerID, message: bytes) -> bytes:
-        with self.lock:
-            self.receive(sender.to_bytes(), message)
-            return msgpack.packb(self.outbox.pop(sender.to_bytes(), []))
-
-    def receive(self, peer: bytes, message: bytes) -> None:
-        with self.lock:
-            for part in msgpack.unpackb(message):
-                self.perform(self.log.receive(get_dht_time(), peer, part))
-
-    def perform(self, actions: list) -> None:
-        for kind, content, peers in actions:
-            if kind == "send":
-                for peer in peers or {*self.log.head.voters} - {self.log.me}:
-                    self.outbox[peer].append(content)
-            elif kind == "fetch":
-                holders = {PeerID(peer): 20.0 for peer in self.log.head.voters if peer != self.client}
-                fetching = self.exchange.fetch(content.blob, PeerID(content.peer), holders, content.num_bytes, FORMAT)
-                fetching.add_done_callback(self.complete)
-        while commit := self.log.find_next():
-            self.log.model = commit.hash
-            self.heads.append(commit.hash)
-
-    def complete(self, _) -> None:
-        with self.lock:
-            self.perform(self.log.mark_complete(get_dht_time()))
-
-    def step(self) -> None:
-        with self.lock:
-            if self.heads[-1] not in self.offered:
-                self.offered.add(self.heads[-1])
-                size, accepts = NUM_BLOCKS * BLOCK_BYTES, self.log.me != self.client
-                blob = self.exchange.store.add(make_blocks())
-                offer = self.log.sign(Offer, self.heads[-1], bytes(32), self.log.me, 8, blob, size, accepts, 20.0)
-                self.perform(self.log.add_offer(get_dht_time(), offer))
-            self.perform(self.log.tick(get_dht_time()))
-            peers = {*self.log.head.voters} - {self.log.me, self.client}
-            for peer in [it for it in peers if self.outbox[it] or self.log.me == self.client]:
-                sending = self.exchange.send(PeerID(peer), msgpack.packb(self.outbox.pop(peer, [])))
-                sending.add_done_callback(lambda done, peer=peer: done.exception() or self.receive(peer, done.result()))
-
-
-def test_logs_of_three_peers_agree(dhts, start):
-    """With real keys and blobs; the third peer is a client."""
-    ids = [dht.peer_id.to_bytes() for dht in dhts]
-    state = make_genesis("run", 0, bytes(32), tuple(ids))
-    peers = [LogPeer(dht, start, state, ids[2]) for dht in dhts]
-    end = time.monotonic() + 120
-    while min(len(peer.heads) for peer in peers) <= 10:
-        assert time.monotonic() < end
-        for peer in peers:
-            peer.step()
-        time.sleep(0.05)
-    assert peers[0].heads[:11] == peers[1].heads[:11] == peers[2].heads[:11]
-    commits = [entry.commit for entry in peers[0].log.list_entries(0)]
-    assert all(len(commit.offers) == 3 for commit in commits[:10])
+    wait_until(lambda: count_files() <= count, 20, "no file of the exchange")
 
 
 def test_store_keeps_newest_and_drops_damaged(tmp_path):
