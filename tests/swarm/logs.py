@@ -204,9 +204,6 @@ class Network:
                         trainer.make_offer()
                     trainer.run(trainer.log.tick(self.now))
 
-    def list_heads(self) -> set[bytes]:
-        return {trainer.log.head.head for trainer in self.honest if trainer.is_alive}
-
     def heal(self) -> None:
         """End all faults, and start all peers."""
         self.loss, self.copies, self.delay, self.groups = 0.0, 0.0, 0.3, {}
