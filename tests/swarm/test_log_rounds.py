@@ -1,17 +1,18 @@
 """The search for the log of the others, and the choice between two logs."""
 
+import contextlib
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import torch
-from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import wait_until
-from records import make_tracker, run_dhts, run_trackers
+from records import make_tracker, run_dhts
 
 from swarm.aggregation import Numbers
 from swarm.exchange import BlobStore, Exchange
@@ -24,89 +25,87 @@ from swarm.state_server import RELAY
 TIMEOUT = 30.0  # seconds for an answer
 
 
+@contextlib.contextmanager
+def run_rounds(folder: Path, *answers: Callable) -> Iterator[tuple[LogRounds, dict[bytes, Exchange], list]]:
+    """Yield the rounds of a peer, the exchanges of others by their ids, which give these answers, and their DHTs."""
+    with run_dhts(*[[]] * (1 + len(answers))) as (*others, own), contextlib.ExitStack() as stack:
+        tracker = make_tracker(own, "run", 64)
+        stack.callback(tracker.shutdown)
+        exchanges = {}
+        for dht, answer in zip(others, answers, strict=True):
+            exchange = Exchange(dht, "run", BlobStore(folder / f"{dht.peer_id}", 10**6), 1, answer)
+            stack.callback(exchange.shutdown)
+            exchanges[dht.peer_id.to_bytes()] = exchange
+        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), folder)
+        stack.callback(rounds.shutdown)
+        yield rounds, exchanges, others
+
+
+def say_nothing(*_) -> bytes:
+    return b""
+
+
 def test_find_does_not_wait_for_silent_peer(tmp_path):
     """If three of four peers agree, the fourth one cannot change the choice."""
     is_over = threading.Event()
-    with run_dhts(*[[]] * 5) as (own, *others):
-        peers = [dht.peer_id.to_bytes() for dht in others]
+
+    def answer(*_) -> bytes:
+        return pack(Envelope(state.head, 3, state=pack(state)))
+
+    def answer_late(*_) -> bytes:
+        is_over.wait(2 * TIMEOUT)
+        return answer()
+
+    with run_rounds(tmp_path, answer, answer, answer, answer_late) as (rounds, peers, _):
         state = make_genesis("run", 3, bytes(32), tuple(peers))
-        tracker = make_tracker(own, "run", 64)
-        own.uplink.fix_timeouts(replace(tracker.averaging, request_timeout=TIMEOUT))
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
-
-        def answer(is_silent: bool, _: PeerID, message: bytes) -> bytes:
-            if is_silent:
-                is_over.wait(2 * TIMEOUT)
-            return pack(Envelope(state.head, 3, state=pack(state)))
-
-        exchanges = [
-            Exchange(dht, "run", BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, answer_as)
-            for dht, answer_as in zip(others, [partial(answer, is_silent) for is_silent in (0, 0, 0, 1)], strict=True)
-        ]
+        rounds.dht.uplink.fix_timeouts(replace(rounds.tracker.averaging, request_timeout=TIMEOUT))
         started = time.monotonic()
-        assert rounds.find(peers, NEWEST) == (state.head, state)
+        assert rounds.find([*peers], NEWEST) == (state.head, state)
         assert time.monotonic() - started < TIMEOUT
         is_over.set()
-        for part in (rounds, *exchanges, tracker):
-            part.shutdown()
 
 
 def test_one_claim_closes_no_new_log(tmp_path):
     """A log without a commit ends only if most known peers have another one."""
     other_log = bytes(range(32))
-    with run_dhts(*[[]] * 4) as dhts, run_trackers(dhts, 64) as (tracker, *others):
-        own, *peers = [dht.peer_id.to_bytes() for dht in dhts]
-        for other in others:
+    with run_rounds(tmp_path, *[say_nothing] * 3) as (rounds, peers, dhts), contextlib.ExitStack() as stack:
+        for dht in dhts:
+            other = make_tracker(dht, "run", 64)
+            stack.callback(other.shutdown)
             other.report_local_progress(3, 8)
+        tracker, own = rounds.tracker, rounds.identity.peer
         tracker.trust.partners |= set(peers)  # they have averaged with this peer
         tracker.report_local_progress(3, 8)
         wait_until(lambda: tracker.refresh_now() or len(tracker.present) == 3, 30, "the others' records")
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
         state = make_genesis(tracker.prefix, 3, bytes(32), (own, *peers))
         rounds.open(state.head, state, is_new=True)
-        exchanges = [
-            Exchange(dht, tracker.prefix, BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, lambda *_: b"")
-            for dht in dhts[1:]
-        ]
         results = []
-        for exchange in exchanges:
-            exchange.send(PeerID(own), pack(Envelope(other_log, 3))).result(TIMEOUT)
+        for exchange in peers.values():
+            exchange.send(rounds.dht.peer_id, pack(Envelope(other_log, 3))).result(TIMEOUT)
             results.append(rounds.has_fewer_peers())
         assert results == [False, False, True]
-        for part in (rounds, *exchanges):
-            part.shutdown()
 
 
 def test_peers_that_refuse_count_against_claim(tmp_path):
     """Strangers may have asked them so often that they answer no other one; then one claim must not decide."""
-    with run_dhts(*[[]] * 4) as (own, *others):
-        peers = [dht.peer_id.to_bytes() for dht in others]
-        state = make_genesis("run", 3, bytes(32), tuple(peers[:1]))
-        tracker = make_tracker(own, "run", 64)
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
 
-        def answer(is_liar: bool, *_) -> bytes:
-            if not is_liar:
-                raise ValueError("too many requests")
-            return pack(Envelope(state.head, 3, state=pack(state)))
+    def answer(*_) -> bytes:
+        return pack(Envelope(state.head, 3, state=pack(state)))
 
-        exchanges = [
-            Exchange(dht, "run", BlobStore(tmp_path / f"{dht.peer_id}", 10**6), 1, partial(answer, dht is others[0]))
-            for dht in others
-        ]
-        assert rounds.find(peers[:1], NEWEST) == (state.head, state)
-        assert rounds.find(peers, NEWEST) is None
-        for part in (rounds, *exchanges, tracker):
-            part.shutdown()
+    def refuse(*_) -> bytes:
+        raise ValueError("too many requests")
+
+    with run_rounds(tmp_path, answer, refuse, refuse) as (rounds, peers, _):
+        first, *_ = peers
+        state = make_genesis("run", 3, bytes(32), (first,))
+        assert rounds.find([first], NEWEST) == (state.head, state)
+        assert rounds.find([*peers], NEWEST) is None
 
 
 def test_vote_is_sent_only_if_on_disk(tmp_path):
     """The peer could otherwise be killed, and vote for another list, which proves a lie."""
-    with run_dhts([], []) as (dht, other):
-        tracker = make_tracker(dht, "run", 64)
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
-        own, peer = dht.peer_id.to_bytes(), other.peer_id.to_bytes()
-        state = make_genesis("run", 3, bytes(32), (own, peer))
+    with run_rounds(tmp_path, say_nothing) as (rounds, [peer], _):
+        state = make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer))
         vote, status = (Action("send", data, (peer,)) for data in (b"vote", b"status"))
         with rounds._lock:  # its thread waits
             rounds.open(state.head, state, is_new=True)
@@ -118,16 +117,12 @@ def test_vote_is_sent_only_if_on_disk(tmp_path):
             shutil.rmtree(tmp_path / "votes")
             rounds._perform([Action("save", b"memory"), vote])
             assert [*rounds._outbox[peer]] == [b"vote"] and (tmp_path / "votes").read_bytes() == state.head + b"memory"
-        for part in (rounds, tracker):
-            part.shutdown()
 
 
 def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
     """A source that fails costs time, and any peer can call itself an auxiliary peer with a fast uplink."""
-    with run_dhts([], []) as (first, dht):
-        tracker = make_tracker(dht, "run", 64)
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), tmp_path)
-        assert rounds.trusted == {first.peer_id.to_bytes()}
+    with run_rounds(tmp_path, say_nothing) as (rounds, peers, _):
+        assert rounds.trusted == {*peers}
         *strangers, trusted = [bytes([number]) * len(rounds.identity.peer) for number in range(10)]
         rounds.trusted = {trusted}
         declared = {peer: ValueWithExpiration(RELAY, get_dht_time() + 60) for peer in (*strangers, trusted)}
@@ -138,8 +133,6 @@ def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
             rounds._take_helpers(None)  # no answer
             assert len(rounds.helpers) == MAX_HELPERS and rounds.helpers.pop(trusted) == 100.0
             assert set(rounds.helpers.values()) == {0.0}
-        for part in (rounds, tracker):
-            part.shutdown()
 
 
 def test_signature_has_one_spelling():
