@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from processes import make_prefix, wait_until
-from records import make_tracker, run_dhts
+from processes import wait_until
+from records import run_dhts, run_trackers
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import describe_averaging, make_local_optimizer
@@ -33,22 +33,16 @@ def test_local_steps_count_samples():
 def test_epoch_ends_at_current_target():
     """As for an auxiliary peer that comes in the middle of one, or when the epochs of local steps begin."""
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
-    prefix = make_prefix()
-    with run_dhts([], []) as dhts:
-        one, other = [make_tracker(dht, prefix, BATCH, **periods) for dht in dhts]
-        try:
-            other.report_local_progress(5, 2 * BATCH)
-            one.report_local_progress(5, 0)
-            wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
-            with one.lock:
-                one.set_target(10**9)
-                assert not one.ready_to_update_epoch
-                assert one.view.samples == 2 * BATCH
-            wait_until(lambda: one.view.ends_at < float("inf"), 20, "another estimate")
+    with run_dhts([], []) as dhts, run_trackers(dhts, BATCH, **periods) as (one, other):
+        other.report_local_progress(5, 2 * BATCH)
+        one.report_local_progress(5, 0)
+        wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
+        with one.lock:
+            one.set_target(10**9)
             assert not one.ready_to_update_epoch
-        finally:
-            one.shutdown()
-            other.shutdown()
+            assert one.view.samples == 2 * BATCH
+        wait_until(lambda: one.view.ends_at < float("inf"), 20, "another estimate")
+        assert not one.ready_to_update_epoch
 
 
 def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimizer, LocalSteps]:
