@@ -85,6 +85,8 @@ def test_address_without_a_port_is_one_line(maddr):
     check_multiaddrs("--announce_maddrs", ["/ip4/203.0.113.7/tcp/31337", "/ip6/::1/udp/31337/quic"])
     with pytest.raises(UserError, match="--announce_maddrs '.*' is not an address such as /ip4/203.0.113.1/tcp/31337 "):
         check_multiaddrs("--announce_maddrs", [maddr])
+    with pytest.raises(UserError, match="is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/"):
+        check_multiaddrs("--initial_peers", ["/ip4/127.0.0.1/tcp/31337"], needs_peer_id=True)
 
 
 def test_quic_is_added_at_tcp_ports():

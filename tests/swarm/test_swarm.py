@@ -245,23 +245,3 @@ def test_second_ctrl_c_warns_of_loss(start):
         peer.interrupt()
         peer.wait_for(words)
     assert peer.wait(10) == 130
-
-
-@pytest.mark.slow
-def test_invalid_initial_peers_are_one_line(start, tmp_path, tiny_data):
-    """Wrong addresses: exit code 2, and a line that shows a right one."""
-    peer_id = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
-    for number, (address, words) in enumerate(
-        [
-            ("127.0.0.1:9", "--initial_peers 127.0.0.1:9: no status page to join by (Connection refused)"),
-            ("127.0.0.1", "is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/"),
-            ("/ip4/127.0.0.1/tcp/31337", "is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/"),
-            (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id}", "nothing listens on its port 9"),
-        ]
-    ):
-        trainer = start_trainer(start, tmp_path, f"wrong{number}", make_prefix(), address, tiny_data)
-        assert trainer.wait(90) == 2, trainer.text
-        errors = [line for line in trainer.text.splitlines() if "error:" in line]
-        assert len(errors) == 1 and words in errors[0], trainer.text
-        assert "Traceback" not in trainer.text
-        wait_until(lambda trainer=trainer: not trainer.left_processes(), 5, "no process left")
