@@ -5,6 +5,7 @@
 observed and half take SECONDS and FOLDER before the flags: each batch takes these seconds, at little work.
 """
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import time
 import torch
 
 import run_trainer
+import swarm.averager
 from text.collators import DataCollatorForWholeWordMask
 from training import ranks
 
@@ -71,6 +73,20 @@ def print_batch(batch, device):
     return move_batch(batch, device)
 
 
+class SilentRunner(swarm.averager.FailFastAllReduceRunner):
+    """From its second round on, it sends nothing."""
+
+    rounds = 0  # of this process, as each averager has one of its own
+
+    async def run(self):
+        SilentRunner.rounds += 1
+        if SilentRunner.rounds > 1:
+            print("silent from now on", flush=True)
+            await asyncio.sleep(600)
+        async for update in super().run():
+            yield update
+
+
 @contextlib.contextmanager
 def observe():
     """Save each rank's weights at the end, and the batches that it has read."""
@@ -97,6 +113,8 @@ if __name__ == "__main__":
         run_trainer.make_trained_model = make_faulty_model
     elif change == "greedy":
         run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate = make_greedy_model, collate_slowly
+    elif change == "silent":
+        swarm.averager.FailFastAllReduceRunner = SilentRunner
     elif change == "measured":
         run_trainer.move_batch = print_batch
     else:

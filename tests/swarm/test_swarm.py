@@ -196,7 +196,7 @@ def test_ctrl_c_saves_and_exits_cleanly(start, tmp_path, tiny_data):
     trainer = start("trainer", *choose_trainer(0), *alone, *patient)
     address = trainer.wait_for(r"--initial_peers (\S+)")[1]
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "silent", "--initial_peers": address}
-    command = ("-m", "tests.programs.silent_trainer", *LOOPBACK, *flags(TRAINER, tiny_data, own))
+    command = ("-m", "tests.programs.changed_trainer", "silent", *LOOPBACK, *flags(TRAINER, tiny_data, own))
     silent = start("silent", *command)
     silent.wait_for("silent from now on", 150)
     trainer.interrupt()
