@@ -6,7 +6,6 @@ by tests/swarm/test_averaging.py.
 
 import asyncio
 import ctypes
-import json
 import multiprocessing
 import sys
 import time
@@ -18,13 +17,11 @@ from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
 from common.console import clean_end, handle_stop_signals, setup_logging
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.log_records import unpack
 from swarm.optimizer_state import StateAverager
 from swarm.processes import shut_down
 from swarm.state_server import StateRequest
-from tests.programs.state_averager import make_state_averager
+from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 
@@ -58,7 +55,7 @@ class BadStateAverager(StateAverager):
         if is_description := not unpack(StateRequest, request.value).blocks:
             self.downloads.value += 1
             self._snapshots.clear()
-            print(json.dumps({"gave": self.kind}), flush=True)
+            print_facts(gave=self.kind)
             if self.kind == "mute":
                 await asyncio.sleep(3600)
         parts = 0
@@ -86,11 +83,11 @@ BadStateAverager.__qualname__ = StateAverager.__qualname__
 def main() -> None:
     prefix, *maddrs = sys.argv[1:]
     setup_logging("donor")
-    dht = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht
+    dht = join(prefix, maddrs).dht
     averager = make_state_averager(dht, prefix, torch.full([100_000], -777.0), kind=BadStateAverager)
     averager.state_sharing_priority = 1000
     stop = handle_stop_signals()
-    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    print_facts(maddrs=list_maddrs(dht))
     while not stop.is_set():
         time.sleep(0.2)
     shut_down(dht)

@@ -1,7 +1,6 @@
 """A peer of 8-bit LAMB, whose gradients are random numbers of its own: 16 bits on the wire for its first matrix, 8 for
 the second, which is one row larger. Writes its weights after each epoch."""
 
-import json
 import sys
 import time
 
@@ -10,14 +9,13 @@ import torch
 from arguments import AveragingArguments, OptimizerArguments
 from common.console import clean_end, handle_stop_signals
 from experiment.optimizer import make_optimizer
-from swarm.config import AveragingConfig, SwarmConfig, make_config
-from swarm.joining import Swarm
+from swarm.config import AveragingConfig, make_config
 from swarm.processes import shut_down
+from tests.programs.peers import join, list_maddrs, print_facts
 
 with clean_end():
     prefix, seed, folder, *maddrs = sys.argv[1:]
-    swarm = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-    dht = swarm.dht
+    swarm = join(prefix, maddrs)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
     averaging = make_config(
@@ -36,7 +34,7 @@ with clean_end():
     options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
     optimizer = make_optimizer(model, swarm, options, averaging)
     stop = handle_stop_signals()
-    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    print_facts(maddrs=list_maddrs(swarm.dht))
     torch.manual_seed(int(seed))
     epoch = 0
     while not stop.is_set():
@@ -47,5 +45,5 @@ with clean_end():
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
             torch.save([param.detach().clone() for param in model.parameters()], f"{folder}/{seed}-{epoch}.pt")
-            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.stats.group_size}), flush=True)
-    shut_down(dht, optimizer)
+            print_facts(epoch=epoch, averaged_with=optimizer.stats.group_size)
+    shut_down(swarm.dht, optimizer)

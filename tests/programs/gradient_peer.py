@@ -10,7 +10,6 @@ import errno
 import gc
 import hashlib
 import itertools
-import json
 import os
 import signal
 import threading
@@ -28,16 +27,16 @@ from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import COMPRESSIONS
 from swarm import log_steps
 from swarm.allreduce import FailFastAllReduceRunner
-from swarm.config import AveragingConfig, SwarmConfig, make_config
+from swarm.config import AveragingConfig, make_config
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
-from swarm.joining import Swarm
 from swarm.log_rounds import LogRounds
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.processes import shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
+from tests.programs.peers import join, list_maddrs, print_facts
 
 
 def make_gradient_optimizer(
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
     parser.add_argument("--times_follow_the_line", action="store_true", help="instead of being given")
     parser.add_argument("--host", default="127.0.0.1", help="its address")
-    parser.add_argument("--robust", action="store_true")
+    parser.add_argument("--robust", dest="is_robust", action="store_true")
     parser.add_argument("--begin", type=float, default=0.0, help="the parameters at epoch 0")
     parser.add_argument("--known", nargs="*", default=[], help="ids of peers that are known to have contributed")
     parser.add_argument("--dies_for_all_but", help="the id of the only peer for which its last round succeeds")
@@ -226,19 +225,14 @@ def main() -> None:
     if args.asks_in_vain:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 
-    options = dict(host_maddrs=[f"/ip4/{args.host}/tcp/0"], client_mode=args.client_mode)
-    swarm = Swarm.join(SwarmConfig(args.experiment_prefix, args.initial_peers, **options))
-    dht = swarm.dht
+    dht = join(args.experiment_prefix, args.initial_peers, args.host, client_mode=args.client_mode).dht
     if args.mbits:
         dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
     parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
-    options = dict(auxiliary=args.auxiliary, average_state_every=args.average_state_every)
-    options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
-    options |= dict(local_steps=args.local_steps, local_steps_from=args.local_steps_from)
-    options |= dict(outer_lr=1.0, outer_momentum=0.5, overlap=args.overlap, density=args.density)
-    options |= dict(times_follow_the_line=args.times_follow_the_line)
-    sizes = args.target_batch_size, args.group_size
-    optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
+    names = "target_batch_size group_size auxiliary average_state_every averaging_timeout is_robust counts_less "
+    names += "times_follow_the_line local_steps local_steps_from overlap density"
+    options = {name: getattr(args, name) for name in names.split()} | dict(outer_lr=1.0, outer_momentum=0.5)
+    optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, **options)
     if args.auxiliary:
         optimizer.state_averager.serve_state()
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
@@ -248,7 +242,7 @@ def main() -> None:
         time.sleep(args.slow_downloads) or start_download(*own, **more)
     )
     stop = handle_stop_signals()
-    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    print_facts(maddrs=list_maddrs(dht))
     epoch = steps = 0
     while not stop.is_set():
         if optimizer.local_epoch >= args.others_at:
@@ -281,37 +275,33 @@ def main() -> None:
             optimizer.tracker.update_epoch(optimizer.local_epoch)
             optimizer.epoch = Epoch(optimizer.local_epoch)
             optimizer.epoch.is_compared = True
-            print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
+            print_facts(leapt=optimizer.local_epoch)
         if args.nudge_at and optimizer.local_epoch >= args.nudge_at:
             args.nudge_at = None
             averager = optimizer.state_averager
             with torch.no_grad(), averager.lock_averaged_tensors:
                 next(iter(optimizer.opt.param_groups))["params"][0].add_(args.nudge_by)
             averager._apply_optimizer_parameters_()
-            print(json.dumps({"nudged": optimizer.local_epoch}), flush=True)
+            print_facts(nudged=optimizer.local_epoch)
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
-            report = {
-                "epoch": epoch,
-                "clock": time.strftime("%H:%M:%S"),
-                "steps": steps,
-                "samples": optimizer.stats.samples,
-                "total_samples": optimizer.stats.total_samples,
-                "averaged_with": optimizer.stats.group_size,
-                "others": len(optimizer.tracker.present),
-                "rounds": optimizer.stats.succeeded,
-                "failed_rounds": optimizer.stats.failed,
-                "traffic": list(dht.uplink.traffic),
-                "round_seconds": {
-                    "waiting": optimizer.stats.matchmaking_seconds,
-                    "averaging": optimizer.stats.averaging_seconds,
-                },
-                "unsent": optimizer.grad_averager.unsent[0].mean().item(),
-                "anchor": (anchor := next(iter(optimizer.opt.param_groups))["params"][0].detach()).mean().item(),
-                "digest": hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
-                "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
-            }
-            print(json.dumps(report), flush=True)
+            stats, anchor = optimizer.stats, next(iter(optimizer.opt.param_groups))["params"][0].detach()
+            print_facts(
+                epoch=epoch,
+                steps=steps,
+                samples=stats.samples,
+                total_samples=stats.total_samples,
+                averaged_with=stats.group_size,
+                others=len(optimizer.tracker.present),
+                rounds=stats.succeeded,
+                failed_rounds=stats.failed,
+                traffic=list(dht.uplink.traffic),
+                averaging_seconds=stats.averaging_seconds,
+                unsent=optimizer.grad_averager.unsent[0].mean().item(),
+                anchor=anchor.mean().item(),
+                digest=hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
+                parameter=[parameter.min().item(), parameter.mean().item(), parameter.max().item()],
+            )
     shut_down(dht, optimizer)
 
 

@@ -6,10 +6,9 @@ from hivemind.p2p import P2P
 
 from common.console import clean_end
 from swarm.addresses import get_peer_id
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.processes import shut_down
 from swarm.reachability import ask_relay_limit
+from tests.programs.peers import join, list_maddrs
 
 
 async def ask(maddr, peer_id):
@@ -30,8 +29,8 @@ async def ask_plain():
 
 with clean_end():
     print(asyncio.run(ask_plain()), flush=True)
-    dhts = [Swarm.join(SwarmConfig("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht for _ in range(4)]
+    dhts = [join("gaps").dht for _ in range(4)]
     for dht in dhts:
-        print(asyncio.run(ask(str(dht.get_visible_maddrs()[0]), str(dht.peer_id))), flush=True)
+        print(asyncio.run(ask(list_maddrs(dht)[0], str(dht.peer_id))), flush=True)
     for dht in dhts:
         shut_down(dht)

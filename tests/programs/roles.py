@@ -1,12 +1,10 @@
 """A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer breaks."""
 
 import contextlib
-import json
 import math
 import sys
 
 import torch
-from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import (
     AveragingArguments,
@@ -20,9 +18,8 @@ from callback import CollaborativeCallback
 from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
-from swarm.config import SwarmConfig
 from swarm.contract import RunContract
-from swarm.joining import Swarm
+from tests.programs.peers import join, print_facts
 from training.checkpoint import apply_state
 from training.evaluation import Evaluator
 from training.state import TrainerState
@@ -31,8 +28,7 @@ with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
     facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
     for role, auxiliary in (("monitor", True), ("trainer", False)):
-        RSAPrivateKey._process_wide_key = None  # two peers in one process
-        swarm = Swarm.join(SwarmConfig(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        swarm = join(sys.argv[1])
         model = make_model(ModelArguments("configs/demo.json"), 300)
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
@@ -80,5 +76,5 @@ with clean_end():
     facts["lines"].append(callback.format_progress())
     facts["has_contributed"] = callback.has_contributed
     facts["measured"] = [callback.evaluator.measure(), callback.evaluator.measure(), callback.evaluator.last]
-    print(json.dumps(facts), flush=True)
+    print_facts(**facts)
     swarm.leave(optimizer)

@@ -4,22 +4,19 @@ python -m tests.programs.round_trip RUN FOLDER TOKENIZER OPTIM ...
 """
 
 import copy
-import json
 import random
 import sys
 import time
 
 import numpy
 import torch
-from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.processes import shut_down
+from tests.programs.peers import join, print_facts
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 
@@ -58,8 +55,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     options = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096)
     peers = []
     for seed in (1, 2):
-        RSAPrivateKey._process_wide_key = None  # two peers in one process
-        swarm = Swarm.join(SwarmConfig(f"{prefix}_{optim}", host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        swarm = join(f"{prefix}_{optim}")
         model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
         optimizer = make_optimizer(model, swarm, options, AveragingArguments(target_batch_size=4))
         optimizer.accumulate_on(torch.device("cpu"))
@@ -105,4 +101,4 @@ with clean_end():
     prefix, folder, tokenizer_path, *optims = sys.argv[1:]
     tokenizer = load_tokenizer(tokenizer_path)
     for optim in optims:
-        print(json.dumps(check(prefix, f"{folder}/{optim}", tokenizer, optim)), flush=True)
+        print_facts(**check(prefix, f"{folder}/{optim}", tokenizer, optim))

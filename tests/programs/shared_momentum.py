@@ -1,6 +1,8 @@
-"""A peer of the experiment in the current folder steps alone, and a second one loads its state. Print both as JSON."""
+"""A peer of the experiment in the current folder steps alone, and a second one loads its state. Print both as JSON.
 
-import json
+python tests/programs/shared_momentum.py RUN OPTIM LEARNING_RATE [COMPRESSION]
+"""
+
 import os
 import sys
 from collections import Counter
@@ -8,15 +10,13 @@ from collections import Counter
 sys.path.insert(0, os.getcwd())
 
 import torch
-from hivemind.utils.crypto import RSAPrivateKey
+from peers import join, list_maddrs, print_facts
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from common.console import clean_end
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.processes import shut_down
 from training.model import move_batch
 
@@ -28,22 +28,24 @@ def list_moments(optimizer) -> list[torch.Tensor]:
     return [state[name] for state in optimizer.opt.state.values() for name in FIRST_MOMENTS if name in state]
 
 
+def find_largest_difference(tensors, others) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(tensors, others, strict=True))
+
+
 with clean_end():
     torch.set_num_threads(1)
-    prefix, optim, rate = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    options = OptimizerArguments(optim=optim, learning_rate=rate, warmup_steps=0, weight_decay=0.5)
-    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
+    prefix, optim, rate, compression = [*sys.argv[1:], "none"][:4]
+    options = dict(learning_rate=float(rate), warmup_steps=0, weight_decay=0.5, min_8bit_size=4096)
+    options = OptimizerArguments(optim=optim, **options)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression=compression, matchmaking_time=1.0)
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
-        others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
-        RSAPrivateKey._process_wide_key = None  # two peers in one process
-        swarm = Swarm.join(SwarmConfig(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-        dht = swarm.dht
+        swarm = join(prefix, list_maddrs(*(dht for dht, *_ in peers)))
         model_args.seed = seed
         model = make_model(model_args, 300)
         optimizer = make_optimizer(model, swarm, options, averaging)
         optimizer.accumulate_on(torch.device("cpu"))
-        peers.append((dht, model, optimizer))
+        peers.append((swarm.dht, model, optimizer))
         if seed == 1:
             before = [moment.abs().max().item() for moment in list_moments(optimizer)]
             ids = torch.arange(64).reshape(4, 16) % 290 + 5
@@ -67,6 +69,21 @@ with clean_end():
     facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
     facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     facts["contract"] = make_contract(first, "a", options, averaging).contract["optimizer"]
-    print(json.dumps(facts), flush=True)
-    for dht, _, optimizer in peers:
+    given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
+    pairs = [
+        [torch.as_tensor(state[name]) for state in (a, b)] for a, b in zip(given, taken, strict=True) for name in a
+    ]
+    facts["same_state"] = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    facts["bytes"] = sum(b.numel() for _, b in pairs if b.dtype == torch.uint8)
+    facts["weights"] = find_largest_difference(first.parameters(), second.parameters())
+    # a step uses the loaded state
+    for optimizer in (giver, taker):
+        for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
+            param.grad.fill_(0.1)
+        optimizer.opt.step()
+    facts["weights_after"] = find_largest_difference(
+        *(optimizer.training_state()["parameters"] for optimizer in (giver, taker))
+    )
+    print_facts(**facts)
+    for dht, _, optimizer in reversed(peers):
         shut_down(dht, optimizer)

@@ -13,9 +13,9 @@ import swarm.averager
 from arguments import AveragingArguments, OptimizerArguments
 from common.console import clean_end
 from experiment.optimizer import make_optimizer
-from swarm.config import AveragingConfig, SwarmConfig, make_config
-from swarm.joining import Swarm
+from swarm.config import AveragingConfig, make_config
 from swarm.processes import shut_down
+from tests.programs.peers import join, list_maddrs, print_facts
 
 shares = multiprocessing.Array("d", 2)
 plan_allreduce = swarm.averager.plan_allreduce
@@ -46,10 +46,9 @@ with clean_end():
     settings = dict(matchmaking_time=2, target_group_size=2)
     peers, keys, maddrs = [], [], []
     for _ in range(2):
-        RSAPrivateKey._process_wide_key = None  # two peers in one process
-        place = Swarm.join(SwarmConfig(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        place = join(sys.argv[1], maddrs)
         keys.append(RSAPrivateKey.process_wide())
-        maddrs = [str(maddr) for maddr in place.dht.get_visible_maddrs()]
+        maddrs = list_maddrs(place.dht)
         averaging = make_config(AveragingConfig, AveragingArguments(**settings), **json.loads(sys.argv[2]))
         optimizer = make_optimizer(torch.nn.Linear(100, 10), place, OptimizerArguments(), averaging)
         peers.append((place.dht, optimizer))
@@ -80,6 +79,6 @@ with clean_end():
         averager.set_expected_peers([], min_peers=2 + number)  # as the optimizer does: hivemind remembers the last call
     while runners.value and time.monotonic() < start + 30:
         time.sleep(0.1)
-    print(json.dumps(facts | {"runners": runners.value}), flush=True)
+    print_facts(**facts, runners=runners.value)
     for dht, optimizer in peers:
         shut_down(dht, optimizer)

@@ -11,11 +11,9 @@ from hivemind.p2p import PeerID
 
 from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.processes import shut_down
-from tests.programs.state_averager import make_state_averager
+from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts
 
 
 def make_optimizer(groups):
@@ -33,9 +31,7 @@ def list_tensors(averager):
 with clean_end():
     options = json.loads(sys.argv[1])
     setup_logging("peer")
-    host_maddrs = [f"/ip4/{options.get('ip', '127.0.0.1')}/tcp/0"]
-    swarm = Swarm.join(SwarmConfig(options["prefix"], options.get("maddrs", []), host_maddrs=host_maddrs))
-    dht = swarm.dht
+    dht = join(options["prefix"], options.get("maddrs", ()), options.get("ip", "127.0.0.1")).dht
     averager = make_state_averager(
         dht,
         options["prefix"],
@@ -59,12 +55,12 @@ with clean_end():
                 list_tensors(averager)[options["lie"]].mul_(-1)
         averager.lineage = options.get("lineage", "common")
         averager.set_epoch(options.get("epoch", 3))
-        print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+        print_facts(maddrs=list_maddrs(dht))
         sent = 0
         while not stop.wait(0.1):
             if dht.uplink.traffic[0] != sent:
                 sent = dht.uplink.traffic[0]
-                print(json.dumps({"sent": sent}), flush=True)
+                print_facts(sent=sent)
                 if options.get("steps"):
                     with averager.lock_optimizer, torch.no_grad():
                         list_params(averager.optimizer)[0].add_(1)
@@ -77,16 +73,14 @@ with clean_end():
         started = time.monotonic()
         future = averager.start_download(min_epoch=3, trusted=known, **own)
         while not future.done():
-            print(json.dumps({"received": averager.download_progress.bytes}), flush=True)
+            print_facts(received=averager.download_progress.bytes)
             time.sleep(0.1)
         metadata, tensors = future.result()
-        seconds = time.monotonic() - started
+        facts = dict(seconds=time.monotonic() - started, donors=metadata["donors"])
         averager.apply_downloaded_state(metadata, tensors)
-        progress = averager.download_progress
-        pairs = list(zip(list_tensors(averager), expected, strict=True))
-        facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
-        facts["seconds"] = seconds
-        facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))
-        facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-        print(json.dumps(facts | {"bytes": progress.bytes, "numbers": progress.elements}), flush=True)
+        progress, tensors = averager.download_progress, list_tensors(averager)
+        facts |= dict(epoch=averager.local_epoch, lineage=averager.lineage)
+        facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in zip(tensors, expected, strict=True)]
+        print_facts(**facts, bytes=progress.bytes, numbers=progress.elements)
     shut_down(dht)

@@ -1,20 +1,18 @@
 """A peer that takes over the swarm's state again and again, each time from a parameter of its own."""
 
-import json
 import sys
 
 import torch
 
 from common.console import clean_end, setup_logging
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.processes import shut_down
 from tests.programs.gradient_peer import make_gradient_optimizer
+from tests.programs.peers import join, print_facts
 
 with clean_end():
     prefix, times, numbers, *maddrs = sys.argv[1:]
     setup_logging("taker")
-    dht = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht
+    dht = join(prefix, maddrs).dht
     parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
     optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
     own = next(iter(optimizer.opt.param_groups))["params"][0]
@@ -25,6 +23,5 @@ with clean_end():
         loaded = optimizer.load_state_from_peers()
         state = optimizer.state_averager
         values = [own.min().item(), own.max().item(), parameter.mean().item()]
-        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
-        print(json.dumps(facts), flush=True)
+        print_facts(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
     shut_down(dht, optimizer)

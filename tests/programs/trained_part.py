@@ -7,7 +7,6 @@ import sys
 import time
 
 import torch
-from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import (
     ArchiveArguments,
@@ -21,9 +20,8 @@ from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from monitoring.archive import CheckpointHandler
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
 from swarm.processes import shut_down
+from tests.programs.peers import join, list_maddrs, print_facts
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
 
@@ -48,13 +46,10 @@ with clean_end():
     averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     peers = []
     for auxiliary in (False, True):
-        others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
-        RSAPrivateKey._process_wide_key = None  # two peers in one process
-        swarm = Swarm.join(SwarmConfig(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-        dht = swarm.dht
+        swarm = join(prefix, list_maddrs(*(dht for dht, *_ in peers)))
         model = make_part(tokenizer)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
-        peers.append((dht, model, optimizer))
+        peers.append((swarm.dht, model, optimizer))
         if not auxiliary:
             optimizer.accumulate_on(torch.device("cpu"))
             start = copy_trained(model)
@@ -91,6 +86,6 @@ with clean_end():
         weights = check_weights(loaded, model)
         facts[name] += [weights[key].equal(tensor) for key, tensor in state["model"].items()]
         facts[name] += [loaded["local_epoch"] == optimizer.local_epoch == 2]
-    print(json.dumps(facts), flush=True)
+    print_facts(**facts)
     for dht, _, optimizer in peers:
         shut_down(dht, optimizer)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from hivemind.averaging.allreduce import AveragingMode
-from processes import make_prefix, wait_until
+from processes import ROOT, make_prefix, run_python, wait_until
 from programs.bad_donor import KINDS
 from swarms import epochs, start_peer, stop
 
@@ -374,25 +374,11 @@ def test_new_peer_too_slow_logs_reason(start):
 @pytest.mark.parametrize(
     "optim, compression", [pytest.param("lamb", "none", marks=pytest.mark.slow), ("lamb_8bit", "float16")]
 )
-def test_lamb_state_is_loaded_from_peer(start, optim, compression):
-    """Moments come bit for bit, also where parameters come in 16 bits."""
-    taker = start("taker", "-m", "tests.programs.lamb_states", make_prefix(), optim, compression)
-    taker.assert_clean_end(90)
-    [facts] = taker.json_lines()
-    # two moments of the 50 x 20 matrix
-    assert facts | {"weights": 0, "weights_after": 0} == {
-        "loaded": True,
-        "epoch": 3,
-        "same": True,
-        "bytes": 2000 * (optim == "lamb_8bit"),
-        "weights": 0,
-        "weights_after": 0,
-    }
+def test_lamb_state_is_loaded_from_peer(optim, compression):
+    """Moments come bit for bit, also where parameters come in 16 bits. Its numbers become tensors after some steps, and
+    torch's load_state_dict and Float16 would change the bytes of 8-bit LAMB."""
+    words = [ROOT / "tests/programs/shared_momentum.py", make_prefix(), optim, 0.01, compression]
+    facts = json.loads(run_python(*words, expect=0).stdout.splitlines()[-1])
+    assert facts["loaded"] and facts["epochs"] == [4, 4] and facts["same_state"]
+    assert facts["bytes"] == (2 * 300_544 if optim == "lamb_8bit" else 0)  # two moments of the larger matrices
     assert max(facts["weights"], facts["weights_after"]) <= (1e-3 if compression == "float16" else 0)
-
-
-def test_missed_parameter_round_blocks_no_step(start):
-    """The next optimizer step waits for it, and the others go on meanwhile: here matchmaking_time is 2 s."""
-    waiter = start("waiter", "-m", "tests.programs.lonely_averager", make_prefix())
-    waiter.assert_clean_end(100)
-    assert waiter.json_lines()[-1]["seconds"] < 60

@@ -21,10 +21,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import make_prefix, wait_until
-from programs.state_averager import make_state_averager
+from programs.peers import make_state_averager
 from records import run_dhts
+from swarms import start_peer
 
+from arguments import AveragingArguments
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
+from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
 from swarm.optimizer_state import list_params
 from swarm.state_download import (
@@ -50,9 +53,7 @@ from swarm.state_server import (
     StateRequest,
     StateServer,
     StateSnapshot,
-    allocate_flat,
     digest,
-    list_blocks,
 )
 from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
@@ -257,6 +258,7 @@ def make_donor(copies: list) -> SimpleNamespace:
         return metadata, tensors, make_infos(*tensors)
 
     donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
+    donor._lock_snapshots = asyncio.Lock()
     donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
     donor.dht = SimpleNamespace(uplink=Uplink())
     donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
@@ -265,21 +267,25 @@ def make_donor(copies: list) -> SimpleNamespace:
     return donor
 
 
+async def ask(donor: SimpleNamespace, *terms, peer: bytes = b"b") -> int:
+    """Return the epoch of the state or step that a donor describes."""
+    answer = await anext(StateServer._answer(donor, PeerID(peer), StateRequest(*terms)))
+    return MSGPackSerializer.loads(answer.metadata)["epoch"]
+
+
 def test_copy_is_kept_if_its_peer_is_gone():
     """A peer that hangs up again and again would otherwise make its donor copy the state each time."""
 
     async def hang_up_twice():
         donor = make_donor(copies)
-        donor._lock_snapshots = asyncio.Lock()
         for _ in range(2):
-            asking = asyncio.create_task(anext(StateServer._answer(donor, PeerID(b"a"), StateRequest(0))))
+            asking = asyncio.create_task(ask(donor, 0, peer=b"a"))
             await asyncio.sleep(0.01)
             asking.cancel()
-        answer = await anext(StateServer._answer(donor, PeerID(b"b"), StateRequest(0)))
-        return MSGPackSerializer.loads(answer.metadata)
+        return await ask(donor, 0)
 
     copies = []
-    assert asyncio.run(hang_up_twice())["epoch"] == 3
+    assert asyncio.run(hang_up_twice()) == 3
     assert copies == [STATE, NOTHING]
 
 
@@ -300,60 +306,60 @@ def test_removed_copy_is_not_held_by_stream():
 def test_peer_with_few_requests_does_not_hold_old_states():
     """It could otherwise keep a donor's newer states from all others, with two requests every five seconds."""
 
-    async def ask(donor: SimpleNamespace) -> int:
-        answer = await anext(StateServer._answer(donor, PeerID(b"b"), StateRequest(0)))
-        return MSGPackSerializer.loads(answer.metadata)["epoch"]
-
     async def ask_twice() -> tuple[int, int]:
         donor, tensor = make_donor([]), torch.randn(5)
-        donor._lock_snapshots = asyncio.Lock()
         copies = [
             StateSnapshot(dict(epoch=epoch, lineage="old"), (tensor,), make_infos(tensor), 60.0) for epoch in (1, 2)
         ]
         donor._snapshots.extend(copies)
         for copy in copies:
             list(copy.give([0], NoCompression(), PeerID(b"a")))
-        first = await ask(donor)
+        first = await ask(donor, 0)
         copies[0].taken -= 70.0
-        return first, await ask(donor)
+        return first, await ask(donor, 0)
 
     assert asyncio.run(ask_twice()) == (2, 3)
 
 
 def test_invented_step_costs_no_copy():
     """A donor knows the name of the only step that it can have, and copies the gradients for no other one."""
-
-    async def ask(lineage: str) -> int:
-        donor = make_donor(copies)
-        donor._lock_snapshots = asyncio.Lock()
-        request = StateRequest(2, StateServer.make_step_key(lineage))
-        answer = await anext(StateServer._answer(donor, PeerID(b"a"), request))
-        return MSGPackSerializer.loads(answer.metadata)["epoch"]
-
     copies = []
-    assert asyncio.run(ask("invented")) == -1 and copies == []
-    asyncio.run(ask("before"))
+    assert asyncio.run(ask(make_donor(copies), 2, StateServer.make_step_key("invented"))) == -1 and copies == []
+    asyncio.run(ask(make_donor(copies), 2, StateServer.make_step_key("before")))
     assert copies == [STEP, NOTHING]
 
 
-def test_state_epoch_matches_parameters_during_overlap():
+@pytest.fixture
+def averager():
+    """The state averager of a lone peer in this process, with a parameter of five zeros."""
+    with run_dhts([]) as (dht,):
+        dht.uplink.fix_timeouts(make_config(AveragingConfig, AveragingArguments(), matchmaking_time=2.0))
+        averager = make_state_averager(dht, make_prefix(), torch.zeros(5))
+        yield averager
+        averager.shutdown()
+
+
+def test_state_epoch_matches_parameters_during_overlap(averager):
     """With --overlap, the epoch of a peer is ahead of its parameters until the round in the background has ended."""
     is_averaged = threading.Event()
-    with run_dhts([]) as (dht,):
-        averager = make_state_averager(dht, make_prefix(), torch.zeros(5))
-        try:
-            list_params(averager.optimizer)[0].grad.fill_(1.0)
-            in_background = dict(delay_optimizer_step=True, delay_averaging=True, wait_for_trigger=is_averaged.wait)
-            averager.step(increment_epoch=True, optimizer_step=True, **in_background)
-            states = [averager.get_current_state()]
-            is_averaged.set()
-            wait_until(lambda: all(update.done() for update in averager.pending_updates), 20, "the step")
-            states.append(averager.get_current_state())
-            found = [(metadata["epoch"], tensors[0].tolist()) for metadata, tensors, _ in states]
-            assert averager.local_epoch == 1 and found == [(0, [0.0] * 5), (1, [-1.0] * 5)]
-            assert states[0][0]["lineage"] != states[1][0]["lineage"] == averager.lineage
-        finally:
-            averager.shutdown()
+    list_params(averager.optimizer)[0].grad.fill_(1.0)
+    in_background = dict(delay_optimizer_step=True, delay_averaging=True, wait_for_trigger=is_averaged.wait)
+    averager.step(increment_epoch=True, optimizer_step=True, **in_background)
+    states = [averager.get_current_state()]
+    is_averaged.set()
+    wait_until(lambda: all(update.done() for update in averager.pending_updates), 20, "the step")
+    states.append(averager.get_current_state())
+    found = [(metadata["epoch"], tensors[0].tolist()) for metadata, tensors, _ in states]
+    assert averager.local_epoch == 1 and found == [(0, [0.0] * 5), (1, [-1.0] * 5)]
+    assert states[0][0]["lineage"] != states[1][0]["lineage"] == averager.lineage
+
+
+def test_missed_parameter_round_blocks_no_step(averager):
+    """The next optimizer step waits for it, and the others go on meanwhile: here matchmaking_time is 2 s."""
+    averager.set_expected_peers([b"somebody"])
+    start = time.monotonic()
+    averager.step(averaging_round=True, delay_averaging=False, averaging_opts=dict(timeout=120.0))
+    assert time.monotonic() - start < 60
 
 
 def test_donor_keeps_snapshot_during_download(start):
@@ -368,13 +374,10 @@ def test_donor_keeps_snapshot_during_download(start):
 def test_missed_step_is_replayed_from_gradients(start):
     """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
     prefix = make_prefix()
-    common = ["--experiment_prefix", prefix, "--target_batch_size", 128]
-    waiting = ["--gradient", 1, "--batch_size", 128, "--step_seconds", 4, "--others", 1, "--others_at", 1]
-    first = start("first", "-m", "tests.programs.gradient_peer", *common, *waiting)
-    maddrs = json.loads(first.wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
+    waiting = ("--step_seconds", 4, "--others", 1, "--others_at", 1)
+    first = start_peer(start, "first", prefix, gradient=1, batch_size=128, flags=waiting)
     first.wait_for('"epoch": 1')
-    common += ["--initial_peers", *maddrs]
-    late = start("late", "-m", "tests.programs.gradient_peer", *common, "--gradient", 4, "--batch_size", 1)
+    late = start_peer(start, "late", prefix, gradient=4, batch_size=1, others=[first])
     late.wait_for("made the step to epoch 1")
     late.wait_for('"epoch": 2')
     first.wait_for('"epoch": 2')
@@ -391,65 +394,49 @@ def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
     return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
 
 
-def test_blocks_cover_each_element_once():
-    infos = make_infos(
-        torch.zeros(3, BLOCK), torch.zeros(()), torch.zeros(BLOCK + 1, dtype=torch.uint8), torch.zeros(0)
-    )
-    tensors = allocate_flat(infos)
-    assert [(t.shape, t.dtype) for t in tensors] == [(i.descriptor.shape, i.descriptor.dtype) for i in infos]
-    for tensor in tensors:
-        tensor.zero_()
-    for index, start, stop in list_blocks(infos):
-        assert 0 < stop - start <= BLOCK
-        tensors[index].view(-1)[start:stop] += 1
-    assert all((tensor == 1).all() for tensor in tensors)
-    # those of a type share their memory
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 2
+def download(tensors: list[torch.Tensor], delays: dict[bytes, float]) -> tuple[BlockDownload, Counter]:
+    """Download a state from donors with these ids of one byte, each of which answers after some seconds.
 
+    :returns: the download, and the count of requests for each block of each donor
+    """
+    requested = Counter()
 
-def make_download(tensors: list[torch.Tensor], answer, peers: bytes = b"a") -> BlockDownload:
-    """Return a download from donors with these ids of one byte; `answer` yields the messages for a peer's request."""
+    async def answer(peer: PeerID, request: StateRequest):
+        requested.update((peer.to_bytes(), number) for number in request.blocks)
+        await asyncio.sleep(delays[peer.to_bytes()])
+        for message in snapshot.give(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
+            yield message
+
     snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
-    averager = SimpleNamespace(request_state=partial(answer, snapshot), donor_timeout=9.0)
+    averager = SimpleNamespace(request_state=answer, donor_timeout=9.0)
     averager.state_compression, averager.download_progress = LOAD_STATE_COMPRESSIONS["none"], DownloadProgress()
     digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-    donors = [Donor(PeerID(bytes([it])), snapshot.description, snapshot.infos, digests) for it in peers]
-    return BlockDownload(donors, averager, lambda peer, error: pytest.fail(repr(error)))
+    donors = [Donor(PeerID(peer), snapshot.description, snapshot.infos, digests) for peer in delays]
+    download = BlockDownload(donors, averager, lambda peer, error: pytest.fail(repr(error)))
+    asyncio.run(download.run(60.0))
+    assert not download.missing and all(map(torch.equal, download.tensors, tensors))
+    return download, requested
 
 
 def test_blocks_arrive_unless_they_are_zeros():
     """Each has to match the description, or it would fail."""
     torch.manual_seed(0)
-    tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0), torch.zeros(BLOCK + 5)]
-    requested = []
-
-    async def answer(snapshot: StateSnapshot, peer: PeerID, request):
-        requested.extend(request.blocks)
-        for message in snapshot.give(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
-            yield message
-
-    download = make_download(tensors, answer)
-    asyncio.run(download.run(60.0))
-    assert sorted(requested) == [0, 1, 2, 3] and not download.missing
-    assert all(map(torch.equal, download.tensors, tensors))
+    tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0), torch.zeros(BLOCK + 5), torch.zeros(0)]
+    tensors.append(torch.randint(1, 256, (BLOCK + 1,), dtype=torch.uint8))
+    finished, requested = download(tensors, {b"a": 0.0})
+    assert requested == Counter((b"a", number) for number in (0, 1, 2, 3, 6, 7))
+    assert [(it.shape, it.dtype) for it in finished.tensors] == [(it.shape, it.dtype) for it in tensors]
+    # those of a type share their memory
+    assert len({tensor.untyped_storage().data_ptr() for tensor in finished.tensors}) == 2
 
 
 def test_silent_donor_does_not_delay_end():
     """The others fetch its blocks once nothing else is left, and it stays a donor."""
     torch.manual_seed(0)
-    tensors, requested = [torch.randn(20, BLOCK)], Counter()
-
-    async def answer(snapshot: StateSnapshot, peer: PeerID, request):
-        requested.update((peer.to_bytes(), number) for number in request.blocks)
-        await asyncio.sleep(60.0 if peer.to_bytes() == b"b" else 0.01)
-        for message in snapshot.give(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
-            yield message
-
-    download, start = make_download(tensors, answer, b"abc"), time.monotonic()
-    asyncio.run(download.run(60.0))
-    assert time.monotonic() - start < SILENT_DONOR_TIMEOUT and len(download.donors) == 3
-    assert not download.missing and all(map(torch.equal, download.tensors, tensors))
-    assert download.progress.elements == 20 * BLOCK and max(requested.values()) == 1
+    start = time.monotonic()
+    finished, requested = download([torch.randn(20, BLOCK)], {b"a": 0.01, b"b": 60.0, b"c": 0.01})
+    assert time.monotonic() - start < SILENT_DONOR_TIMEOUT and len(finished.donors) == 3
+    assert finished.progress.elements == 20 * BLOCK and max(requested.values()) == 1
 
 
 def test_changed_numbers_change_digest():

@@ -231,7 +231,7 @@ def test_slow_uplink_sends_partial_gradients(start):
         for line in (a, b, slow):
             assert line["parameter"][::2] == pytest.approx([min(values), max(values)], abs=1e-4)
     # what all send takes 4.3 s at 20 Mbit/s; the slow one alone would take 21 s
-    seconds = [line[0]["round_seconds"]["averaging"] for line in rounds]
+    seconds = [line[0]["averaging_seconds"] for line in rounds]
     assert seconds[-1] - seconds[0] < (len(rounds) - 1) * 10
     assert "sending" not in peers["a"].text + peers["b"].text
 
