@@ -102,31 +102,25 @@ class LeanAlbertConfig(PreTrainedConfig):
         layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
         sets, shares = self.num_inner_matrices, int(self.share_large_matrices)
         own_layers = groups * self.num_inner_groups
-        is_absolute = self.position_embedding_type == "absolute"
-        rules = {
-            f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute": (
-                self.position_embedding_type in ("rotary", "absolute")
-            ),
-            f"hidden_act {self.hidden_act} is unknown: choose gelu_new, gelu, relu, silu, ...": (
-                self.hidden_act in TANH_GELU or self.hidden_act in ACT2FN
-            ),
-            f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}": (
-                self.hidden_size % heads == 0
-            ),
-            "rotary positions need heads of even size: change num_attention_heads": (
-                is_absolute or self.hidden_size // heads % 2 == 0
-            ),
-            "num_inner_groups and num_inner_matrices must be at least 1": min(self.num_inner_groups, sets) >= 1,
-            f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}": 1 <= groups <= layers,
-            "adapter_dim and num_inner_matrices need share_large_matrices": (
-                shares > 0 or (self.adapter_dim == 0 and sets == 1)
-            ),
-            f"share_large_matrices {shares} x num_inner_matrices {sets} must be between 0 and {own_layers}, the number "
-            "of layers with their own weights": 0 <= shares * sets <= own_layers,
-        }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(rule)
+        if self.position_embedding_type not in ("rotary", "absolute"):
+            raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
+        if self.hidden_act not in TANH_GELU and self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act} is unknown: choose gelu_new, gelu, relu, silu, ...")
+        if self.hidden_size % heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}")
+        if self.position_embedding_type == "rotary" and self.hidden_size // heads % 2:
+            raise ValueError("rotary positions need heads of even size: change num_attention_heads")
+        if min(self.num_inner_groups, sets) < 1:
+            raise ValueError("num_inner_groups and num_inner_matrices must be at least 1")
+        if not 1 <= groups <= layers:
+            raise ValueError(f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}")
+        if shares <= 0 and (self.adapter_dim or sets > 1):
+            raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices")
+        if not 0 <= shares * sets <= own_layers:
+            raise ValueError(
+                f"share_large_matrices {shares} x num_inner_matrices {sets} must be between 0 and {own_layers}, the "
+                "number of layers with their own weights"
+            )
 
     def find_matrices(self, layer: int) -> int:
         """Return the index of the matrices that a layer (of num_hidden_groups x num_inner_groups) uses."""
@@ -234,13 +228,6 @@ class LeanAlbertLayer(nn.Module):
         self.attention_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
         self.ffn_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
 
-    def activate(self, hidden: Tensor) -> Tensor:
-        """Apply the activation, or gate one half of the feed-forward by that of the other."""
-        if not self.is_gated:
-            return self.activation(hidden)
-        gate, hidden = hidden.chunk(2, dim=-1)
-        return self.activation(gate) * hidden
-
     def forward(
         self,
         hidden: Tensor,
@@ -262,7 +249,10 @@ class LeanAlbertLayer(nn.Module):
             return self.ffn_input(self.ffn_norm(hidden), matrices.ffn_input)
 
         def narrow(wide: Tensor) -> Tensor:
-            return self.ffn_output(self.activate(wide), matrices.ffn_output)
+            if self.is_gated:  # one half gates the other
+                gate, values = wide.chunk(2, dim=-1)
+                return self.ffn_output(self.activation(gate) * values, matrices.ffn_output)
+            return self.ffn_output(self.activation(wide), matrices.ffn_output)
 
         hidden = hidden + self.attention_sandwich_norm(recompute(mix, hidden))
         if keep_wide:
