@@ -158,20 +158,6 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 # ---------------------------------------------------------------- batches
 
 
-@dataclass
-class Row:
-    """A tokenized example: the inputs of each text, and the tokens of each span."""
-
-    inputs: list[dict]
-    spans: list[list[int]]
-    right: list[int] | None
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens of all inputs."""
-        return sum(len(inputs["input_ids"]) for inputs in self.inputs)
-
-
 def choose_length(model: torch.nn.Module, wanted: int) -> int:
     """Return the maximum tokens of a text: `wanted`, or fewer if the model's position table is shorter.
 
@@ -181,55 +167,54 @@ def choose_length(model: torch.nn.Module, wanted: int) -> int:
     return int(min(wanted, longest if longest == math.inf else longest // PADDING * PADDING))
 
 
-def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
-    """Return the rows, and the number of texts truncated to `max_length` tokens."""
+def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> int:
+    """Tokenize examples, and return the number of texts truncated to `max_length` tokens."""
     has_types = (getattr(pretrained.config, "type_vocab_size", 0) or 0) > 1
     options = dict(truncation="longest_first", max_length=max_length, return_token_type_ids=has_types)
-    rows, cut = [], 0
+    cut = 0
     for example in examples:
         firsts, seconds = map(list, zip(*example.texts, strict=True))
         encoded = pretrained.tokenizer(firsts, None if seconds[0] is None else seconds, **options)
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
+        example.inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
         # char_to_token returns one token per character, but the tokens "▁" and "а" may both start at the letter
         text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: a special token
         begins, ends = np.array(encoded.encodings[0].offsets).T
-        spans = []
+        example.span_tokens = []
         for places in example.spans:
             found = [(text_of == text) & (begins < end) & (ends > start) for text, start, end in places]
-            spans.append(np.flatnonzero(np.any(found, axis=0)).tolist())
-        rows.append(Row(inputs, spans, example.right))
-    return rows, cut
+            example.span_tokens.append(np.flatnonzero(np.any(found, axis=0)).tolist())
+    return cut
 
 
-def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a batch on the device.
+def collate(examples: list[Example], task: Task, tokenizer, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a batch of encoded examples on the device.
 
-    :returns: the model's inputs, each [texts, length]; for heads that look at spans `span_weights` [rows, spans,
-        length], which average the tokens of each; `right` and `possible` [rows, answers]: whether an answer is right,
-        and is one at all
+    :returns: the model's inputs, each [texts, length]; for heads that look at spans `span_weights` [examples, spans,
+        length], which average the tokens of each; `right` and `possible` [examples, answers]: whether an answer is
+        right, and is one at all
     """
-    inputs = [inputs for row in rows for inputs in row.inputs]
+    inputs = [inputs for example in examples for inputs in example.inputs]
     batch = dict(tokenizer.pad(inputs, return_tensors="pt", pad_to_multiple_of=PADDING, padding_side="right"))
-    answers = max((len(row.spans) - 1 for row in rows), default=0) if task.head == "entities" else len(task.labels)
-    batch["right"] = torch.zeros(len(rows), answers, dtype=torch.bool)
-    batch["possible"] = torch.ones(len(rows), answers, dtype=torch.bool)
+    num_spans = max(len(example.span_tokens) for example in examples)
+    answers = num_spans - 1 if task.head == "entities" else len(task.labels)
+    batch["right"] = torch.zeros(len(examples), answers, dtype=torch.bool)
+    batch["possible"] = torch.ones(len(examples), answers, dtype=torch.bool)
     if task.head in ("spans", "entities"):
-        count, length = max(len(row.spans) for row in rows), batch["input_ids"].shape[1]
-        weights = batch["span_weights"] = torch.zeros(len(rows), count, length)
-        for number, row in enumerate(rows):
-            for span, tokens in enumerate(row.spans):
+        weights = batch["span_weights"] = torch.zeros(len(examples), num_spans, batch["input_ids"].shape[1])
+        for number, example in enumerate(examples):
+            for span, tokens in enumerate(example.span_tokens):
                 weights[number, span, tokens] = 1 / max(1, len(tokens))
         if task.head == "entities":  # a truncated entity cannot be chosen
             batch["possible"] = weights[:, 1:].any(dim=2)
-    for number, row in enumerate(rows):
-        batch["right"][number, row.right or []] = True
+    for number, example in enumerate(examples):
+        batch["right"][number, example.right or []] = True
     batch["right"] &= batch["possible"]
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits [rows, answers] in fp32, and `right`."""
+    """Return the logits [examples, answers] in fp32, and `right`."""
     inputs = dict(batch)
     right, possible = inputs.pop("right"), inputs.pop("possible")
     logits = model(**inputs).logits.float().view(right.shape)
@@ -237,15 +222,15 @@ def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tu
 
 
 def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the negative log probability of all right answers together, [rows], or 0 if none is left."""
+    """Return the negative log probability of all right answers together, [examples], or 0 if none is left."""
     # not -inf, because a row of -inf has no gradient
     masked = log_softmax(logits, dim=1).masked_fill(~right, torch.finfo(logits.dtype).min)
     return -masked.logsumexp(dim=1).masked_fill(~right.any(dim=1), 0.0)
 
 
-def order_batches(rows: list[Row], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Return batches of row numbers, each row once, grouped by padded length to reduce padding."""
-    lengths = np.array([-(-row.length // PADDING) for row in rows])
+def order_batches(examples: list[Example], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Return batches of numbers of examples, each once, grouped by padded length to reduce padding."""
+    lengths = np.array([-(-example.length // PADDING) for example in examples])
     return group_by_length(lengths, batch_size, generator, keep_rest=True)
 
 
@@ -257,15 +242,15 @@ def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.A
 
 @torch.inference_mode()
 def predict(
-    model: torch.nn.Module, rows: list[Row], task: Task, tokenizer, batch_size: int, device: torch.device
+    model: torch.nn.Module, examples: list[Example], task: Task, tokenizer, batch_size: int, device: torch.device
 ) -> list[int]:
-    """Return the index of the most probable answer of each row."""
+    """Return the index of the most probable answer of each example."""
     model.eval()
-    predictions = [0] * len(rows)
-    order = sorted(range(len(rows)), key=lambda row: rows[row].length)
+    predictions = [0] * len(examples)
+    order = sorted(range(len(examples)), key=lambda number: examples[number].length)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        logits, _ = compute_logits(model, collate([rows[i] for i in numbers], task, tokenizer, device))
+        logits, _ = compute_logits(model, collate([examples[i] for i in numbers], task, tokenizer, device))
         for number, answer in zip(numbers, logits.argmax(dim=1).tolist(), strict=True):
             predictions[number] = answer
     return predictions
@@ -279,7 +264,6 @@ def tune(
     task: Task,
     pretrained: Pretrained,
     examples: dict[str, list[Example]],
-    rows: dict[str, list[Row]],
     seed: int,
     device: torch.device,
 ) -> tuple[dict, torch.nn.Module]:
@@ -293,7 +277,8 @@ def tune(
         for group in make_param_groups(model)
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
-    steps_per_epoch = math.ceil(len(rows["train"]) / (args.batch_size * args.grad_acc_steps))
+    train, validation = examples["train"], examples["validation"]
+    steps_per_epoch = math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
     total = steps_per_epoch * args.num_train_epochs
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
@@ -302,14 +287,14 @@ def tune(
     with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
-            batches = order_batches(rows["train"], args.batch_size, generator)
+            batches = order_batches(train, args.batch_size, generator)
             # kept on the device to avoid a synchronization in each step
             loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):
                 group = batches[start : start + args.grad_acc_steps]
                 samples = sum(map(len, group))
                 for numbers in group:
-                    batch = collate([rows["train"][i] for i in numbers], task, pretrained.tokenizer, device)
+                    batch = collate([train[i] for i in numbers], task, pretrained.tokenizer, device)
                     with make_autocast(args, device):
                         logits, right = compute_logits(model, batch)
                     losses = compute_losses(logits, right)
@@ -325,10 +310,10 @@ def tune(
                 bar.update()
 
             with make_autocast(args, device):
-                predictions = predict(model, rows["validation"], task, pretrained.tokenizer, args.batch_size, device)
-            metrics = {name: float(value) for name, value in task.measure(examples["validation"], predictions).items()}
+                predictions = predict(model, validation, task, pretrained.tokenizer, args.batch_size, device)
+            metrics = {name: float(value) for name, value in task.measure(validation, predictions).items()}
             score = next(iter(metrics.values()))
-            loss, accuracy = (total.item() / len(rows["train"]) for total in (loss_sum, right_sum))
+            loss, accuracy = (total.item() / len(train) for total in (loss_sum, right_sum))
             result["history"].append({"epoch": epoch, "train_loss": loss, "train_accuracy": accuracy, **metrics})
             bar.set_postfix({"loss": f"{loss:.3f}", next(iter(metrics)): f"{score:.3f}"})
             if not best_state or score > next(iter(result["metrics"].values())):
@@ -427,13 +412,11 @@ def main(args: FinetuneArguments) -> None:
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder / "results.json")
 
-    rows, counts = {}, {"examples": {}, "texts_cut": {}}
-    for split, part in examples.items():
-        counts["examples"][split] = len(part)
-        rows[split], counts["texts_cut"][split] = encode(part, pretrained, max_length)
-    sizes = ", ".join(f"{len(part):,} {split}" for split, part in rows.items())
+    counts = {"examples": {split: len(part) for split, part in examples.items()}}
+    counts["texts_cut"] = {split: encode(part, pretrained, max_length) for split, part in examples.items()}
+    sizes = ", ".join(f"{len(part):,} {split}" for split, part in examples.items())
     lengths = f"{sum(counts['texts_cut'].values()):,} texts are longer than {max_length} tokens and were cut"
-    missing = "" if "test" in rows else "; no test data, so no predictions"
+    missing = "" if "test" in examples else "; no test data, so no predictions"
     logger.info(f"{task.name}: {sizes}; {lengths}; {device}{missing}")
     majority = predict_majority(task, examples)
 
@@ -441,14 +424,14 @@ def main(args: FinetuneArguments) -> None:
         if any(done["seed"] == seed for done in seeds):
             logger.info(f"seed {seed} is in {folder / 'results.json'}")
             continue
-        result, model = tune(args, task, pretrained, examples, rows, seed, device)
+        result, model = tune(args, task, pretrained, examples, seed, device)
         seeds = sorted([*seeds, result], key=lambda done: done["seed"])
         results = summarize(args, task, seeds, majority, counts)
         if results["best_seed"] == seed:
             save_model(model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed})
-            if "test" in rows:
+            if "test" in examples:
                 with make_autocast(args, device):
-                    predictions = predict(model, rows["test"], task, pretrained.tokenizer, args.batch_size, device)
+                    predictions = predict(model, examples["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
                 write_file(folder / name, text)
         # written last, because a seed in results.json is finished

@@ -42,12 +42,16 @@ class Example:
     :param right: the indices of right classes, choices or entities; None if unlabelled
     :param spans: the spans for the head, each with one or more places: two for "spans", or the gap and then each entity
         for "entities"
+    :param inputs: the model's inputs for each text or pair, from finetune_mlm.encode
+    :param span_tokens: the numbers of each span's tokens, also from there
     """
 
     record: dict
     texts: list[tuple[str, str | None]]
     right: list[int] | None = None
     spans: list[list[Span]] = field(default_factory=list)
+    inputs: list[dict] = field(default_factory=list)
+    span_tokens: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self):
         for text in (text for pair in self.texts for text in pair):
@@ -58,6 +62,11 @@ class Example:
     def label(self) -> int:
         """Return the index of the right answer."""
         return self.right[0]
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of all inputs."""
+        return sum(len(inputs["input_ids"]) for inputs in self.inputs)
 
 
 # ---------------------------------------------------------------- metrics

@@ -158,9 +158,10 @@ def test_finetune_spans_average_each_text(toy_model, tmp_path):
     (tmp_path / "my.json").write_text(json.dumps(description | {"head": "spans"}))
     task = load_task_file(tmp_path / "my.json")
     pretrained = load_pretrained(FinetuneArguments(task_file="my.json", checkpoint=str(toy_model)))
-    rows, _ = encode(load_examples(task, ".")["train"], pretrained, 64)
+    examples = load_examples(task, ".")["train"][:4]
+    encode(examples, pretrained, 64)
     model = make_task_model(pretrained, task, dropout=0.1).eval()
-    logits, _ = finetune_mlm.compute_logits(model, finetune_mlm.collate(rows[:4], task, pretrained.tokenizer, CPU))
+    logits, _ = finetune_mlm.compute_logits(model, finetune_mlm.collate(examples, task, pretrained.tokenizer, CPU))
     for number, record in enumerate(records[:4]):
         options = dict(return_tensors="pt", return_token_type_ids=True)
         inputs = pretrained.tokenizer(record["premise"], record["hypothesis"], **options)
@@ -194,8 +195,9 @@ def test_grad_acc_steps_match_one_batch(toy_model, tmp_path):
             )
             args = FinetuneArguments(task="parus", checkpoint=str(toy_model), data_dir=str(tmp_path), **sizes)
             examples, pretrained = load_examples(task, tmp_path), load_pretrained(args)
-            rows = {split: encode(part, pretrained, 512)[0] for split, part in examples.items()}
-            finetune_mlm.tune(args, task, pretrained, examples, rows, 0, CPU)
+            for part in examples.values():
+                encode(part, pretrained, 512)
+            finetune_mlm.tune(args, task, pretrained, examples, 0, CPU)
     finally:
         hook.remove()
     [expected] = gradients[1]

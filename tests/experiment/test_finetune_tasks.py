@@ -20,7 +20,7 @@ import finetune_mlm
 from common.console import UserError
 from experiment import tasks
 from experiment.tasks import TASKS, Example, load_examples, load_task_file, make_examples
-from finetune_mlm import FinetuneArguments, Row, collate, compute_logits, compute_losses, encode, load_pretrained
+from finetune_mlm import FinetuneArguments, collate, compute_logits, compute_losses, encode, load_pretrained
 
 CPU = torch.device("cpu")
 
@@ -305,11 +305,11 @@ def test_task_losses_match_torch():
 
 def test_truncated_span_gets_no_gradient():
     task = TASKS["rucos"]
-    rows = [
-        Row([{"input_ids": [5] * 9, "attention_mask": [1] * 9}], [[8], [2, 3], [], [5]], [0, 1]),
-        Row([{"input_ids": [5] * 4, "attention_mask": [1] * 4}], [[3], []], [0]),
+    examples = [
+        Example({}, [], [0, 1], [], [{"input_ids": [5] * 9, "attention_mask": [1] * 9}], [[8], [2, 3], [], [5]]),
+        Example({}, [], [0], [], [{"input_ids": [5] * 4, "attention_mask": [1] * 4}], [[3], []]),
     ]
-    batch = collate(rows, task, AlbertTokenizer(), CPU)
+    batch = collate(examples, task, AlbertTokenizer(), CPU)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 16)
     assert batch["attention_mask"].sum(dim=1).tolist() == [9, 4]
     expected = torch.zeros(2, 4, 16)
@@ -334,10 +334,10 @@ def test_truncated_span_gets_no_gradient():
 
 def test_finetune_batches_group_similar_lengths():
     lengths = np.random.default_rng(1).integers(5, 500, 1000)
-    rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
+    examples = [Example({}, [], [0], inputs=[{"input_ids": [0] * length}]) for length in lengths]
 
     def order(seed: int) -> list[list[int]]:
-        return [batch.tolist() for batch in finetune_mlm.order_batches(rows, 16, np.random.default_rng(seed))]
+        return [batch.tolist() for batch in finetune_mlm.order_batches(examples, 16, np.random.default_rng(seed))]
 
     batches = order(0)
     assert sorted(row for batch in batches for row in batch) == list(range(1000))
@@ -352,31 +352,32 @@ def test_encode_matches_tokenizer(toy_model):
     pretrained = load_pretrained(FinetuneArguments(task="rucos", checkpoint=str(toy_model)))
     tokenizer = pretrained.tokenizer
     examples = make_examples(TASKS["rucos"], [("here", record) for record in RECORDS["rucos"][1]])
-    [row], cut = encode(examples, pretrained, 512)
-    assert cut == 0
-    pieces = tokenizer.convert_ids_to_tokens(row.inputs[0]["input_ids"])
-    spelled = ["".join(pieces[token] for token in span).replace("▁", " ").split() for span in row.spans]
+    [example] = examples
+    assert encode(examples, pretrained, 512) == 0
+    pieces = tokenizer.convert_ids_to_tokens(example.inputs[0]["input_ids"])
+    spelled = ["".join(pieces[token] for token in span).replace("▁", " ").split() for span in example.span_tokens]
     # the tokenizer has small letters only
     assert spelled[1:] == [["анна", "лебедева"] * 2, ["омске"] * 2, ["егора"]]
     # the gap: behind "и", before "ищут"
-    start, end = row.spans[0][0], row.spans[0][-1] + 1
+    gap = example.span_tokens[0]
+    start, end = gap[0], gap[-1] + 1
     assert "".join(pieces[:start]).endswith("▁и") and "".join(pieces[end:]).startswith("▁и")
-    assert end - start == len(row.spans[0])
-    assert set(row.inputs[0]["token_type_ids"]) == {0, 1} and row.length == len(pieces)
+    assert end - start == len(gap)
+    assert set(example.inputs[0]["token_type_ids"]) == {0, 1} and example.length == len(pieces)
 
-    [row], cut = encode(examples, pretrained, row.length - 10)
-    assert cut == 1 and row.length == len(pieces) - 10
-    batch = collate([row], TASKS["rucos"], tokenizer, CPU)
+    assert encode(examples, pretrained, example.length - 10) == 1
+    assert example.length == len(pieces) - 10
+    batch = collate(examples, TASKS["rucos"], tokenizer, CPU)
     assert batch["possible"].tolist() == [[True, True, False]]
 
     # both texts of a choice are truncated and counted separately
     task = TASKS["parus"]
     examples = make_examples(task, [("here", record) for record in RECORDS["parus"][1]])
-    [row], _ = encode(examples, pretrained, 512)
-    lengths = [len(inputs["input_ids"]) for inputs in row.inputs]
-    assert len(lengths) == 2 and row.length == sum(lengths) and lengths[0] != lengths[1]
-    assert encode(examples, pretrained, min(lengths))[1] == 1
-    batch = collate([row, row], task, tokenizer, CPU)
+    encode(examples, pretrained, 512)
+    lengths = [len(inputs["input_ids"]) for inputs in examples[0].inputs]
+    assert len(lengths) == 2 and examples[0].length == sum(lengths) and lengths[0] != lengths[1]
+    assert encode(examples, pretrained, min(lengths)) == 1
+    batch = collate(examples * 2, task, tokenizer, CPU)
     assert batch["input_ids"].shape[0] == 4 and batch["right"].tolist() == [[True, False]] * 2
 
 
