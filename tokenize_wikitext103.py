@@ -46,7 +46,7 @@ from common.flags import FlagGroup, flag
 from common.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
 from text.hosting import check_archive, make_archive
-from text.instances import KINDS
+from text.instances import KINDS, Documents
 from text.tokenization import load_hub_splits, make_dataset, split_documents
 from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenizer
 
@@ -163,7 +163,7 @@ def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: b
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
 
 
-def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]]]:
+def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, Documents]]:
     """Return the name of the text's source, and the documents of each split, which are lists of paragraphs."""
     kind = KINDS[args.objective]
     if kind.has_turns and not args.text_files:

@@ -4,11 +4,10 @@
 
 Both take the same instances, [CLS] A [SEP] B [SEP] of 512 random tokens, and return batches of 32. The loop masks
 whole words token by token, as BERT's and RuLeanALBERT's collators do. Rounds alternate; the last line has the medians.
-"as trained" is IndexedBatches, which reads the instances from an Arrow table.
+"as trained" is IndexedSplit, which reads the instances from an Arrow table, and its collator.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import random
@@ -27,8 +26,7 @@ from transformers import AlbertTokenizer
 
 from arguments import DataArguments
 from experiment.data import make_collator
-from text.batches import IndexedBatches
-from text.collators import to_tensors
+from text.batches import IndexedSplit
 from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -93,12 +91,12 @@ def main() -> None:
     pieces = [f"{'▁' * (number % 3 > 0)}piece{number}" for number in range(VOCABULARY - len(SPECIAL))]
     tokenizer = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL] + [(piece, -5.0) for piece in pieces])
     instances = make_instances(args.samples)
-    collate = functools.partial(make_collator, tokenizer=tokenizer, args=DataArguments())
-    stored = IndexedBatches(Dataset.from_list(instances), collate, DataArguments())
+    split = IndexedSplit(Dataset.from_list(instances), None)
+    collator = make_collator(split.columns, split.longest, tokenizer, DataArguments())
     batches = [range(start, min(start + BATCH_SIZE, args.samples)) for start in range(0, args.samples, BATCH_SIZE)]
     ways = {
         "plain loop": lambda rows: mask_by_loop([instances[row] for row in rows], tokenizer),
-        "as trained": lambda rows: to_tensors(stored[np.array(rows), [rows[0]], None]),
+        "as trained": lambda rows: collator.collate(*split[np.array(rows)], np.random.default_rng(rows[0]), LENGTH),
     }
     rates = {name: [] for name in ways}
     for number, (name, mask) in itertools.product(range(args.rounds), ways.items()):

@@ -20,7 +20,7 @@ from arguments import DataArguments
 from experiment.data import make_train_batches, make_training_dataset
 from text.collators import DataCollatorForWholeWordMask, take_rows
 from text.documents import split_paragraphs, split_sentences
-from text.streams import ChunkTokenizer, stream_documents
+from text.streams import stream_documents
 from text.tokenization import join_parts
 from text.tokenizers import load_tokenizer
 
@@ -58,15 +58,14 @@ def main():
         parts[name] = time.process_time() - start
         return result
 
-    tokenize = ChunkTokenizer(dataset)
     stream = iter(stream_documents(dataset.sources, seed=1))
-    tokenize[next(stream)]
+    dataset[next(stream)]
     chunks = measure("reading", lambda: list(itertools.islice(stream, 40)))
-    results = measure("a worker's work", lambda: [tokenize[key] for key in chunks])
+    results = measure("a worker's work", lambda: [dataset[key] for key in chunks])
     documents = [split_paragraphs(text) for _, chunk in chunks for *_, text in chunk]
     sentences = measure("of it sentences", lambda: [split_sentences(document) for document in documents])
     flat = list(itertools.chain(*sentences))
-    measure("of it tokens", lambda: tokenize.encoder.encode_batch_fast(flat, add_special_tokens=False))
+    measure("of it tokens", lambda: dataset.encoder.encode_batch_fast(flat, add_special_tokens=False))
     columns, lengths = join_parts([part for _, *part in results])
     collator, generator = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8), np.random.default_rng(1)
     batches = np.split(np.arange(len(lengths)), range(32, len(lengths), 32))

@@ -8,17 +8,16 @@ a new mask each time. The sequences are made by tokenize_wikitext103.py in advan
 """
 
 import threading
-from functools import partial
 from pathlib import Path
 
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.batches import BatchLoader, IndexedBatches, StreamedBatches, choose_multiple, list_batches
+from text.batches import BatchLoader, IndexedSplit, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
 from text.fetch import fetch_data
-from text.instances import PAIRS, InstanceKind
+from text.instances import PAIRS, Documents, InstanceKind
 from text.stored import load_tokenized_dataset
 from text.streams import TrainingDataset, read_sources
 from text.tokenization import load_hub_splits, tokenize_for_trainer
@@ -29,7 +28,7 @@ SHUFFLE_BUFFER = 8192  # sequences of --streaming that are shuffled together, tw
 # ---------------------------------------------------------------- text
 
 
-def load_documents(args: DataArguments, kind: InstanceKind) -> tuple[str, dict[str, list[list[str]]]]:
+def load_documents(args: DataArguments, kind: InstanceKind) -> tuple[str, dict[str, Documents]]:
     """Return the name of the text of --train_file or --dataset_name, and its documents (lists of paragraphs) by split.
 
     Without a validation split, some documents are held out later.
@@ -49,15 +48,15 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     """Return the train split of --streaming: endless sequences from a mixture of sources (see text/streams.py).
 
     Its `seed`, which make_train_batches sets for each peer, decides order, mixture, cuts and swaps. To select or change
-    documents, edit ChunkTokenizer.
+    documents, edit TrainingDataset.
 
     :raises UserError: if a source yields no text
     """
     found = read_sources(args.sources)
     for source in found:
-        if problem := source.find_problem(seed=0):
+        if problem := source.find_problem():
             raise UserError(f"--sources {args.sources}: {source.name} yields no text: {problem}")
-    return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, SHUFFLE_BUFFER, kind)
+    return TrainingDataset(found, tokenizer, kind, args.max_sequence_length, SHUFFLE_BUFFER)
 
 
 def choose_tokenizer(fetched: Path | None, args: ModelArguments) -> str | Path:
@@ -91,8 +90,9 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
 # ---------------------------------------------------------------- batches
 
 
-def make_collator(columns: list[str], multiple: int, tokenizer, args: DataArguments) -> DataCollator:
-    """Return a collator for sequences with these columns. The width of its batches is a multiple of `multiple`."""
+def make_collator(columns: list[str], longest: int, tokenizer, args: DataArguments) -> DataCollator:
+    """Return a collator for sequences with these columns and up to `longest` tokens."""
+    multiple = choose_multiple(longest)
     if "special_tokens_mask" in columns:
         return DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
     return DataCollatorForCausalLM(tokenizer, multiple)
@@ -112,19 +112,20 @@ def make_train_batches(
     """Return an endless iterable of batches from a train split, which depend on the seed but not on num_workers.
 
     Each is a dictionary of int64 tensors: input_ids, attention_mask, labels (-100: no label) and, for masked models,
-    token_type_ids, all [batch_size, longest sequence]; for pairs, sentence_order_label [batch_size] (1: swapped). Call
-    its set_sequence_length(sequence_length_at(epoch, args)) to change the length of sequences.
+    token_type_ids, all [batch_size, longest sequence]; for pairs, sentence_order_label [batch_size] (1: swapped). Set
+    its `sequence_length` to sequence_length_at(epoch, args) at each epoch.
 
     :param dataset: a Dataset, or the result of make_training_dataset
     :param stop: an event that ends the iteration while it waits for data
     :param state: the state of StreamedBatches, with the position and the seed to continue with
     """
-    collate = partial(make_collator, tokenizer=tokenizer, args=args)
     if isinstance(dataset, TrainingDataset):
         dataset.seed = state["seed"] if state else seed
-        collator = collate(dataset.kind.columns, choose_multiple(dataset.max_sequence_length))
+        collator = make_collator(dataset.kind.columns, dataset.seq_length, tokenizer, args)
         return StreamedBatches(dataset, collator, batch_size, num_workers, stop, state)
-    return BatchLoader(IndexedBatches(dataset, collate, args), batch_size, seed, num_workers)
+    split = IndexedSplit(dataset, args.max_sequence_length)
+    collator = make_collator(split.columns, split.longest, tokenizer, args)
+    return BatchLoader(split, collator, batch_size, seed, num_workers)
 
 
 def make_eval_batches(
@@ -134,5 +135,5 @@ def make_eval_batches(
 
     The sequences are as long as at the end of training. See make_train_batches for the format.
     """
-    collate = partial(make_collator, tokenizer=tokenizer, args=args)
-    return list_batches(IndexedBatches(dataset, collate, args), batch_size, max_samples)
+    split = IndexedSplit(dataset, args.max_sequence_length)
+    return list_batches(split, make_collator(split.columns, split.longest, tokenizer, args), batch_size, max_samples)

@@ -52,7 +52,7 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
-    batches.set_sequence_length(sequence_length_at(0, args))
+    batches.sequence_length = sequence_length_at(0, args)
     stored = "" if args.streaming else f"{len(dataset['train']):,} sequences for training, "
     source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
     print(f"{source}: {stored}{len(tokenizer):,} tokens, objective {objective.name}")

@@ -7,7 +7,7 @@ import torch
 
 from arguments import DataArguments
 from experiment import data
-from text.collators import DataCollator, to_tensors
+from text.collators import DataCollator
 from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -44,7 +44,7 @@ def collate(collator: DataCollator, rows: list[dict], seed: object = 0) -> dict[
     """Return the batch of these instances."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     flat = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
-    return to_tensors(collator.collate(flat, lengths, np.random.default_rng(seed), np.inf))
+    return collator.collate(flat, lengths, np.random.default_rng(seed), np.inf)
 
 
 def make_batches(dataset, tokenizer, count, args=None, **changes):

@@ -1,28 +1,24 @@
 """Endless batches of sequences of similar length, from a stored split or a stream of text."""
 
 import hashlib
-import itertools
 import json
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from text.collators import Columns, DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows, to_tensors
-from text.instances import KINDS, PAIRS
-from text.streams import ChunkTokenizer, Position, stream_documents
+from text.collators import DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows
+from text.instances import KINDS, PAIRS, Sequences
+from text.streams import Position, TrainingDataset, stream_documents
 from text.tokenization import join_parts
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
-
-CollatorMaker = Callable[[list[str], int], DataCollator]  # from the columns, and the multiple of the batch width
 
 
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
@@ -70,10 +66,10 @@ def choose_multiple(longest: int) -> int:
     return 8 if longest >= 128 else 1
 
 
-class IndexedBatches:
-    """Random access to the batches of a split, by (row numbers, mask seed, sequence length or None)."""
+class IndexedSplit:
+    """The sequences of a split on disk: their columns, joined end to end as int64, and lengths, by row numbers."""
 
-    def __init__(self, dataset, make_collator: CollatorMaker, args: DataArguments):
+    def __init__(self, dataset, max_sequence_length: int | None):
         import pyarrow.compute
 
         self.columns = dataset.column_names
@@ -81,48 +77,38 @@ class IndexedBatches:
         self.lengths = np.concatenate(
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
-        self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
-        multiple = choose_multiple(self.longest)
-        # grouping by padded length leaves more rows to choose from, at the same amount of padding
-        self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
-        self.collator = make_collator(self.columns, multiple)
+        self.longest = int(min(self.lengths.max(), max_sequence_length or math.inf))
 
-    def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[Columns, np.ndarray]:
-        """Return the columns of these rows, joined end to end as int64, and the rows' lengths."""
+    def __getitem__(self, rows: np.ndarray) -> Sequences:
         table = self.dataset[rows.tolist()]
         flat = {}
         for name in self.columns:
             column = table[name].combine_chunks()
             values = column if name == "sentence_order_label" else column.flatten()
             flat[name] = values.to_numpy().astype(np.int64)
-        return cut_rows(flat, self.lengths[rows], sequence_length)
+        return flat, self.lengths[rows]
 
-    def order(self, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """Yield keys without the sequence length, endlessly, pass after pass."""
-        generator, number = np.random.default_rng(seed), itertools.count()
+    def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """Yield the row numbers of batches, endlessly, pass after pass."""
+        # grouping by padded length leaves more rows to choose from, at the same amount of padding
+        padded_lengths = -(-np.minimum(self.lengths, self.longest) // choose_multiple(self.longest))
+        generator = np.random.default_rng(seed)
         while True:
-            for rows in group_by_length(self.padded_lengths, batch_size, generator):
-                yield rows, [seed, next(number)]
-
-    def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> Columns:
-        rows, mask_seed, sequence_length = key
-        longest = min(sequence_length or self.longest, self.longest)
-        flat, lengths = self.read_rows(rows, longest)
-        return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
+            yield from group_by_length(padded_lengths, batch_size, generator)
 
 
-def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
+def list_batches(split: IndexedSplit, collator: DataCollator, batch_size: int, max_samples: int | None) -> list[dict]:
     """Return the batches of a split, or of max_samples random rows of it, sorted by length.
 
     Rows and masks are the same at each call, on each peer and at any batch size, so that losses are comparable.
     """
     generator = np.random.default_rng(0)
-    rows = generator.permutation(len(batches.lengths))[:max_samples]
-    rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
-    flat, lengths = batches.read_rows(rows, batches.longest)
-    flat = batches.collator.add_labels(flat, lengths, generator)
+    rows = generator.permutation(len(split.lengths))[:max_samples]
+    rows = rows[np.argsort(split.lengths[rows], kind="stable")]
+    flat, lengths = cut_rows(*split[rows], split.longest)
+    flat = collator.add_labels(flat, lengths, generator)
     parts = np.split(np.arange(len(rows)), np.arange(batch_size, len(rows), batch_size))
-    return [to_tensors(batches.collator.pad(*take_rows(flat, lengths, part), batches.longest)) for part in parts]
+    return [collator.pad(*take_rows(flat, lengths, part), split.longest) for part in parts]
 
 
 def group_by_length(
@@ -146,32 +132,21 @@ def group_by_length(
 
 
 class BatchLoader:
-    """Endless batches as tensors, prepared by num_workers processes, or by this process if there are none."""
+    """Endless batches of a split, which num_workers processes read, or this process if there are none.
 
-    def __init__(self, batches: IndexedBatches, batch_size: int, seed: int, num_workers: int):
-        self.batches, self.batch_size, self.seed, self.num_workers = batches, batch_size, seed, num_workers
+    `sequence_length`, which may change at any time, truncates the sequences of the next batches; None: no limit.
+    """
+
+    def __init__(self, split: IndexedSplit, collator: DataCollator, batch_size: int, seed: int, num_workers: int):
+        self.split, self.collator, self.num_workers = split, collator, num_workers
+        self.batch_size, self.seed = batch_size, seed
         self.sequence_length: int | None = None
 
-    def set_sequence_length(self, sequence_length: int | None) -> None:
-        """Truncate sequences to this many tokens from the next batch on; None: do not truncate."""
-        if sequence_length != self.sequence_length:
-            limit = f"up to {sequence_length} tokens" if sequence_length else "any length"
-            logger.info(f"sequences of {limit} from now on")
-        self.sequence_length = sequence_length
-
     def __iter__(self) -> Iterator[dict]:
-        under_way = deque()  # keys of batches that are not yet taken
-
-        def give_keys() -> Iterator[tuple]:
-            for key in self.batches.order(self.batch_size, self.seed):
-                under_way.append((*key, self.sequence_length))
-                yield under_way[-1]
-
-        for batch in prepare_in_workers(self.batches, give_keys(), self.num_workers):
-            *key, sequence_length = under_way.popleft()
-            if sequence_length != self.sequence_length:  # prepared for another length: made again
-                batch = self.batches[(*key, self.sequence_length)]
-            yield to_tensors(batch)
+        order = self.split.order(self.batch_size, self.seed)
+        for number, rows in enumerate(prepare_in_workers(self.split, order, self.num_workers)):
+            longest = min(self.sequence_length or self.split.longest, self.split.longest)
+            yield self.collator.collate(*rows, np.random.default_rng([self.seed, number]), longest)
 
 
 class StreamedBatches:
@@ -181,9 +156,9 @@ class StreamedBatches:
     (the first pools are smaller, for a quick start), and `group_by_length` divides the pool into batches. The next pool
     fills while these batches are taken.
 
-    The state is the position in the text at which the current pool begins, and the number of its batches taken. From
-    there the same batches follow, once each. If batch size or shuffle_buffer have changed, the pool starts over
-    instead; if a source was late, part of the pool may be lost or repeated.
+    `state`, for JSON, is the position in the text at which the current pool begins, and the number of its batches
+    taken. From there the same batches follow, once each. If batch size or shuffle_buffer have changed, the pool starts
+    over instead; if a source was late, part of the pool may be lost or repeated. `sequence_length` is BatchLoader's.
 
     :param stop: an event that ends the iteration during a wait for data
     :param state: the state to continue from; None: start at the beginning
@@ -191,7 +166,7 @@ class StreamedBatches:
 
     def __init__(
         self,
-        dataset,
+        dataset: TrainingDataset,
         collator: DataCollator,
         batch_size: int,
         num_workers: int,
@@ -199,19 +174,11 @@ class StreamedBatches:
         state: dict | None,
     ):
         self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
-        self.stop, self.progress = stop, state
-        self.sequence_length = dataset.max_sequence_length
-
-    def set_sequence_length(self, length: int) -> None:
-        """Truncate sequences to this many tokens from the next batch on."""
-        self.sequence_length = length
-
-    def state(self) -> dict | None:
-        """Return the state after the last batch taken, for JSON; None before the first batch."""
-        return self.progress
+        self.stop, self.state = stop, state
+        self.sequence_length = dataset.seq_length
 
     def __iter__(self) -> Iterator[dict]:
-        dataset, saved = self.dataset, self.progress
+        dataset, saved = self.dataset, self.state
         own = {"seed": dataset.seed, "batch_size": self.batch_size, "shuffle_buffer": dataset.shuffle_buffer}
 
         def hand_out() -> Iterator[tuple]:
@@ -220,7 +187,7 @@ class StreamedBatches:
                 yield None, []
             yield from stream_documents(dataset.sources, dataset.seed, saved, self.stop)
 
-        chunks = prepare_in_workers(ChunkTokenizer(dataset), hand_out(), self.num_workers)
+        chunks = prepare_in_workers(dataset, hand_out(), self.num_workers)
 
         def gather(pool: list[tuple], count: int) -> bool:
             """Fill the pool up to this many sequences; return False if the stream has ended before that."""
@@ -233,7 +200,7 @@ class StreamedBatches:
         size, taken = min(4 * self.batch_size, largest), 0
         if saved:
             size = max(saved["pool_size"], self.batch_size)
-            taken = saved["taken"] * all(saved[name] == value for name, value in own.items())
+            taken = saved["taken"] if all(saved[name] == value for name, value in own.items()) else 0
         pool: list[tuple] = []  # of chunks: the state before each, its columns and lengths
         while gather(pool, size):
             begin = pool[0][0]
@@ -243,10 +210,9 @@ class StreamedBatches:
             for number in range(taken, len(batches)):
                 if not gather(next_pool, next_size * (number + 1) // len(batches)):
                     return
-                self.progress = {**own, **begin, "pool_size": size, "taken": number + 1}
+                self.state = {**own, **begin, "pool_size": size, "taken": number + 1}
                 longest, generator = self.sequence_length, np.random.default_rng([*seed, number])
-                rows = cut_rows(*take_rows(columns, lengths, batches[number]), longest)
-                yield to_tensors(self.collator.collate(*rows, generator, longest))
+                yield self.collator.collate(*take_rows(columns, lengths, batches[number]), generator, longest)
             pool, size, taken = next_pool, next_size, 0
 
 

@@ -1,13 +1,12 @@
 """Collators that make a padded batch with labels of sequences, with a new mask at each call."""
 
 import numpy as np
+import torch
 
 from common.console import UserError
 from text.documents import count_within
-from text.instances import IGNORED_LABEL
+from text.instances import IGNORED_LABEL, Columns, Sequences
 from text.tokenizers import find_word_beginnings
-
-Columns = dict[str, np.ndarray]
 
 
 def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
@@ -22,7 +21,7 @@ def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.n
     return words * is_ordinary, int(words[-1])
 
 
-def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> tuple[Columns, np.ndarray]:
+def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> Sequences:
     """Truncate rows to sequence_length; return their columns, joined end to end, and their lengths.
 
     [CLS] A [SEP] B [SEP] keeps this form: each segment keeps its first tokens and its [SEP], and the longer segment is
@@ -31,25 +30,21 @@ def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> tupl
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
-    if "token_type_ids" not in flat:
-        kept = np.minimum(lengths, sequence_length)
-        positions = count_within(lengths)
-        last = int("special_tokens_mask" in flat)
-        is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
-        return {name: values[is_kept] for name, values in flat.items()}, kept
-    second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
-    first = lengths - second
-    kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
-    kept_first = np.minimum(first, sequence_length - kept_second)
-    sizes = np.stack([first, second], axis=1).ravel()
-    kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
+    sizes, kept = lengths[:, None], np.minimum(lengths, sequence_length)[:, None]
+    if "token_type_ids" in flat:
+        second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
+        first = lengths - second
+        kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
+        kept_first = np.minimum(first, sequence_length - kept_second)
+        sizes, kept = np.stack([first, second], axis=1), np.stack([kept_first, kept_second], axis=1)
+    sizes, last = sizes.ravel(), int("special_tokens_mask" in flat)
     positions = count_within(sizes)
-    is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
+    is_kept = (positions < (kept.ravel() - last).repeat(sizes)) | (last * (positions + 1) == sizes.repeat(sizes))
     flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
-    return flat, kept_first + kept_second
+    return flat, kept.sum(axis=1)
 
 
-def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> tuple[Columns, np.ndarray]:
+def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> Sequences:
     """Return some of the rows that are joined end to end: their columns, as int64, and their lengths."""
     begins, taken = np.cumsum(lengths) - lengths, lengths[rows]
     places = begins[rows].repeat(taken) + count_within(taken)
@@ -67,12 +62,15 @@ class DataCollator:
         self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}  # value of each column
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def collate(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> Columns:
-        """Return the batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""
+    def collate(
+        self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator, longest: float
+    ) -> dict[str, torch.Tensor]:
+        """Return the batch of rows joined end to end; see `cut_rows`, `add_labels` and `pad`."""
+        flat, lengths = cut_rows(flat, lengths, longest)
         return self.pad(self.add_labels(flat, lengths, generator), lengths, longest)
 
-    def pad(self, flat: Columns, lengths: np.ndarray, longest: float) -> Columns:
-        """Return int64 arrays [rows, width]; width is the longest row's length, rounded up to pad_to_multiple_of."""
+    def pad(self, flat: Columns, lengths: np.ndarray, longest: float) -> dict[str, torch.Tensor]:
+        """Return int64 tensors [rows, width]; width is the longest row's length, rounded up to pad_to_multiple_of."""
         width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
         is_filled = np.arange(width) < lengths[:, None]
         batch = {"attention_mask": is_filled.astype(np.int64)}
@@ -81,7 +79,7 @@ class DataCollator:
         for name, value in self.padding.items():
             batch[name] = np.full(is_filled.shape, value, dtype=np.int64)
             batch[name][is_filled] = flat.get(name, value)
-        return batch
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 class DataCollatorForCausalLM(DataCollator):
@@ -147,10 +145,3 @@ class DataCollatorForWholeWordMask(DataCollator):
         replaced = chosen[fate >= 0.9]
         input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
         return {**flat, "input_ids": input_ids, "labels": labels}
-
-
-def to_tensors(batch: dict[str, np.ndarray]) -> dict:
-    """Convert the arrays of a batch to tensors, which share their memory."""
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in batch.items()}

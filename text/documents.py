@@ -6,7 +6,6 @@ A document is a list of paragraphs. To see a file's sentences:
 """
 
 import codecs
-import copy
 import csv
 import functools
 import gzip
@@ -25,7 +24,7 @@ import jinja2
 import numpy as np
 
 from common.console import UserError, first_line
-from text.instances import IGNORED_LABEL, TEXT, InstanceKind
+from text.instances import IGNORED_LABEL, TEXT, Columns, Documents, InstanceKind, Sequences
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -67,13 +66,13 @@ def split_paragraphs(text: str) -> list[str]:
     return [" ".join(block.split()) for block in blocks if block and not block.isspace()]
 
 
-def split_articles(lines: list[str]) -> list[list[str]]:
+def split_articles(lines: list[str]) -> Documents:
     """Split text in WikiText format into documents: an article begins at ` = Title = ` between blank lines.
 
     The marks of headings are removed. ` @-@ `, ` @,@ ` and ` @.@ ` become the hyphen, comma or point within a word or
     number that they stand for, because ALBERT's vocabulary needs four tokens for each.
     """
-    articles: list[list[str]] = []
+    articles: Documents = []
     for position, line in enumerate(lines):
         text = " ".join(re.sub(r" @([-,.])@ ", r"\1", line).split())
         if not text:
@@ -87,9 +86,9 @@ def split_articles(lines: list[str]) -> list[list[str]]:
     return articles
 
 
-def split_chapters(text: str) -> list[list[str]]:
+def split_chapters(text: str) -> Documents:
     """Split the sample corpus into chapters; the first one includes the title page of its novel or volume."""
-    chapters: list[list[str]] = []
+    chapters: Documents = []
     for paragraph in split_paragraphs(text):
         is_chapter = SAMPLE_CHAPTER.fullmatch(paragraph)
         has_body = bool(chapters) and any(len(earlier) > 60 for earlier in chapters[-1])
@@ -99,7 +98,7 @@ def split_chapters(text: str) -> list[list[str]]:
     return chapters
 
 
-def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKind = TEXT) -> list[list[str]]:
+def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKind = TEXT) -> Documents:
     """Read the documents of a user's file, which may be compressed (.gz, .xz); raise a UserError if it is invalid.
 
     Each line of .jsonl (.json) is a document, and each row of .csv and .tsv, whose first row names the columns. A file
@@ -264,18 +263,9 @@ def count_within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
 
 
-def make_text_encoder(tokenizer):
-    """Copy the tokenizer's backend for text of any length, in which "[SEP]" is ordinary text too."""
-    encoder = copy.deepcopy(tokenizer.backend_tokenizer)
-    encoder.no_truncation()
-    encoder.no_padding()
-    encoder.encode_special_tokens = True
-    return encoder
-
-
 def make_instances(
-    documents: list[list[str]], generators: list[random.Random], seq_length: int, tokenizer, encoder
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    documents: Documents, generators: list[random.Random], seq_length: int, tokenizer, encoder
+) -> Sequences:
     """Make pairs for the model from sentences; return their columns, joined end to end, and their lengths.
 
     All sentences are tokenized once, in one batch; pairs are then made from ids.
@@ -308,7 +298,7 @@ def make_instances(
 # ---------------------------------------------------------------- full blocks
 
 
-def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, encoder) -> np.ndarray:
+def encode_documents(documents: Documents, kind: InstanceKind, tokenizer, encoder) -> np.ndarray:
     """Return the ids of documents, joined end to end, as int32.
 
     For masking, [SEP] follows each document, and a space joins paragraphs. Otherwise an end token follows each
@@ -331,9 +321,7 @@ def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, 
     return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32)
 
 
-def cut_blocks(
-    ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, keep_rest: bool = False
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def cut_blocks(ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, keep_rest: bool = False) -> Sequences:
     """Cut ids into blocks of seq_length; return their columns, joined end to end, and their lengths.
 
     Blocks for masking include [CLS] and [SEP]. Each block begins at the end of the previous one, as in the full
@@ -360,7 +348,7 @@ def cut_blocks(
 # ---------------------------------------------------------------- conversations
 
 
-def encode_conversations(documents: list[list[str]], tokenizer) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def encode_conversations(documents: Documents, tokenizer) -> Sequences:
     """Return input_ids and labels of conversations, joined end to end, and their lengths.
 
     The tokenizer's chat template marks the assistant's tokens, which alone have labels.
@@ -379,9 +367,7 @@ def encode_conversations(documents: list[list[str]], tokenizer) -> tuple[dict[st
     return {"input_ids": ids, "labels": np.where(is_labelled, ids, IGNORED_LABEL)}, lengths
 
 
-def pack_conversations(
-    columns: dict[str, np.ndarray], lengths: np.ndarray, seq_length: int
-) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+def pack_conversations(columns: Columns, lengths: np.ndarray, seq_length: int) -> tuple[Columns, np.ndarray, int]:
     """Fill sequences with whole conversations, of which each keeps its first seq_length tokens.
 
     :returns: the columns of the sequences, joined end to end, their lengths, and the number of conversations without a

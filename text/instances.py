@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+Documents = list[list[str]]  # each is a list of paragraphs; those of a conversation are its messages, as JSON
+Columns = dict[str, np.ndarray]  # the columns of sequences, joined end to end
+Sequences = tuple[Columns, np.ndarray]  # with the lengths of the sequences
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, first_line
-from text.instances import BLOCKS, IGNORED_LABEL, KINDS, PAIRS, InstanceKind
+from text.instances import BLOCKS, IGNORED_LABEL, KINDS, PAIRS, Columns, InstanceKind
 from text.tokenizers import tokenizer_fingerprint
 
 
@@ -67,7 +67,7 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
     }
 
 
-def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
+def make_table(columns: Columns, lengths: np.ndarray):
     """Return the Arrow table of sequences from columns joined end to end; sentence_order_label has one value each."""
     import pyarrow
 

@@ -85,6 +85,8 @@ class Position(NamedTuple):
     record: int = 0  # number of the part's records that were read; to continue, they are read again
 
 
+Read = tuple[str | Broken, Position]  # a document's text or the reason why it is broken, and the position after it
+
 # ---------------------------------------------------------------- files, local and http
 
 
@@ -225,8 +227,8 @@ class Source:
 
     def read_pass(
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
-    ) -> Iterator[tuple[str | Broken, Position]]:
-        """Yield (document's text or Broken, position after it) from a position to the end of its pass."""
+    ) -> Iterator[Read]:
+        """Yield documents from a position to the end of its pass."""
         if self.format == "hub" and not self.dataset:
             # datasets reads the files of a dataset on the Hub, and skips the parts of a file that it cannot parse
             import datasets
@@ -239,15 +241,12 @@ class Source:
             return  # files were added or removed, so the order is different
         position = position._replace(files=len(order))
         for place in range(position.place, len(order)):
-            if place != position.place:
-                position = Position(position.number, len(order), place)
-            for text, after in self.read_file(int(order[place]), key, position, stop, patience):
-                position = after
-                yield text, position
+            start = position if place == position.place else Position(position.number, len(order), place)
+            yield from self.read_file(int(order[place]), key, start, stop, patience)
 
     def read_file(
         self, index: int, key: list[int], position: Position, stop: threading.Event, patience: float
-    ) -> Iterator[tuple[str | Broken, Position]]:
+    ) -> Iterator[Read]:
         """Yield like read_pass, to the end of a file; continue at the same position if its server fails."""
         delay, deadline = FIRST_DELAY, time.monotonic() + patience
         while True:
@@ -268,7 +267,7 @@ class Source:
                 return
             delay = min(2 * delay, LONGEST_DELAY)
 
-    def read_parts(self, index: int, key: list[int], position: Position) -> Iterator[tuple[str | Broken, Position]]:
+    def read_parts(self, index: int, key: list[int], position: Position) -> Iterator[Read]:
         """Yield like read_pass, to the end of a file; errors are of READ_ERRORS."""
         with self.open(index) as (parts, read):
             order = np.random.default_rng([*key, index]).permutation(len(parts))
@@ -304,11 +303,11 @@ class Source:
                 stop.wait(EMPTY_SECONDS)
             position = Position(position.number + 1)
 
-    def find_problem(self, seed: int) -> str | None:
+    def find_problem(self) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
         problem, deadline = "", time.monotonic() + START_PATIENCE
         try:
-            records = self.read_pass(seed, Position(), threading.Event(), START_PATIENCE)
+            records = self.read_pass(0, Position(), threading.Event(), START_PATIENCE)
             for text, _ in itertools.islice(records, BAD_START):
                 if not isinstance(text, Broken) and text.strip():
                     return None
@@ -440,31 +439,20 @@ def take_document(
     return None
 
 
-@dataclasses.dataclass
-class TrainingDataset:
-    """The train split of --streaming; text.batches.StreamedBatches makes batches of it."""
+class TrainingDataset(ChunkEncoder):
+    """The train split of --streaming; text.batches.StreamedBatches makes batches of it.
 
-    sources: list[Source]
-    tokenizer: object
-    max_sequence_length: int
-    seed: int
-    shuffle_buffer: int
-    kind: InstanceKind
+    In DataLoader's workers, it maps a chunk of stream_documents, (state, documents), to (state, columns joined end to
+    end, lengths). The last block of each chunk may be shorter.
+    """
+
+    def __init__(self, sources: list[Source], tokenizer, kind: InstanceKind, seq_length: int, shuffle_buffer: int):
+        super().__init__(tokenizer, kind, seq_length, seed=0)
+        self.sources, self.shuffle_buffer = sources, shuffle_buffer
 
     def count_records(self) -> dict[str, dict[str, int]]:
         """Return the numbers of documents and broken records of each source that this process has read."""
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
-
-
-class ChunkTokenizer(ChunkEncoder):
-    """The tokenization of stream_documents' chunks, for DataLoader's workers.
-
-    It maps (state, chunk) to (state, columns joined end to end, lengths). The last block of each chunk may be shorter.
-    """
-
-    def __init__(self, dataset: TrainingDataset):
-        super().__init__(dataset.tokenizer, dataset.kind, dataset.max_sequence_length, dataset.seed)
-        self.sources = dataset.sources
 
     def __getitem__(self, key: tuple[dict | None, list]) -> tuple:
         state, chunk = key

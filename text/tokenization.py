@@ -4,6 +4,7 @@ The functions' `args` are TokenizeArguments of tokenize_wikitext103.py, or have 
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -26,14 +27,13 @@ from text.documents import (
     load_sentence_splitter,
     make_document_random,
     make_instances,
-    make_text_encoder,
     pack_conversations,
     split_articles,
     split_paragraphs,
     split_sentences,
     take_conversation,
 )
-from text.instances import KINDS, TEXT, InstanceKind
+from text.instances import KINDS, TEXT, Documents, InstanceKind, Sequences
 from text.stored import describe_corpus, make_table, write_dataset
 from text.tokenizers import tokenizer_fingerprint
 from text.workers import prepare_in_workers
@@ -42,7 +42,7 @@ CHUNK_CHARACTERS = 500_000  # of text per task: about half a second
 VALIDATION_FRACTION = 0.05  # share of documents, unless a split exists
 
 
-def make_dataset(source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args) -> dict:
+def make_dataset(source: str, splits: dict[str, Documents], tokenizer, folder: Path, args) -> dict:
     """Tokenize the splits into a folder, and return the contents of its corpus.json."""
     tables = tokenize_splits(splits, tokenizer, args)
     corpus = describe_corpus(tables, tokenizer, args) | {
@@ -53,7 +53,7 @@ def make_dataset(source: str, splits: dict[str, list[list[str]]], tokenizer, fol
     return corpus
 
 
-def split_documents(documents: list[list[str]], args) -> dict[str, list[list[str]]]:
+def split_documents(documents: Documents, args) -> dict[str, Documents]:
     """Split off random documents for validation, if possible within its share; cut a single one near its end."""
     if len(documents) == 1 and KINDS[args.objective].has_turns:
         raise UserError("there is a single conversation, and none for a validation split: give more")
@@ -79,7 +79,11 @@ class ChunkEncoder:
 
     def __init__(self, tokenizer, kind: InstanceKind, seq_length: int, seed: int):
         self.tokenizer, self.kind, self.seq_length, self.seed = tokenizer, kind, seq_length, seed
-        self.encoder = make_text_encoder(tokenizer)
+        # for text of any length, in which "[SEP]" is ordinary text too
+        self.encoder = copy.deepcopy(tokenizer.backend_tokenizer)
+        self.encoder.no_truncation()
+        self.encoder.no_padding()
+        self.encoder.encode_special_tokens = True
 
     def __getitem__(self, key: tuple[str, list[tuple[int, list[str], str]]]):
         """Encode documents of a split, given as (number in the split, paragraphs, language)."""
@@ -94,7 +98,7 @@ class ChunkEncoder:
         return make_instances(documents, generators, self.seq_length, self.tokenizer, self.encoder)
 
 
-def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict:
+def tokenize_splits(splits: dict[str, Documents], tokenizer, args) -> dict:
     """Return an Arrow table of instances for each split, in the order of the documents."""
     kind = KINDS[args.objective]
     chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents, args.language)]
@@ -132,14 +136,14 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args) -> dict
     return tables
 
 
-def join_parts(parts: list[tuple[dict[str, np.ndarray], np.ndarray]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def join_parts(parts: list[Sequences]) -> Sequences:
     """Join the columns and the lengths of several chunks."""
     names = parts[0][0]
     columns = {name: np.concatenate([columns[name] for columns, _ in parts]) for name in names}
     return columns, np.concatenate([lengths for _, lengths in parts])
 
 
-def make_chunks(documents: list[list[str]], language: str) -> Iterator[list[tuple[int, list[str], str]]]:
+def make_chunks(documents: Documents, language: str) -> Iterator[list[tuple[int, list[str], str]]]:
     """Yield lists of documents for ChunkEncoder, each of about CHUNK_CHARACTERS characters."""
     chunk, size = [], 0
     for index, document in enumerate(documents):
@@ -192,7 +196,7 @@ def tokenize_for_trainer(
 
 def load_hub_splits(
     name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str, kind: InstanceKind = TEXT
-) -> tuple[str, dict[str, list[list[str]]]]:
+) -> tuple[str, dict[str, Documents]]:
     """Return a dataset's name, and the documents of its train split and validation split if there is one.
 
     A record is a document, but text in WikiText format is split into its articles. Conversations are in `messages`.

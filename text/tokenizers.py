@@ -21,7 +21,7 @@ import numpy as np
 from arguments import DEFAULT_TOKENIZER_PATH
 from common.console import UserError, first_line
 from common.hub import hub
-from text.instances import PAIRS, InstanceKind
+from text.instances import PAIRS, Documents, InstanceKind
 
 logger = logging.getLogger("tokenizers")
 
@@ -120,7 +120,7 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
     return None
 
 
-def train_tokenizer(documents: list[list[str]], args):
+def train_tokenizer(documents: Documents, args):
     """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested."""
     from transformers import AlbertTokenizer
 
@@ -149,7 +149,7 @@ def train_tokenizer(documents: list[list[str]], args):
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 
 
-def train_byte_tokenizer(documents: list[list[str]], args):
+def train_byte_tokenizer(documents: Documents, args):
     """Train a tokenizer like GPT-2's: byte-level BPE, with one special token that follows documents."""
     from transformers import GPT2Tokenizer
 

@@ -1,6 +1,7 @@
 """The batches of a trainer on their way to the device, the waiting time for them, and the position in a stream."""
 
 import json
+import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,8 @@ from common.files import write_file
 from common.signals import STOP_REQUESTED
 from experiment.data import make_train_batches
 from text.batches import load_stream_state, sequence_length_at
+
+logger = logging.getLogger("batches")
 
 
 class PrefetchLoader:
@@ -58,12 +61,15 @@ class PrefetchLoader:
         """Set the sequence length of this epoch, and save the position for a restart with any checkpoint."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self.source.set_sequence_length(sequence_length_at(epoch, self.args))
+            length = sequence_length_at(epoch, self.args)
+            if length != self.source.sequence_length:
+                logger.info(f"sequences of up to {length} tokens from now on")
+            self.source.sequence_length = length
             self.save_position()
 
     def save_position(self) -> None:
         """Save the batch of a stream after which a restart continues."""
-        if self.position and (state := self.source.state()):
+        if self.position and (state := self.source.state):
             write_file(self.position, json.dumps(state) + "\n")
 
 

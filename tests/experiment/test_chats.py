@@ -19,7 +19,7 @@ from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups, make_scheduler
 from experiment.samples import sample_texts
-from text.collators import DataCollatorForCausalLM, to_tensors
+from text.collators import DataCollatorForCausalLM
 from text.documents import encode_conversations, pack_conversations, read_documents
 from text.instances import CHAT
 from text.stored import load_tokenized_dataset
@@ -102,7 +102,7 @@ def test_packed_conversations_match_conversations_alone(files):
 
     def measure(groups: list) -> dict:
         packed = [pack_conversations(*encode_conversations(group, tokenizer), 128)[:2] for group in groups]
-        batches = [to_tensors(collator.collate(*rows, None, 128)) for rows in packed]
+        batches = [collator.collate(*rows, None, 128) for rows in packed]
         return evaluate(model, batches, CPU, tokenizer)
 
     together, alone = measure([documents]), measure([[document] for document in documents])

@@ -10,7 +10,7 @@ from rows import are_equal, make_batches, make_rows
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import IndexedBatches, check_data_arguments, sequence_length_at
+from text.batches import IndexedSplit, check_data_arguments, sequence_length_at
 from text.collators import cut_rows
 from text.instances import BLOCKS, PAIRS, TEXT
 
@@ -39,9 +39,9 @@ def test_padding_is_below_tenth(dataset, tokenizer, batch_size):
 
 
 def test_pass_reads_each_row_once_reordered(dataset):
-    batches = IndexedBatches(dataset, lambda *_: None, DataArguments())
-    lengths, order = batches.lengths, batches.order(8, seed=3)
-    passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
+    split = IndexedSplit(dataset, None)
+    lengths, order = split.lengths, split.order(8, seed=3)
+    passes = [[next(order) for _ in range(125)] for _ in range(3)]
     for rows in passes:
         assert sorted(np.concatenate(rows)) == list(range(1000))
     assert len({tuple(np.concatenate(rows)) for rows in passes}) == 3
@@ -228,7 +228,7 @@ def test_next_batch_has_new_length(dataset, tokenizer):
         taken, iterator = [], None
         for number in range(40):
             if number in lengths:
-                batches.set_sequence_length(lengths[number])
+                batches.sequence_length = lengths[number]
             iterator = iterator or iter(batches)
             taken.append(next(iterator))
         return taken

@@ -1,7 +1,6 @@
 """Masking: its rate, whole words, seeds, and the starts of words."""
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 from arguments import DataArguments
 from common.console import UserError
 from experiment import data
-from text.batches import IndexedBatches, check_data_arguments
-from text.collators import DataCollatorForWholeWordMask, number_words, to_tensors
+from text.batches import IndexedSplit, check_data_arguments
+from text.collators import DataCollatorForWholeWordMask, number_words
 from text.documents import read_text
 from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
@@ -108,8 +107,9 @@ def test_collator_matches_stored_batches(piecewise, whole_word_mask):
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
     args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3)
-    make_collator = partial(data.make_collator, tokenizer=tokenizer, args=args)
-    stored = to_tensors(IndexedBatches(Dataset.from_list(rows), make_collator, args)[numbers, [1, 2], None])
+    split = IndexedSplit(Dataset.from_list(rows), None)
+    collator = data.make_collator(split.columns, split.longest, tokenizer, args)
+    stored = collator.collate(*split[numbers], np.random.default_rng([1, 2]), split.longest)
     collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 8, whole_word_mask)
     assert stored["input_ids"].shape[1] % 8 == 0
     assert are_equal([stored], [collate(collator, [rows[number] for number in numbers], seed=[1, 2])])

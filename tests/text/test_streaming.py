@@ -27,6 +27,7 @@ from text.documents import split_sentences
 from text.instances import BLOCKS, PAIRS, TEXT
 from text.streams import Broken, Position, Source, read_sources, stream_documents
 from text.tokenizers import load_tokenizer
+from training.prefetch import PrefetchLoader
 
 GO_ON = threading.Event()  # never set
 RECORDS = [f"Text number {number}. It has two sentences." for number in range(600)]
@@ -251,7 +252,7 @@ def make_batches(tokenizer, sources, count, **options):
     options = {"seed": 1, "batch_size": 16} | options
     dataset = open_stream(tokenizer, sources, max_sequence_length=64, shuffle_buffer=256)
     batches = data.make_train_batches(dataset, tokenizer, DataArguments(), **options)
-    return list(itertools.islice(batches, count)), batches.state()
+    return list(itertools.islice(batches, count)), batches.state
 
 
 def make_rows(*args, **options) -> tuple[list[list[tuple]], dict]:
@@ -310,12 +311,23 @@ def test_tiny_sources_repeat_reshuffled(tokenizer, tmp_path):
 def test_stream_sequence_length_changes_next_batch(tokenizer, austen):
     dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = data.make_train_batches(dataset, tokenizer, DataArguments(), batch_size=16, seed=1, num_workers=2)
-    batches.set_sequence_length(32)
+    batches.sequence_length = 32
     iterator = iter(batches)
     for length in (32, 96, 64, 128):
-        batches.set_sequence_length(length)
+        batches.sequence_length = length
         longest = [int(next(iterator)["attention_mask"].sum(1).max()) for _ in range(10)]
         assert length - 10 < max(longest) <= length, (length, longest)
+
+
+def test_stream_logs_new_sequence_length(tokenizer, austen, caplog):
+    args = DataArguments(initial_sequence_length=24, max_sequence_length=64, sequence_length_warmup_steps=10)
+    dataset = open_stream(tokenizer, austen, max_sequence_length=64)
+    batches = data.make_train_batches(dataset, tokenizer, args, batch_size=16, seed=1)
+    feed = PrefetchLoader(batches, torch.device("cpu"), args)
+    with caplog.at_level(logging.INFO, "batches"):
+        for epoch in (0, 1, 3, 10):
+            feed.begin_epoch(epoch)
+    assert caplog.messages == [f"sequences of up to {length} tokens from now on" for length in (24, 32, 64)]
 
 
 @pytest.mark.parametrize("kind", [BLOCKS, TEXT])
@@ -331,8 +343,7 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
 
     chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
     [source, *_] = streams.read_sources(austen)
-    dataset = streams.TrainingDataset([source], tokenizer, 32, seed=0, shuffle_buffer=64, kind=kind)
-    _, columns, lengths = streams.ChunkTokenizer(dataset)[None, chunk]
+    _, columns, lengths = streams.TrainingDataset([source], tokenizer, kind, 32, 64)[None, chunk]
     ids = columns["input_ids"]
     if kind.is_masked:
         edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
