@@ -21,6 +21,7 @@ from experiment.optimizer import (
     make_local_optimizer,
     make_param_groups,
     make_scheduler,
+    orthogonalize,
 )
 from models.lamb_8bit import Lamb8bit
 from models.state_codecs import COMPRESSIONS
@@ -141,12 +142,27 @@ def test_muon_matches_torch_on_any_device(device):
         optimizer.step()
         for part in parts:
             part.step()
+    matrices = {id(param) for param in list_params(optimizer)[: len(hidden["params"])]}
     for param, expected, start in zip(model.parameters(), reference.parameters(), before, strict=True):
-        assert torch.equal(param, expected) and not torch.equal(param, start)
+        # torch's iterations have 8 bits of precision
+        tolerance = 0.02 * (expected - start).norm() if id(param) in matrices else 0.0
+        assert (param - expected).norm() <= tolerance and not torch.equal(param, start)
     assert list(optimizer.state) == list_params(optimizer)  # peers exchange states in this order
     for param, expected in zip(optimizer.param_groups[0]["params"], hidden["params"], strict=True):
         momentum = optimizer.state[param]["momentum_buffer"]
         assert torch.equal(momentum, parts[0].state[expected]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20)])
+def test_orthogonalize_maps_singular_values_near_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):  # the polynomial of torch.optim.Muon
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    expected = left @ values.diag() @ right
+    assert torch.allclose(orthogonalize(matrix).double(), expected, atol=1e-5)
+    assert 0.6 < values.min() < values.max() < 1.3
 
 
 def test_muon_without_matrices_is_one_line():
