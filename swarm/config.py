@@ -45,8 +45,8 @@ class AveragingConfig:
     averaging_timeout: float | None = None
     next_chunk_timeout: float | None = None
     robust_averaging: str = "clip"  # or none: trust all gradients
-    outer_lr: float = 0.7  # of the step after local steps, and its momentum (docs/measured.md)
-    outer_momentum: float = 0.6
+    outer_lr: float = 1.0  # of the step after local steps, and its momentum (docs/measured.md)
+    outer_momentum: float = 0.5
     density: float = 0.03  # the share of entries in sparse pseudo-gradients
     min_refresh_period: float = 0.5  # seconds between two looks at the swarm
     max_refresh_period: float = 5.0

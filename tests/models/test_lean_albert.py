@@ -17,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
+from experiment.model import make_model
 from experiment.objectives import compute_losses
+from experiment.optimizer import make_param_groups
 from models import lean_albert
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from models.ruleanalbert import LAYER, load_ruleanalbert, rename_state
@@ -355,6 +357,12 @@ def test_lean_albert_memory_is_below_yardstick():
         assert LENGTH == 512 and kept < limit * 2**20 / 4
         with torch.no_grad():
             assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
+
+
+def test_norms_and_biases_have_no_decay():
+    decayed, undecayed = make_param_groups(make_model(ModelArguments("configs/lean-demo.json"), VOCABULARY))
+    assert all(name.endswith(".bias") or "norm" in name for name in undecayed["names"])
+    assert not any("norm" in name for name in decayed["names"])
 
 
 @pytest.fixture
