@@ -110,12 +110,13 @@ class BlobStore:
 
     def get(self, name: bytes) -> bytes:
         """Return the data with this SHA-256, or raise a KeyError if it is not here, damaged or unreadable."""
-        with self._lock, contextlib.suppress(OSError):
-            data = (self.folder / name.hex()).read_bytes()
-            if hashlib.sha256(data).digest() == name:
-                return data
-            (self.folder / name.hex()).unlink()
-        self._names.discard(name.hex())
+        with self._lock:
+            with contextlib.suppress(OSError):
+                data = (self.folder / name.hex()).read_bytes()
+                if hashlib.sha256(data).digest() == name:
+                    return data
+                (self.folder / name.hex()).unlink()
+            self._names.discard(name.hex())
         raise KeyError(name.hex())
 
     def has_file(self, name: bytes) -> bool:

@@ -31,7 +31,6 @@ from swarm.trust import PeerTrust
 
 logger = logging.getLogger("swarm")
 
-SHUTDOWN_TIMEOUT = 5.0  # seconds
 END_TIMEOUT = 120.0  # seconds to wait for a round at the end, without a stop request
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -199,7 +198,7 @@ class CollaborativeOptimizer:
         they have begun goes on, without data of this peer."""
         if self.log_steps:
             self.log_steps.rounds.leave()
-        self.tracker.shutdown(SHUTDOWN_TIMEOUT)
+        self.tracker.shutdown()
         self.rounds.leave(timeout=0.0)
         self.rounds.finish_background(END_TIMEOUT)  # it still changes the parameters
 

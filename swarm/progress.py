@@ -392,8 +392,8 @@ class PeerTracker:
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Withdraw this peer's record, and end."""
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Withdraw this peer's record, and end; wait at most these seconds for the thread."""
         self._is_ending.set()
         self._wake.set()
         self._thread.join(timeout)

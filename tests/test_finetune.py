@@ -212,7 +212,7 @@ def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained)
-    torch.manual_seed(1)  # toys.write_model's is 0, and weights drawn anew would be the same
+    torch.manual_seed(1)  # not 0, the seed of toys.write_model, because new weights must differ from its
     return pretrained, make_task_model(pretrained, TASKS[task], 0.0)
 
 

@@ -88,7 +88,7 @@ def measure_spans(network: Network, log: Log, epochs, seconds: int = 120, act=la
     """Return the seconds until a log has each of these epochs.
 
     :param seconds: the longest time of an epoch
-    :param act: what hostile peers do each second
+    :param act: a function for the acts of hostile peers, called each second
     """
     spans = []
     for epoch in epochs:
