@@ -3,6 +3,7 @@
 import json
 import logging
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -74,6 +75,7 @@ class RunReport:
         self.dashboard, self.config = Dashboard(), asdict(swarm) | asdict(args)
         #: reads in a row that found no trainer, no contract, and only epochs before the last one
         self.empty_reads = self.lost_contracts = self.older_reads = 0
+        self.writing = threading.Lock()  # at the end, the reader's thread may still draw
         self.alive_peers, self.next_contract, self.next_drawing = 0, 0.0, time.monotonic() + CURVE_PERIOD
 
     def start_dashboard(self) -> None:
@@ -190,9 +192,10 @@ class RunReport:
 
     def write_files(self) -> None:
         """Draw the learning curve, if an epoch is known, and write the summary."""
-        if self.history:
-            draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
-        self.write_summary()
+        with self.writing:
+            if self.history:
+                draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
+            self.write_summary()
 
     def write_summary(self) -> None:
         """Write summary.json with the contributors and the state that the next process needs to continue."""
