@@ -50,7 +50,7 @@ from swarm.sparse import TopKCompression
 
 SPARSE = TopKCompression(density=0.03)
 BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1, "sparse": SPARSE.estimate_bytes(1)}
-BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
+BATCH_SIZE, STEPS_PER_EPOCH = 32, 5
 PING_PERIOD, PING_TIMEOUT = 0.5, 30.0
 ROUNDS_AFTER_SPELL = 6
 TITLES = "million | down / up Mbit/s | RTT ms | loss | sent as | peers | rounds | ping s | seconds | ratio | MB sent"
@@ -62,6 +62,7 @@ AXES = {
     "loss": "lost packets of each path in percent",
     "peers": "each needs 0.5 GB for 1 M parameters, 1.3 GB for 14 M and 4 GB for 60 M",
     "compression": ", ".join(BYTES_PER_NUMBER),
+    "step_seconds": "seconds of each step, five of which make an epoch; many peers on few cores need more",
 }
 
 
@@ -76,6 +77,7 @@ class Row:
     loss: float = 0
     peers: int = 3
     compression: str = "float16"
+    step_seconds: float = 1.0
 
     def __post_init__(self):
         self.up = self.up or self.mbits
@@ -182,7 +184,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     threading.Thread(target=watch_pings, args=(dht, optimizer, others, pings), daemon=True).start()
 
     counts = (0, 0)
-    while not stop.wait(STEP_SECONDS):  # stands for the work of computing a gradient
+    while not stop.wait(row.step_seconds):  # stands for the work of computing a gradient
         optimizer.step(batch_size=BATCH_SIZE)
         if is_sparse:  # a trainer would go on with local steps; here, the wait for the commit is the time of the round
             started, before = time.monotonic(), optimizer.stats.averaging_seconds
