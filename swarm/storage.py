@@ -103,8 +103,9 @@ class DHTNode(hivemind.dht.node.DHTNode):
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
-        if found_callback is not None:
-            options["found_callback"] = lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)
+        if found_callback is not None:  # a search of `store`: hivemind's asks 20 nodes for the nearest 5
+            options |= {"found_callback": lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)}
+            options |= {"beam_size": self.num_replicas}
         search = super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
         if self.node_id in queries:  # at the start: only the routing table needs it, and it takes seconds
             self.first_search = asyncio.create_task(search)  # a reference: asyncio holds tasks weakly (note 81)
