@@ -7,6 +7,5 @@ NN" is in docs/hivemind.md; tests/swarm/test_hivemind_gaps.py tells when hivemin
 
 import multiprocessing
 
-# Before hivemind is imported: helper processes inherit what these modules share with them, which other ways to start a
-# process do not provide for.
+# before hivemind is imported: helper processes inherit what these modules share with them, as only forks can
 multiprocessing.set_start_method("fork", force=True)

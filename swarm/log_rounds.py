@@ -144,13 +144,12 @@ class LogRounds:
 
     # --- for the training loop
 
-    def open(self, log_id: bytes, state: State, is_new: bool = False) -> None:
-        """Start to take part in a log after the commit of this state.
+    def expect(self, log_id: bytes) -> None:
+        """Note that this peer begins a log with others, so it has no votes in it, whenever it opens it."""
+        write_file(self._memory_file, log_id)
 
-        :param is_new: whether the log begins now, so that this peer has no vote in it
-        """
-        if is_new:
-            write_file(self._memory_file, log_id)
+    def open(self, log_id: bytes, state: State) -> None:
+        """Start to take part in a log after the commit of this state."""
         saved = self._memory_file.read_bytes() if self._memory_file.exists() else b""
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:

@@ -56,8 +56,9 @@ class LogSteps:
         self.exists = False
         #: the log that has ended for this peer, but perhaps not yet for others
         self._ended = b""
-        #: leaders whose first state has not arrived
+        #: leaders whose first state has not arrived, and the last such state, with its leader
         self._silent: set[bytes] = set()
+        self._late: tuple[State, bytes] | None = None
         self._next_join = self._stuck_at = 0.0
         self._newest, self._commit_at = b"", 0.0  # the last commit, and when it came, by a clock that sleeps as well
         #: whether each of an owner's last updates had any weight, by owner
@@ -85,60 +86,57 @@ class LogSteps:
     # --- the beginning
 
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
-        """Begin a log after a round with these peers, this one included; if that fails, another round tries again."""
-        epoch, me = self.optimizer.local_epoch, self.tracker.dht.peer_id.to_bytes()
-        can_call, silent, anchor = self.rounds.can_call, self._silent, Numbers(list_params(self.optimizer.opt))
+        """Begin a log after a round with these peers, this one included; `join` takes a first state that comes late."""
+        rounds, silent, epoch, prefix = self.rounds, self._silent, self.optimizer.local_epoch, self.tracker.prefix
+        can_call, anchor = rounds.can_call, Numbers(list_params(self.optimizer.opt))
         leader = min(members, key=lambda it: (not can_call(it), it in silent, hashlib.sha256(group_id + it).digest()))
-        if leader == me:
-            blob = self.rounds.store.add(anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
+
+        def ask() -> State | None:
+            found = rounds.find([leader] if can_call(leader) else list(rounds.helpers), NEWEST)
+            return found[1] if found and found[1] and found[1].epoch >= epoch else None
+
+        if leader == rounds.identity.peer:
+            blob = rounds.store.add(anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
+            state = make_genesis(prefix, epoch, blob, members)
         else:
-            blob = self._load_anchor(anchor, leader, epoch, members)
-        if blob is None:
-            self._silent.add(leader)
-            return
-        state = make_genesis(self.tracker.prefix, epoch, blob, members)
+            state = self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * self.tracker.dht.uplink.timeouts.matchmaking))
+        is_first = state and state == make_genesis(prefix, epoch, state.parent, members)  # the leader may have gone on
+        if not is_first or not self._take_genesis(state, leader):
+            silent.add(leader)
+
+    def _take_genesis(self, state: State, leader: bytes) -> bool:
+        """Open a log with the leader's anchor; return False if that does not arrive, or is far from this peer's."""
+        rounds, anchor, members = self.rounds, Numbers(list_params(self.optimizer.opt)), state.voters
+        rounds.expect(state.head)  # if it comes too late, this peer loads a later state, and votes as well
+        # the leader sends it once, and those that can be called pass it on to all others
+        relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
+        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, relays))
+        fetching, uplink = rounds.fetch_anchor(state.parent, leader, members), self.tracker.dht.uplink
+        self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
+        self._late = None if rounds.store.has(state.parent) else (state, leader)
+        if self._late:
+            logger.warning("the first state of the log has not arrived")
+            return False
+        squares = torch.zeros(2, dtype=torch.float64)
+        for block, data in enumerate(rounds.store.open(state.parent)):
+            own = anchor.read(block)
+            difference = own - torch.frombuffer(bytearray(data), dtype=torch.float32)
+            squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])
+        distance, norm = squares.sqrt().tolist()
+        if distance > MAX_PARAM_DEVIATION * norm + 1e-3 * anchor.total**0.5:  # apart from rounding, it is the same
+            logger.warning("the first state of the log is far from this peer's")
+            return False
         with self.averager.lock_optimizer:
-            for block, data in enumerate(self.rounds.store.open(blob)):
+            for block, data in enumerate(rounds.store.open(state.parent)):
                 anchor.write(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
             for momentum in self.optimizer.opt.list_momenta():
                 momentum.zero_()
             self.averager.lineage = state.head.hex()
         self.optimizer.local.move_anchor(list_params(self.optimizer.opt))
         self.exists = True
-        self.rounds.open(state.head, state, is_new=True)
-        logger.info(f"epoch {epoch}: local steps begin, with {len(members)} peers")
-
-    def _load_anchor(self, anchor: Numbers, leader: bytes, epoch: int, members: Sequence[bytes]) -> bytes | None:
-        """Load the leader's anchor, and return its blob; or None if it does not arrive, or is far from this peer's."""
-        rounds, uplink, state = self.rounds, self.tracker.dht.uplink, None
-
-        def ask() -> bool:
-            nonlocal state
-            found = rounds.find([leader] if rounds.can_call(leader) else list(rounds.helpers), NEWEST)
-            state = found[1] if found else None
-            return state is not None and state.epoch >= epoch
-
-        self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * uplink.timeouts.matchmaking))
-        if state is None or make_genesis(self.tracker.prefix, epoch, blob := state.parent, members) != state:
-            return None  # the leader has died, or gone on
-        # the leader sends it once, and those that can be called pass it on to all others
-        relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
-        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, relays))
-        fetching = rounds.fetch_anchor(blob, leader, members)
-        self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
-        if not rounds.store.has(blob):
-            logger.warning("the first state of the log has not arrived")
-            return None
-        squares = torch.zeros(2, dtype=torch.float64)
-        for block, data in enumerate(rounds.store.open(blob)):
-            own = anchor.read(block)
-            difference = own - torch.frombuffer(bytearray(data), dtype=torch.float32)
-            squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])
-        distance, norm = squares.sqrt().tolist()
-        if distance <= MAX_PARAM_DEVIATION * norm + 1e-3 * anchor.total**0.5:  # apart from rounding, it is the same
-            return blob
-        logger.warning("the first state of the log is far from this peer's")
-        return None
+        rounds.open(state.head, state)
+        logger.info(f"epoch {state.epoch}: local steps begin, with {len(members)} peers")
+        return True
 
     def join(self) -> bool:
         """Look for the others' log from time to time, and join it; return whether there is one."""
@@ -163,7 +161,10 @@ class LogSteps:
                 self.optimizer.begin_epoch()
             return False
         (log_id, state), self._ended = found, b""
-        if state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # it has no model
+        if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
+            if self._take_genesis(*self._late):
+                self.optimizer.begin_epoch()
+        elif state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # it has no model
             self.rounds.open(log_id, state)
             self.optimizer.begin_epoch()
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
@@ -190,8 +191,7 @@ class LogSteps:
     def _check_progress(self) -> None:
         """Load the state if this peer is too far behind, and leave the log if it has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
-        log, now = self.rounds.log, time.monotonic()
-        newest = log.head
+        log, newest, now = self.rounds.log, self.rounds.log.head, time.monotonic()
         if newest.head != self._newest:
             self._newest, self._commit_at = newest.head, now
             self._silent.clear()
@@ -227,13 +227,14 @@ class LogSteps:
             restore(list(self.rounds.store.open(offer.blob)), Numbers(grad_averager.unsent))
             grad_averager.samples += offer.samples
 
-    def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Wait at most these seconds, and report that this peer is there."""
+    def _wait(self, look: Callable[[], object], seconds: float) -> object:
+        """Wait at most these seconds for a true result, report that this peer is there, and return the last result."""
         deadline, announced = time.monotonic() + seconds, time.monotonic()
-        while not is_over() and time.monotonic() < deadline and not STOP_REQUESTED.wait(GENESIS_PAUSE):
+        while not (found := look()) and time.monotonic() < deadline and not STOP_REQUESTED.wait(GENESIS_PAUSE):
             if time.monotonic() > announced + ANNOUNCE_INTERVAL:
                 announced = time.monotonic()
                 self.tracker.announce()
+        return found
 
     def offer(self) -> None:
         """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""

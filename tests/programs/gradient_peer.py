@@ -6,6 +6,7 @@ components; after each epoch it prints a JSON line with its parameters and count
 
 import argparse
 import asyncio
+import concurrent.futures
 import errno
 import gc
 import hashlib
@@ -148,6 +149,16 @@ def fail_to_store(count: int, add_offer=LogRounds.add_offer) -> None:
     LogRounds.add_offer = add_later
 
 
+def delay_anchor(fetch=LogRounds.fetch_anchor) -> None:
+    """Get no first state of a log at the first attempt, as over a connection that is too slow."""
+    attempts = itertools.count()
+
+    def fetch_later(*anchor) -> concurrent.futures.Future:
+        return fetch(*anchor) if next(attempts) else concurrent.futures.Future()
+
+    log_steps.MIN_GENESIS_TIMEOUT, LogRounds.fetch_anchor = 1.0, fetch_later
+
+
 def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_result) -> None:
     """As where the processor has other work after each message to a helper."""
 
@@ -213,6 +224,7 @@ def main() -> None:
     )
     parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
     parser.add_argument("--full_disk", type=int, default=0, help="its first offers, which cannot be stored")
+    parser.add_argument("--late_anchor", action="store_true", help="a log's first state, at the first attempt")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
@@ -222,6 +234,8 @@ def main() -> None:
         die_for_all_but(args.dies_for_all_but, rounds=3)
     if args.full_disk:
         fail_to_store(args.full_disk)
+    if args.late_anchor:
+        delay_anchor()
     if args.asks_in_vain:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 

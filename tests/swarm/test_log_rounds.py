@@ -78,7 +78,7 @@ def test_one_claim_closes_no_new_log(tmp_path):
         tracker.report_local_progress(3, 8)
         wait_until(lambda: tracker.refresh_now() or len(tracker.present) == 3, 30, "the others' records")
         state = make_genesis(tracker.prefix, 3, bytes(32), (own, *peers))
-        rounds.open(state.head, state, is_new=True)
+        rounds.open(state.head, state)
         results = []
         for exchange in peers.values():
             exchange.send(rounds.dht.peer_id, pack(Envelope(other_log, 3))).result(TIMEOUT)
@@ -108,7 +108,8 @@ def test_vote_is_sent_only_if_on_disk(tmp_path):
         state = make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer))
         vote, status = (Action("send", data, (peer,)) for data in (b"vote", b"status"))
         with rounds._lock:  # its thread waits
-            rounds.open(state.head, state, is_new=True)
+            rounds.expect(state.head)
+            rounds.open(state.head, state)
             (tmp_path / "votes").unlink()
             (tmp_path / "votes" / "in the way").mkdir(parents=True)
             rounds._perform([Action("save", b"memory"), vote])

@@ -103,6 +103,16 @@ def test_new_peer_loads_first_state_alone(start):
 
 
 @pytest.mark.slow
+def test_members_without_first_anchor_vote(start):
+    """Most members of a new log may get its first state late, and then have to vote, or there is no commit."""
+    swarm = Peers(start, *[("--late_anchor",)] * 3)
+    swarm.wait(*swarm.all, more=3)
+    stop(*swarm.all)
+    assert sum("the first state of the log has not arrived" in peer.text for peer in swarm.all) == 2  # not the leader
+    assert_same_bytes(*swarm.all)
+
+
+@pytest.mark.slow
 def test_killed_and_new_peer_leave_bytes_equal(start):
     swarm = Peers(start, (), (), ())
     one, two, three = swarm.all
