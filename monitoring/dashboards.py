@@ -29,7 +29,10 @@ GROUPS = {
     "traffic/": ("bytes_sent", "bytes_received"),
 }
 # the ends of names of arguments that are hidden from dashboards, because they hold addresses and names of users
-PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "_checkpoint", "invite", "_key")
+PRIVATE = (
+    *("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "_checkpoint", "invite", "_key"),
+    *("_file", "sources", "dataset_name"),
+)
 
 
 class Dashboard:

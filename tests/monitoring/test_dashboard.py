@@ -147,7 +147,12 @@ def test_unreadable_summary_is_kept(tmp_path):
 def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
     """The log file has the first epoch, and the run is named after the peer."""
     output_dir, logs = tmp_path / "out", tmp_path / "logs"
-    flags = ["--logging_steps", "100", "--logging_first_step", "--logging_dir", logs, *sum(tiny_data.items(), ())]
+    flags = ["--logging_steps", "100", "--logging_first_step", "--logging_dir", logs]
+    text = tmp_path / "mine.txt"
+    text.write_text("".join(path.read_text() for path in sorted(tiny_data["--dataset_path"].parent.glob("00*.txt"))))
+    flags += ["--train_file", text, "--validation_file", text, "--sources", tmp_path / "mine.json"]
+    flags += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--max_sequence_length", 32]
+    flags += ["--dataset_cache_dir", tmp_path / "cache"]
     prefix = make_prefix()
     trainer = start(
         *("trainer", "run_trainer.py", *TINY, "--experiment_prefix", prefix, "--output_dir", output_dir, *flags),
