@@ -8,6 +8,7 @@ published.
 import contextlib
 import hashlib
 import logging
+import os
 import statistics
 import threading
 import time
@@ -90,6 +91,10 @@ class CheckpointHandler:
         self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
         self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
+        for adapter in getattr(model, "peft_config", {}).values():
+            # for a repository with adapters, transformers opens this model; other machines lack this one's folders
+            if self.args.repo_url or os.path.exists(adapter.base_model_name_or_path):
+                adapter.base_model_name_or_path = self.args.repo_url
         self.settings = {name: value for name, value in list_values(groups).items() if name in PUBLIC_ARGUMENTS}
         self.download = self.saving = None
         self.last_epoch = 0

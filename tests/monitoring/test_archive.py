@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from concurrent.futures import Future
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from hub_server import TOKEN, HubServer
 from mains import expect_user_error, refuse
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import make_metrics
 from swarms import ALONE, flags, history, read_epochs, start_alone, start_monitor, stop
-from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 import run_aux_peer
 import run_training_monitor
@@ -173,6 +175,13 @@ def test_archive_ignores_state_of_earlier_run(tmp_path):
     assert handler.download is not None
 
 
+def use_hub(hub: HubServer, tmp_path: Path, monkeypatch) -> None:
+    """Let this process download from the Hub on loopback."""
+    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
 def test_upload_is_complete(hub, save, tmp_path, monkeypatch, capsys):
     """The card's code runs with the downloaded model."""
     for epoch in (40, 45):
@@ -191,11 +200,34 @@ def test_upload_is_complete(hub, save, tmp_path, monkeypatch, capsys):
         assert words in card, card
     assert f"{45 * 4096:,} (epochs" in card and "peak learning rate 0.00176 after 5,000 epochs" in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
-    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    use_hub(hub, tmp_path, monkeypatch)
     exec(code, {})
     assert "'score'" in capsys.readouterr().out and list(tmp_path.glob("cache/*my-albert"))
+
+
+def test_published_adapters_open_by_name(hub, tmp_path, text_data, monkeypatch):
+    pytest.importorskip("peft")
+    tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
+    make_model(ModelArguments(str(ROOT / "configs/gpt-demo.json")), len(tokenizer)).save_pretrained(tmp_path / "base")
+    model = make_model(ModelArguments(model_name_or_path=str(tmp_path / "base"), lora_r=4), tokenizer).eval()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    for repository in ([], [REPOSITORY]):
+        folder = tmp_path / f"archive{len(repository)}" / "checkpoint-5"
+        args = ArchiveArguments(True, 5, 2, str(folder.parent), *repository)
+        CheckpointHandler((SwarmArguments("run"), ReportArguments(), args), model, tokenizer, optimizer=None)
+        assert save_model(model, tokenizer, folder, make_stamp(5)[0])
+    upload_checkpoint(folder, REPOSITORY)
+    [commit] = hub.commits(REPOSITORY)
+    assert not [name for name, content in commit.files.items() if str(tmp_path).encode() in content]
+
+    shutil.rmtree(tmp_path / "base")
+    use_hub(hub, tmp_path, monkeypatch)
+    ids = torch.arange(20)[None]
+    for place in (REPOSITORY, folder, tmp_path / "archive0" / "checkpoint-5"):
+        opened = AutoModelForCausalLM.from_pretrained(place).eval()
+        torch.testing.assert_close(opened(ids).logits, model(input_ids=ids).logits)
 
 
 def test_upload_excludes_trainer_files(hub, save):
