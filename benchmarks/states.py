@@ -2,9 +2,9 @@
 
     python benchmarks/states.py
 
-The state is that of AdamW with 14 M parameters, served as in the defaults: parameters and moments in 8 bits. Columns:
-the seconds of the download in each of three turns, the bytes that arrived, and the median as a ratio to the time that
-these bytes take at the rate of the donors together, or of the new peer if that is lower. CPU: of all cores, meanwhile.
+The state is that of AdamW with 14 M parameters, served as by default: parameters in 16 bits, moments in 8. Columns: the
+seconds of the download in each of three turns, the bytes that arrived, and the median as a ratio to the time that these
+bytes take at the rate of the donors together, or of the new peer if that is lower. CPU: of all cores, meanwhile.
 """
 
 import argparse
