@@ -178,7 +178,7 @@ class AveragingArguments(FlagGroup):
         0, "Start matchmaking N samples early; raise it if rounds start late.", ge=0, lt="target_batch_size"
     )
     matchmaking_time: float | None = flag(
-        None, "Seconds of matchmaking. Default: 5 to 15, as measured.", aliases=["--averaging_expiration"], gt=0
+        None, "Seconds of matchmaking. Default: 7.5 to 25, as measured.", aliases=["--averaging_expiration"], gt=0
     )
     target_group_size: int = flag(
         256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True, ge=2
@@ -205,7 +205,7 @@ class AveragingArguments(FlagGroup):
         1, "Batches per epoch, each a local step, with updates of 3 percent in 2 bits; 1: none.", shared=True, ge=1
     )
     local_steps_from: int | None = flag(
-        None, "First epoch of local steps; default: warmup_steps or 200.", shared=True, ge=0
+        None, "First epoch of local steps; default: warmup_steps, but at least 200.", shared=True, ge=0
     )
     overlap: bool = flag(
         False,
