@@ -34,7 +34,7 @@ MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-TOTAL_LIMIT_HELP = "Keep N checkpoints, each three times as large as the weights (lamb_8bit: half)."
+TOTAL_LIMIT_HELP = "Keep N checkpoints, each 3 times as large as the weights (lamb_8bit: half; local_steps: double)."
 
 
 def require_wandb(project: str | None) -> None:

@@ -26,6 +26,7 @@ ENOUGH_FILES = 4096
 HOST_BYTES_PER_PARAMETER = 79
 SHARED_BYTES_PER_PARAMETER = 12  # of these in /dev/shm
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
+LOCAL_STATE_BYTES_PER_PARAMETER = 24  # with local steps also the outer momentum, and this peer's own moments
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Check:
         return line if self.level == "ok" or not self.hint else f"{line}\n{'':24}-> {self.hint}"
 
 
-def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
+def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1) -> list[Check]:
     """Run the checks that take no time."""
     files = raise_file_limit()
     message = f"{files:,} at most" if files < math.inf else "no limit"
@@ -53,7 +54,8 @@ def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
     hint = "end other programs, add swap, or train a smaller --config_path"
     level = "fatal" if free < needed else "warning" if free < 1.2 * needed else "ok"
     checks.append(Check("memory", message, hint, level))
-    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
+    of_state = STATE_BYTES_PER_PARAMETER if local_steps == 1 else LOCAL_STATE_BYTES_PER_PARAMETER
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
@@ -63,10 +65,13 @@ def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
     return checks
 
 
-def check_disk(folder: str, parameters: int, kept: int) -> Check:
-    """Check the free space for the model and `kept` training states; less than one of them is fatal."""
+def check_disk(folder: str, parameters: int, kept: int, of_state: int = STATE_BYTES_PER_PARAMETER) -> Check:
+    """Check the free space for the model and `kept` training states; less than one of them is fatal.
+
+    :param of_state: the bytes of a state per parameter
+    """
     # one more than are kept may be in the making
-    one, needed = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
+    one, needed = ((of_state * states + 4) * parameters for states in (1, kept + 1))
     path = Path(folder).absolute()
     free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
     message = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
@@ -105,9 +110,9 @@ def warn_of(checks: list[Check]) -> None:
 def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     """Check a trainer's needs before it joins, lock its folder, keep its identity there, and return the state to resume
     from, if any."""
-    swarm, *_, data_args, args = groups
+    swarm, *_, averaging, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    warn_of(check_machine(model.num_parameters(), args))
+    warn_of(check_machine(model.num_parameters(), args, averaging.local_steps))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
     return choose_state(args, model, swarm.experiment_prefix)

@@ -94,7 +94,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         show(Check("dataset", f"{size} for {name}"))
     model = make_trained_model(model_args, args, tokenizer)
     show(Check("model", f"{model.num_parameters():,} parameters, {describe_architecture(model)}"))
-    show(*check_machine(model.num_parameters(), args))
+    show(*check_machine(model.num_parameters(), args, averaging.local_steps))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
 
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)

@@ -53,6 +53,9 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     for parameters, level in ((1000, "ok"), (10**14, "fatal")):
         levels = {check.what: check.level for check in check_machine(parameters, args)}
         assert levels["memory"] == levels["disk"] == level
+    parameters = int(shutil.disk_usage(tmp_path).free / 20)  # a model takes 4 bytes, a state 12 or 24
+    levels = [{it.what: it.level for it in check_machine(parameters, args, steps)}["disk"] for steps in (1, 25)]
+    assert levels == ["warning", "fatal"]
 
 
 def test_file_limit_is_raised_if_allowed():
