@@ -160,7 +160,7 @@ class Uplink:
             if now > self._free_at.value + PAUSE:
                 self._began.value = now
             start = max(now - CATCH_UP, self._free_at.value)
-            rate *= min(1.0, 2 ** ((start - self._began.value) / 0.15 - 2))  # after a pause, connections begin slowly
+            rate *= 2 ** min(0.0, (start - self._began.value) / 0.15 - 2)  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
             if not is_round:
                 pause = size / rate * (ROUND_SHARE if now < self._round_at.value + PAUSE else 1)

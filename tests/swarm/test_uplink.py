@@ -300,6 +300,15 @@ def test_busy_core_lowers_no_rate(send_streams, is_round):
     assert 0.9 < late / usual < 1.02
 
 
+def test_uplink_sending_for_minutes_keeps_rate():
+    """In a round of a large model on a slow uplink, there is no pause for minutes."""
+    uplink = Uplink()
+    uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)  # 1 MB/s
+    uplink.reserve(10**9, is_round=True)
+    first, second = (uplink.reserve(size, is_round=True) for size in (10**6, 1))
+    assert first > 900 and second - first == pytest.approx(1.0, abs=0.1)
+
+
 def test_queueing_delay_lowers_rate():
     uplink = Uplink()
 
