@@ -86,7 +86,7 @@ class SyncBackoff:
         self.min_epoch = swarm_epoch + 1
         if self.stale_downloads < MAX_STALE_DOWNLOADS and not is_too_slow:
             return 0.0
-        pause = min(MAX_SYNC_PAUSE, seconds * 2 ** max(0, self.stale_downloads - MAX_STALE_DOWNLOADS))
+        pause = min(MAX_SYNC_PAUSE, seconds * 2 ** min(20, max(0, self.stale_downloads - MAX_STALE_DOWNLOADS)))
         self.not_before = now + pause
         return pause
 

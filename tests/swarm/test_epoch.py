@@ -102,4 +102,6 @@ def test_stale_download_backs_off():
     first = MAX_STALE_DOWNLOADS - 2
     assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
     assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(98, at_99, 100.0 + MAX_SYNC_PAUSE - 1)
+    for _ in range(1100):  # of a peer that is too slow for days
+        assert backoff.record_stale_download(9, 20.0, True, 100.0) == MAX_SYNC_PAUSE
     assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0
