@@ -373,9 +373,9 @@ class PeerTracker:
         at_epoch = [it for it in counted if it.epoch == epoch]
         samples = sum(int(min(it.samples_accumulated, max_samples)) for it in at_epoch)
         # they have more by now than they have reported
-        estimated = samples + sum(max(0.0, now - it.time) * speeds[it.peer_id] for it in at_epoch)
+        estimates = [it.samples_accumulated + max(0.0, now - it.time) * speeds[it.peer_id] for it in at_epoch]
         speed = max(sum(speeds.values()), self.performance_ema.eps)
-        seconds_left = max(0.0, self.target_batch_size - estimated) / speed
+        seconds_left = max(0.0, self.target_batch_size - sum(min(it, max_samples) for it in estimates)) / speed
 
         # a peer that has just joined has had no epoch yet; and a claimed speed does not shorten the last one
         known_speed = sum(speeds[it.peer_id] for it in counted if it is own or self.trust.is_known(it.peer_id))

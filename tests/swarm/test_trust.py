@@ -267,6 +267,19 @@ def test_claimed_batch_does_not_end_epoch(dhts):
         assert tracker.view.samples == 1
 
 
+def test_backdated_record_does_not_end_epoch(dhts):
+    """A peer may have computed for 50 minutes by the time in its record, but not in an epoch of 10 seconds."""
+    with run_trackers(dhts[:1], 400) as [tracker], tracker.lock:
+        tracker.trust.attested = {b"a", b"b", b"c"}
+        tracker.update_epoch(1)
+        tracker._epoch_began -= 10.0
+        records = [make_record(b"a", 1), make_record(b"b", 1), make_record(b"c", 1, ago=3000.0)]
+        values = {it.peer_id: ValueWithExpiration(it.dict(), math.inf) for it in records}
+        tracker.apply_records(ValueWithExpiration(values, math.inf), 0.0)
+        assert tracker.view.samples == 3 and not tracker.ready_to_update_epoch
+        assert tracker.view.ends_at - get_dht_time() == pytest.approx((400 - 1 - 1 - 40) / 3, rel=0.1)
+
+
 def test_commit_does_not_raise_speed(dhts):
     """The samples since the offer, of several steps, are no work of the first step after the commit."""
     with run_trackers(dhts[:1], 400) as [tracker]:
