@@ -86,8 +86,8 @@ class RobustReducer(TensorPartReducer):
 
     async def accumulate_part(self, sender_index: int, part_index: int, tensor_part, weight: float = 1.0):
         """Accumulate a part as hivemind does, but raise ProtocolViolation if it cannot be averaged."""
-        if tensor_part.shape != self.part_shapes[part_index]:
-            raise ProtocolViolation(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
+        if tensor_part.shape != self.part_shapes[part_index] or tensor_part.dtype != torch.float32:
+            raise ProtocolViolation(f"sent a part of the shape {tuple(tensor_part.shape)[:9]} in {tensor_part.dtype}")
         if not 0 <= weight < math.inf or not (tensor_part @ tensor_part).isfinite():
             raise ProtocolViolation("sent a part that is not finite")
         if self.settings.max_weight is not None:

@@ -7,6 +7,7 @@ import sys
 import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 
 from common.console import clean_end, setup_logging
 from swarm.averager import FailFastAllReduceRunner
@@ -22,6 +23,7 @@ SENT = {
     "huge": lambda part: part.fill_(1e30),
     "flip": lambda part: part.mul_(-10),
     "shape": lambda part: part,
+    "type": lambda part: part,
     "zeros": lambda part: part.zero_(),
 }
 ANSWERED = {
@@ -100,16 +102,16 @@ def lie_as_sender(kind: str) -> None:
         if kind != "broken":  # an honest one finds out itself, and leaves
             self.tensor_part_reducer.__class__ = TensorPartReducer
 
-    async def spoil_shape(self, peer_index: int):
+    async def spoil_message(self, peer_index: int):
         async for message in generate(self, peer_index):
-            message.tensor_part.size[0] -= 1
-            message.tensor_part.buffer = message.tensor_part.buffer[:-4]
+            part = deserialize_torch_tensor(message.tensor_part)
+            message.tensor_part.CopyFrom(serialize_torch_tensor(part[1:] if kind == "shape" else part.double()))
             yield message
 
     FailFastAllReduceRunner.__init__ = spoil
     RoundTrust.record_averages = lambda *_: None  # or it would ban the honest ones, whose averages are not its own
-    if kind == "shape":
-        FailFastAllReduceRunner._generate_input_for_peer = spoil_shape
+    if kind in ("shape", "type"):
+        FailFastAllReduceRunner._generate_input_for_peer = spoil_message
 
 
 def lie_as_reducer(kind: str) -> None:

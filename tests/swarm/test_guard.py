@@ -110,6 +110,16 @@ def test_invalid_part_excludes_only_its_sender(bad):
     assert second.tolist() == pytest.approx([(0 + 1 + 4) / 4] * 3)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.complex64, torch.int64])
+def test_part_of_other_type_excludes_only_its_sender(kind):
+    """Otherwise, the average fails, with an honest peer as the cause."""
+    parts = {index: [torch.full((7,), 2.0), torch.full((3,), 2.0)] for index in range(3)}
+    other = {3: [torch.ones(7, dtype=kind), torch.ones(3, dtype=kind)]}
+    for in_order in (parts | other, other | parts):
+        first, second = asyncio.run(reduce(in_order, [1] * 4, 100))
+        assert first.tolist() == pytest.approx([2.0] * 7) and second.tolist() == pytest.approx([2.0] * 3)
+
+
 def test_reducer_bounds_weights_and_takes_median():
     for last, mean in ((1.0, 10 / 7), (100.0, 2.0)):  # at four times the median weight, and of the median norm
         parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((2.0, 2.0, 2.0, last))}
