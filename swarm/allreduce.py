@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
@@ -133,8 +132,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
                 if is_requested:
-                    serialize = partial(serialize_torch_tensor, average - tensor, message.tensor_part.compression)
-                    answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize))
+                    delta, codec = average - tensor, message.tensor_part.compression
+                    answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize_torch_tensor, delta, codec))
                 yield answer
         except BannedException:
             logger.debug(f"sender {sender_index} is already excluded from this round")
@@ -152,6 +151,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """Pass a peer's messages on, and record the bytes and the time of each."""
         async for message in messages:
             self.uplink.count_received(message.ByteSize())
+            message.tensor_part.requires_grad = False  # otherwise, autograd would keep the tensors of all rounds
             self.last_activity[peer_id] = time.monotonic()
             self.arrived += 1
             yield message

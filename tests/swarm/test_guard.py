@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import as_aiter
 from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer
@@ -27,6 +30,7 @@ from swarm.guard import (
 from swarm.log_records import unpack
 from swarm.matchmaking import RoundState, sign_round_state
 from swarm.trust import REVERSED_AVERAGE
+from swarm.uplink import Uplink
 
 
 def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch.Tensor:
@@ -118,6 +122,19 @@ def test_part_of_other_type_excludes_only_its_sender(kind):
     for in_order in (parts | other, other | parts):
         first, second = asyncio.run(reduce(in_order, [1] * 4, 100))
         assert first.tolist() == pytest.approx([2.0] * 7) and second.tolist() == pytest.approx([2.0] * 3)
+
+
+def test_message_of_peer_needs_no_gradient():
+    """Otherwise, the averaged tensors keep the messages of all rounds for autograd."""
+    part = serialize_torch_tensor(torch.ones(3).requires_grad_())
+    runner, peer = SimpleNamespace(uplink=Uplink(), last_activity={}, arrived=0), PeerID(b"a")
+
+    async def read() -> torch.Tensor:
+        messages = as_aiter(averaging_pb2.AveragingData(tensor_part=part))
+        message = await anext(FailFastAllReduceRunner.record_activity(runner, messages, peer))
+        return deserialize_torch_tensor(message.tensor_part)
+
+    assert deserialize_torch_tensor(part).requires_grad and not asyncio.run(read()).requires_grad
 
 
 def test_reducer_bounds_weights_and_takes_median():
