@@ -64,7 +64,7 @@ class GatheredData(NamedTuple):
 def parse_gathered(data: bytes) -> GatheredData:
     """Parse the data that a peer sends to its group, or raise ValueError with a predicate whose subject is the peer."""
     try:
-        mbits, mode, content = MSGPackSerializer.loads(data[:MAX_GATHERED])
+        mbits, mode, content = MSGPackSerializer.loads(data if len(data) <= MAX_GATHERED else b"")
         if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
             raise ValueError(f"implausible bandwidth of {mbits} Mbit/s")
         content = MSGPackSerializer.loads(content)

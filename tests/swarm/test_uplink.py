@@ -22,7 +22,7 @@ from swarms import Swarm, epochs
 
 from arguments import AveragingArguments
 from swarm.config import AveragingConfig, make_config
-from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
+from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink, choose_peers
 
@@ -515,6 +515,15 @@ def test_implausible_bandwidth_is_refused(claim):
     assert [parse_gathered(pack(rate))[2] for rate in (None, *PLAUSIBLE_MBITS)] == [None, *PLAUSIBLE_MBITS]
     with pytest.raises(ValueError, match="bandwidth|invalid group data"):
         parse_gathered(pack(claim))
+
+
+def test_too_long_group_data_is_refused():
+    """hivemind parses all of it, and would fail in the round of each member."""
+    content = MSGPackSerializer.dumps("x" * (MAX_GATHERED - 9))
+    data = MSGPackSerializer.dumps([None, AveragingMode.NODE.value, content])
+    assert len(data) == MAX_GATHERED and parse_gathered(data).state is None
+    with pytest.raises(ValueError, match="invalid group data"):
+        parse_gathered(data + b"x")
 
 
 def test_long_epochs_lengthen_timeouts():
