@@ -210,7 +210,7 @@ class EarlyStartMatchmaking(Matchmaking):
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
         is_own = data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
-        is_valid = is_own and len(data_by_peer) == len(message.gathered)
+        is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
         if is_valid and states[self.peer_id]:
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:

@@ -14,17 +14,20 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.matchmaking import PotentialLeaders
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
-from hivemind.proto import dht_pb2
+from hivemind.proto import averaging_pb2, dht_pb2
 from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
 from arguments import AveragingArguments
 from swarm.config import AveragingConfig, make_config
-from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, parse_gathered
+from swarm.guard import SKETCH_SIZE, MaliciousPeersError
+from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, parse_gathered, sign_round_state
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink, choose_peers
+from utils import find_peer_id
 
 # A round sends 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -524,6 +527,20 @@ def test_too_long_group_data_is_refused():
     assert len(data) == MAX_GATHERED and parse_gathered(data).state is None
     with pytest.raises(ValueError, match="invalid group data"):
         parse_gathered(data + b"x")
+
+
+def test_leader_adding_members_without_data_is_banned():
+    """The group would end with an assertion of hivemind, which names no peer."""
+    key = b"[owner:%s]" % RSAPrivateKey.process_wide().get_public_key().to_bytes()
+    state = sign_round_state(5, True, "", [0.0] * SKETCH_SIZE)
+    data = MSGPackSerializer.dumps([None, AveragingMode.NODE.value, MSGPackSerializer.dumps(state)])
+    matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
+    matchmaking.peer_id, matchmaking.step_control = PeerID(find_peer_id(key)), SimpleNamespace(data_for_gather=data)
+    leader, members = PeerID(b"leader"), [matchmaking.peer_id.to_bytes(), b"leader"]
+    message = averaging_pb2.MessageFromLeader(group_id=b"group", ordered_peer_ids=members, gathered=[data])
+    with pytest.raises(MaliciousPeersError, match="forged") as caught:
+        asyncio.run(matchmaking.follower_assemble_group(leader, message))
+    assert list(caught.value.args[0]) == [leader]
 
 
 def test_long_epochs_lengthen_timeouts():
