@@ -146,7 +146,7 @@ class GradientAverager(VerifyingAverager):
         agreeing = [peer for peer in agreeing if peer not in outliers]
         if self.mode != AveragingMode.AUX and self.peer_id not in agreeing:
             # not the next epoch: a group may form long before its epoch ends
-            raise StateDivergedError(chosen[0], [peer.to_bytes() for peer in agreeing])
+            raise StateDivergedError(chosen[0], *([it.to_bytes() for it in peers] for peers in (agreeing, trainers)))
         if len(agreeing) == 1:
             raise PeersBehindError(f"no other peer has the same state in a group of {len(trainers)} trainers")
         remaining = [peer for peer in members if peer not in trainers or peer in agreeing]

@@ -173,10 +173,8 @@ class EarlyStartMatchmaking(Matchmaking):
 
     def get_request_expiration_time(self) -> float:
         """Return when a request of this peer expires. A client leads no group, and so follows any leader (note 82)."""
-        expiration = super().get_request_expiration_time()
-        if self.client_mode:
-            expiration = max(expiration, get_dht_time() + self.group_key_manager.dht.uplink.timeouts.group_search)
-        return expiration
+        expiration, timeouts = super().get_request_expiration_time(), self.group_key_manager.dht.uplink.timeouts
+        return max(expiration, get_dht_time() + timeouts.group_search) if self.client_mode else expiration
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""

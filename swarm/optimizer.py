@@ -316,9 +316,9 @@ class CollaborativeOptimizer:
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""
         if not STOP_REQUESTED.is_set():
-            state_of_others = cause.args if isinstance(cause, StateDivergedError) else ()
-            if state_of_others or self.epoch.has_missed_step(self._collect_inputs()):
-                self.load_state_from_peers(*state_of_others)
+            is_diverged = isinstance(cause, StateDivergedError) and self.tracker.is_most(cause.args[2])
+            if is_diverged or self.epoch.has_missed_step(self._collect_inputs()):
+                self.load_state_from_peers(*cause.args[:2] if is_diverged else ())
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
                 self.tracker.stop_waiting_for_stragglers(self.local_epoch)

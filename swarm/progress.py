@@ -226,6 +226,11 @@ class PeerTracker:
         """Whether too few peers are at this epoch for a round."""
         return 1 + len(self.peers_at_epoch) < self.count_min_group_size(awaits_all=False)
 
+    def is_most(self, group: Iterable[bytes]) -> bool:
+        """Return whether this group has, with this peer, most known contributors: a leader may omit any."""
+        known = set(filter(self.trust.is_known, self.peers_at_epoch))
+        return 1 + len(known.intersection(group)) > len(known.difference(group))
+
     def list_donors(self) -> list[bytes]:
         """Return the ids of known contributors, which choose the state. Clients serve only those that they called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
@@ -274,8 +279,7 @@ class PeerTracker:
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
-        records = [present[peer_id] for peer_id in peer_ids if peer_id in present]
-        quiet = [record for record in records if not record.client_mode and record.time < quiet_since]
+        quiet = [it for p in peer_ids if (it := present.get(p)) and not it.client_mode and it.time < quiet_since]
         pinged = {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}
         if pinged:
             future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)

@@ -143,8 +143,7 @@ class Rounds:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
         result = next(iter(group.values()))
-        samples = self.grad_averager.finish(result)
-        self.stats.record_step(samples, group_size=len(group))
+        self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
         self.stats.members = result.members
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         self.tracker.ban(result.violations)

@@ -280,6 +280,18 @@ def test_backdated_record_does_not_end_epoch(dhts):
         assert tracker.view.ends_at - get_dht_time() == pytest.approx((400 - 1 - 1 - 40) / 3, rel=0.1)
 
 
+def test_group_without_most_contributors_is_recognized(dhts):
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.lock:
+        tracker.update_epoch(5)
+        tracker.others = make_records(*NAMES) | make_records(b"new") | make_records(b"behind", epoch=3)
+        assert tracker.is_most([]) and tracker.is_most([b"new"]), "no contributor is known"
+        tracker.trust.attested = {*NAMES, b"behind"}
+        groups = [b"new"], [b"a", b"new"], [b"a", b"b"], NAMES
+        assert [tracker.is_most(group) for group in groups] == [False, False, True, True]
+        tracker.trust.mark_silent([b"c", b"d"])
+        assert [tracker.is_most(group) for group in groups] == [False, True, True, True]
+
+
 def test_commit_does_not_raise_speed(dhts):
     """The samples since the offer, of several steps, are no work of the first step after the commit."""
     with run_trackers(dhts[:1], 400) as [tracker]:
