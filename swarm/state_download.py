@@ -62,7 +62,7 @@ MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of 
 NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
 MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see dump_moments
-PLAIN_TYPES = (int, float, str, type(None))  # of the numbers and settings in an optimizer's state that are no tensors
+NUMBER, SETTING = (int, float), (str, type(None))  # types of the values in an optimizer's state that are no tensors
 # dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
 NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
@@ -94,7 +94,7 @@ class Donor:
     peer: PeerID
     metadata: dict
     infos: list[CompressionInfo]
-    digests: torch.Tensor  # one row per block, then one per plain number of the optimizer
+    digests: torch.Tensor  # a row for each block, then for each value of the optimizer: the number, or 0
     rank: tuple = ()  # a larger tuple is better
     elements: int = 0  # elements received
     silence: asyncio.Timeout | None = None  # the end of the wait for the next message
@@ -126,7 +126,7 @@ class Donor:
         return self.metadata["epoch"], self.metadata["lineage"]
 
     def has_state_of(self, other: "Donor") -> bool:
-        """Return whether both donors describe the same state, with as many digests: a text has none."""
+        """Return whether both donors describe the same state; of those that do, the metadata of one is used."""
         own, others = ((it.key, it.metadata["tensors"], it.digests.shape) for it in (self, other))
         return own == others and not digests_differ(self.digests, other.digests, self.floors)
 
@@ -313,17 +313,17 @@ class StateDownload:
         expected = [(param, TensorRole.PARAMETER if self.optimizer else TensorRole.GRADIENT) for param in self.params]
         own, moments = dump_moments(self.optimizer) if self.optimizer else ([], [])
         plain = torch.zeros(()), TensorRole.OPTIMIZER
-        theirs, plain_numbers = metadata.get("optimizer_metadata", []), []
+        theirs, numbers = metadata.get("optimizer_metadata", []), []
         if not isinstance(theirs, list) or len(theirs) != len(own):
             raise ValueError("the optimizer's state differs from this peer's")
         for item, own_item in zip(theirs, own, strict=True):
             own_moment = moments[own_item["index"]] if own_item["type"] == "tensor" else plain
-            if item == {"type": "tensor", "index": len(expected) - len(self.params)}:
+            kinds = NUMBER if isinstance(own_item.get("value", 0), NUMBER) else SETTING
+            if item == {"type": "tensor", "index": len(expected) - len(self.params)} and type(item["index"]) is int:
                 expected.append(own_moment)
-            elif own_moment[0].ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
+            elif own_moment[0].ndim or set(item) != {"type", "value"} or not isinstance(item["value"], kinds):
                 raise ValueError("the optimizer's state differs from this peer's")
-            elif isinstance(item["value"], (int, float)):
-                plain_numbers.append([float(item["value"])] * (1 + NUM_SUMS))
+            numbers.append([float(item["value"]) if isinstance(item.get("value"), NUMBER) else 0.0] * (1 + NUM_SUMS))
         descriptions = metadata.get("tensors")
         if not isinstance(descriptions, list) or len(descriptions) != len(expected):
             raise ValueError(f"the state does not have {len(expected)} tensors, as this peer's has")
@@ -338,7 +338,7 @@ class StateDownload:
         if type(digests) is not bytes or len(digests) != 4 * (1 + NUM_SUMS) * len(blocks):
             raise ValueError(f"the description does not have digests for {len(blocks)} blocks")
         digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-        digests = torch.cat((digests, torch.tensor(plain_numbers).view(-1, 1 + NUM_SUMS)))
+        digests = torch.cat((digests, torch.tensor(numbers).view(-1, 1 + NUM_SUMS)))
         if not digests.isfinite().all():
             raise ValueError("the state is not finite")
         return Donor(peer, metadata, infos, digests, self.rank(peer))

@@ -25,7 +25,8 @@ from programs.peers import make_state_averager
 from records import run_dhts
 from swarms import start_peer
 
-from arguments import AveragingArguments
+from arguments import AveragingArguments, OptimizerArguments
+from experiment.optimizer import choose_optimizer
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
@@ -54,6 +55,7 @@ from swarm.state_server import (
     StateServer,
     StateSnapshot,
     digest,
+    dump_moments,
 )
 from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
@@ -234,6 +236,50 @@ def test_large_count_of_steps_hides_no_difference():
     fewer.digests = fewer.digests[:-1]  # of a donor with a text in place of a number
     assert not state.has_state_of(fewer)
     assert {state.measure_distance(other) for other in [*far, describe(steps=0.0)]} == {float("inf")}
+
+
+def describe_optimizer(name: str) -> tuple[torch.optim.Optimizer, dict]:
+    """Return an optimizer after ten steps, and a donor's description of its state."""
+    torch.manual_seed(0)
+    make, _ = choose_optimizer(OptimizerArguments(optim=name, learning_rate=0.1))
+    optimizer = make([{"params": [torch.nn.Parameter(torch.randn(30, 20))]}])
+    for _ in range(10):
+        list_params(optimizer)[0].grad = torch.randn(30, 20)
+        optimizer.step()
+    values, moments = dump_moments(optimizer)
+    tensors = [(list_params(optimizer)[0].detach(), TensorRole.PARAMETER), *moments]
+    infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in tensors]
+    metadata = {"epoch": 3, "lineage": "a", "optimizer_metadata": values}
+    return optimizer, StateSnapshot(metadata, [tensor for tensor, _ in tensors], infos, 60.0).description
+
+
+@pytest.mark.parametrize("name, wrong", [("adamw", 1.0), ("lamb", True), ("lamb", "text"), ("adamw", 7)])
+def test_value_of_another_kind_is_refused(name, wrong):
+    """A joining peer would fail at its next step, or when it loads the state."""
+    optimizer, description = describe_optimizer(name)
+    values = description["optimizer_metadata"]
+    download = StateDownload(SimpleNamespace(), list_params(optimizer), optimizer)
+    assert download.parse_description(PeerID(b"a"), description, 0)
+    if wrong in (0, 1):  # the number of a tensor
+        [changed] = [item for item in values if item.get("index") == 1]
+        changed["index"] = wrong
+    else:  # the count of steps; a setting of AdamW
+        changed = next(item for item in reversed(values) if item.get("value", 0) == (10 if name == "lamb" else None))
+        changed["value"] = wrong
+    with pytest.raises(ValueError, match="the optimizer's state differs"):
+        download.parse_description(PeerID(b"a"), description, 0)
+
+
+def test_exchanged_values_are_another_state():
+    """LAMB's count of steps is a number, and its trust ratio a tensor. Both numbers are described in the same order."""
+    optimizer, description = describe_optimizer("lamb")
+    download = StateDownload(SimpleNamespace(), list_params(optimizer), optimizer)
+    honest = download.parse_description(PeerID(b"a"), description, 0)
+    values = list(description["optimizer_metadata"])
+    step = next(number for number, item in enumerate(values) if item.get("value") == 10)
+    values[step], values[step + 1] = values[step + 1], values[step]
+    other = download.parse_description(PeerID(b"b"), description | {"optimizer_metadata": values}, 0)
+    assert not honest.has_state_of(other) and not other.has_state_of(honest)
 
 
 def test_busy_donor_offers_state_without_step():
