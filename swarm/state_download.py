@@ -127,7 +127,7 @@ class Donor:
 
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state; of those that do, the metadata of one is used."""
-        own, others = ((it.key, it.metadata["tensors"], it.digests.shape) for it in (self, other))
+        own, others = ((it.key, *map(it.metadata.get, ("tensors", "group")), it.digests.shape) for it in (self, other))
         return own == others and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:

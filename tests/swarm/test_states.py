@@ -282,6 +282,13 @@ def test_exchanged_values_are_another_state():
     assert not honest.has_state_of(other) and not other.has_state_of(honest)
 
 
+def test_step_of_another_group_is_another_state():
+    """A peer that made the step with this group's id would be alone with its lineage."""
+    first, second = describe(), describe(peer=b"b")
+    first.metadata["group"], second.metadata["group"] = b"group", b"invented"
+    assert not first.has_state_of(second) and first.has_state_of(first)
+
+
 def test_busy_donor_offers_state_without_step():
     """With a step, the joining peer would take a healthy donor for a faulty one."""
     state, step = (
