@@ -437,7 +437,7 @@ class BlockDownload:
                 if message.metadata:
                     raise ValueError(f"the donor no longer has the state of epoch {donor.key[0]}")
                 parts.append(message.tensor_part)
-                size += len(message.tensor_part.buffer)
+                size += 2**12 + message.ByteSize()  # so that empty messages count as well
                 if not numbers or size > 16 * BLOCK:
                     raise ValueError("the donor sent more data than requested")
                 if len(parts) >= parts[0].chunks:

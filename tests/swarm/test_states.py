@@ -18,6 +18,8 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, NoCompression, TensorRole
 from hivemind.p2p import PeerID
+from hivemind.proto.averaging_pb2 import DownloadData
+from hivemind.proto.runtime_pb2 import Tensor
 from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import make_prefix, wait_until
@@ -287,6 +289,25 @@ def test_step_of_another_group_is_another_state():
     first, second = describe(), describe(peer=b"b")
     first.metadata["group"], second.metadata["group"] = b"group", b"invented"
     assert not first.has_state_of(second) and first.has_state_of(first)
+
+
+def test_empty_messages_are_limited():
+    """Thousands of them for one block would otherwise be kept until the download ends."""
+    tensors, messages = [torch.randn(5)], []
+    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
+    digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
+
+    async def answer(*_):
+        while len(messages) < 10_000:
+            messages.append(DownloadData(tensor_part=Tensor(chunks=10**9)))
+            yield messages[-1]
+
+    failures = []
+    averager = SimpleNamespace(request_state=answer, donor_timeout=9.0, download_progress=DownloadProgress())
+    donor = Donor(PeerID(b"a"), snapshot.description, snapshot.infos, digests)
+    download = BlockDownload([donor], averager, lambda peer, error: failures.append(str(error)))
+    asyncio.run(download.run(60.0))
+    assert failures == ["the donor sent more data than requested"] and len(messages) < 1000
 
 
 def test_busy_donor_offers_state_without_step():
