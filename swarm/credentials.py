@@ -140,9 +140,10 @@ class Authority:
             if len(revoked) > MAX_REVOKED:
                 raise SwarmError(f"{MAX_REVOKED} invitations are revoked: start a run with another `authority_key`")
             ids = (PeerID.from_base58(name).to_bytes() for name in revoked)
-            # Peers keep the list with the newest time, so it must increase even if this clock was set back.
-            last, _ = read_revocations(bytes.fromhex(run["revocations"]), self.public_key, prefix)
-            run["revocations"] = self.sign(b"revocations", [prefix, max(now, last + 1.0), *ids]).hex()
+            with contextlib.suppress(ValueError):  # peers ignore the list of an earlier key
+                # Peers keep the list with the newest time, so it must increase even if this clock was set back.
+                now = max(now, read_revocations(bytes.fromhex(run["revocations"]), self.public_key, prefix)[0] + 1.0)
+            run["revocations"] = self.sign(b"revocations", [prefix, now, *ids]).hex()
         return len(members)
 
 

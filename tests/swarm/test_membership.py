@@ -22,7 +22,7 @@ from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
-from swarm.credentials import Authority, load_invitation, parse_credential
+from swarm.credentials import Authority, load_invitation, parse_credential, read_revocations
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.membership import OF_MEMBERS, AccessDeniedError, Membership, explain_denial
@@ -323,3 +323,16 @@ def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
     Path("authority.pem").write_text("hello")
     with pytest.raises(UserError, match="--authority_key authority.pem: it does not hold"):
         Authority("authority.pem")
+
+
+def test_new_key_next_to_old_list_revokes(tmp_path):
+    """The organizer has lost the key, and the monitor has made another one."""
+    path, prefix = tmp_path / "authority.pem", make_prefix()
+    make_invitation(tmp_path, prefix, "ada")
+    Authority(path).revoke(prefix, "ada")
+    path.unlink()
+    make_invitation(tmp_path, prefix, "bob")
+    authority = Authority(path)
+    assert authority.revoke(prefix, "bob") == 1
+    listed = bytes.fromhex(authority.read_members()[prefix]["revocations"])
+    assert len(read_revocations(listed, authority.public_key, prefix)[1]) == 2
