@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import math
 import multiprocessing
+import os
 import resource
+import signal
 
 import hivemind
 import numpy
@@ -12,7 +14,7 @@ import torch
 from hivemind.p2p import P2P, PeerID
 
 from common.files import temporary_folder
-from common.signals import block_signals
+from common.signals import block_signals, find_helpers, is_alive
 from swarm.addresses import add_quic, get_peer_id
 from swarm.attestation import RunAttestation
 from swarm.errors import SwarmError
@@ -50,11 +52,13 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Reconnect to peers, measure the uplink and forward revocations. Runs in the DHT's process, forever."""
-    jobs = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)]
-    if dht.membership:
-        jobs.append(maintain_revocations(dht, node))
-    await asyncio.gather(*jobs)
+    """Reconnect to peers, measure the uplink and forward revocations. Runs in the DHT's process, until it ends."""
+    jobs, daemon = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)], find_helpers()
+    jobs = asyncio.gather(*jobs, *([maintain_revocations(dht, node)] if dht.membership else ()))
+    while all(map(is_alive, daemon)):
+        await asyncio.sleep(1.0)
+    if node.is_alive:  # the daemon has died, and no call would ever be answered: `exit_if_process_dies` notices the end
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raise_file_limit() -> float:

@@ -93,8 +93,6 @@ class Membership:
             credential = issuer.issue(prefix, own_id, username or "authority", get_dht_time() + ISSUER_CREDENTIAL_TTL)
         return cls(credential, issuer.public_key, issuer=issuer)
 
-    # --- credentials
-
     def find_fault(self, credential: bytes, peer_id: bytes) -> str | None:
         """Return why a credential is not valid for this peer (a key of REASONS), or None if it is."""
         if not credential:
@@ -127,8 +125,6 @@ class Membership:
             logger.warning(f"refused {calls}, the last of peer {caller}, which may not take part in this run: {why}")
             self._num_rejected, self._next_warning = 0, time.monotonic() + WARNING_INTERVAL
         raise AccessDeniedError(reason)
-
-    # --- revocations
 
     @property
     def revocations(self) -> bytes:
