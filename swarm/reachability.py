@@ -84,10 +84,10 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
-    """Return the highest rate of several batches of requests to the first of the initial peers that answers, in Mbit/s.
-    The first batch is a single request, and each one doubles, so that a slow connection needs few. Runs in the DHT
-    process."""
-    request = BytesValue(value=bytes(MEASURE_BYTES))
+    """Return the highest rate of several batches of requests to the first of the initial peers that answers, in Mbit/s;
+    MIN_BANDWIDTH if all are too slow. The first batch is a single request, and each one doubles, so that a slow
+    connection needs few. Runs in the DHT process."""
+    request, slowest = BytesValue(value=bytes(MEASURE_BYTES)), None
     for peer_id in {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}:
         requests, best, start = 1, 0.0, time.monotonic()
         try:
@@ -97,13 +97,12 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
                 await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
                 best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
                 requests = min(2 * requests, MEASURE_REQUESTS)
-        except TimeoutError:
-            best = best or MIN_BANDWIDTH
-        except REQUEST_ERRORS:
+        except REQUEST_ERRORS as e:  # among them, TimeoutError
+            slowest = MIN_BANDWIDTH if isinstance(e, TimeoutError) else slowest
             if not best:
                 continue
         return best
-    return None
+    return slowest
 
 
 async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
-from hivemind.p2p import P2PDaemonError
+from hivemind.p2p import P2PDaemonError, PeerID
 from processes import LOOPBACK, make_prefix, run_python, wait_until
 
 from arguments import SwarmArguments
@@ -22,6 +22,7 @@ from swarm.reachability import (
     DIAL_BACK,
     MAX_CALLERS,
     MAX_DIALS,
+    MIN_BANDWIDTH,
     ask_to_dial_back,
     measure_rate,
     register_dial_back_handler,
@@ -180,6 +181,23 @@ def test_bandwidth_counts_if_peer_leaves_during_measurement():
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
     address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
     assert asyncio.run(measure_rate(SimpleNamespace(initial_peers=[address]), node)) > 10
+
+
+def test_bandwidth_is_measured_without_silent_peer(monkeypatch):
+    """The uplink would start at the lowest rate because one of the initial peers is frozen."""
+    monkeypatch.setattr("swarm.reachability.MEASURE_TIMEOUT", 0.2)
+    peers = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])) for number in (1, 2)]
+
+    def measure(silent: list[PeerID]) -> float:
+        async def call(peer: PeerID, *_) -> None:
+            await asyncio.sleep(60 if peer in silent else 0.01)
+
+        node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+        dht = SimpleNamespace(initial_peers=[f"/ip4/203.0.113.1/tcp/31337/p2p/{peer}" for peer in peers])
+        return asyncio.run(measure_rate(dht, node))
+
+    assert min(measure(peers[:1]), measure(peers[1:])) > 10
+    assert measure(peers) == MIN_BANDWIDTH
 
 
 def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
