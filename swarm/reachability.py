@@ -156,7 +156,7 @@ async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
                 writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
                 await read_pbmsg_safe(reader, answer)
         fields = read_fields(answer)
-        limit = read_fields(Empty.FromString(fields.get(4, b""))).get(2)
+        limit = int(read_fields(Empty.FromString(fields.get(4, b""))).get(2, 0))
     except (*REQUEST_ERRORS, TypeError, EOFError, DecodeError):
         return 0
     return (limit or math.inf) if fields.get(5) == 100 else 0  # status OK; a missing limit or 0 means unlimited

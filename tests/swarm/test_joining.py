@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import math
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from swarm.reachability import (
     MAX_CALLERS,
     MAX_DIALS,
     MIN_BANDWIDTH,
+    ask_relay_limit,
     ask_to_dial_back,
     measure_rate,
     register_dial_back_handler,
@@ -198,6 +200,21 @@ def test_bandwidth_is_measured_without_silent_peer(monkeypatch):
 
     assert min(measure(peers[:1]), measure(peers[1:])) > 10
     assert measure(peers) == MIN_BANDWIDTH
+
+
+@pytest.mark.parametrize(
+    "limit, expected", [(b"\x10\x07", 7), (b"\x10\0", math.inf), (b"", math.inf), (b"\x12\3abc", 0), (b"\x13\x14", 0)]
+)
+def test_relay_limit_is_checked(limit, expected):
+    """A relay may send bytes, or a group, in place of the number."""
+
+    async def call(*_) -> tuple:
+        answer, reader = bytes([0x22, len(limit)]) + limit + b"\x28\x64", asyncio.StreamReader()
+        reader.feed_data(bytes([len(answer)]) + answer)
+        return None, reader, SimpleNamespace(write=lambda _: None, close=lambda: None)
+
+    p2p = SimpleNamespace(call_binary_stream_handler=call)
+    assert asyncio.run(ask_relay_limit(p2p, PeerID(b"relay"))) == expected
 
 
 def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
