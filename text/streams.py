@@ -125,13 +125,14 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int]) -> Iterator[byt
     if not path.endswith(PACKED):
         file.seek(position)
     if begin:
-        position += len(file.readline())  # a line of the previous part, or only its line break
+        # a line of the previous part, or only its line break; it may be longer than this part
+        position += len(file.readline(end - position))
     while position < end and (line := file.readline(LONGEST_LINE)):
         text = line.removeprefix(codecs.BOM_UTF8) if position == 0 else line
         position += len(line)
         if len(line) == LONGEST_LINE:
             text = b""  # broken, because it is not JSON
-            while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
+            while position < end and not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
                 position += len(line)
         yield text
 

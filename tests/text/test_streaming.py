@@ -1,6 +1,7 @@
 """text/streams.py: sources, mixtures, broken records, resumption, and a trainer that uses them."""
 
 import gzip
+import io
 import itertools
 import json
 import logging
@@ -118,6 +119,24 @@ def test_stream_text_splits_between_paragraphs(tmp_path, monkeypatch):
     # two parts of 50,000 bytes
     lengths = [len(text) for text in read_pass(Source(path=str(tmp_path / "b.txt")))]
     assert sorted(lengths) == [10_000] * 2 + [20_000] * 4
+
+
+def test_stream_long_line_is_read_once(monkeypatch):
+    """A list in JSON is one line; other parts than the one where it begins look at their own bytes only."""
+    monkeypatch.setattr(streams, "LONGEST_LINE", 3000)
+    sizes = []
+
+    class CountedFile(io.BytesIO):
+        def readline(self, *size: int) -> bytes:
+            line = super().readline(*size)
+            sizes.append(len(line))
+            return line
+
+    content = b'{"text": "One."}\n' + 50_000 * b"x" + b'\n{"text": "Two."}\n'
+    file, parts = CountedFile(content), range(0, len(content), 1000)
+    lines = [line for begin in parts for line in streams.read_lines(file, "a.jsonl", (begin, begin + 1000))]
+    assert lines == [b'{"text": "One."}\n', b"", b'{"text": "Two."}\n']
+    assert max(sizes) == 3000 and sum(sizes) < len(content) + 3000 + len(parts)
 
 
 def test_stream_broken_records_are_counted(tmp_path, caplog):
