@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -260,6 +261,8 @@ def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
         ({"train_file": "none.txt"}, ["no file none.txt"]),
         ({"train_file": "empty.txt"}, ["no text", "empty.txt"]),
         ({"dataset_name": "."}, ["the dataset . cannot be read"]),
+        ({"dataset_name": "cut"}, ["the dataset cut cannot be read (", "JSON"]),
+        ({"dataset_name": "columns"}, ["the dataset columns cannot be read (", "column"]),
         ({"dataset_name": "texts", "text_column": "body"}, ["there is text", "--text_column"]),
         ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
         ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),
@@ -275,6 +278,9 @@ def test_missing_text_is_one_line(written, tmp_path, monkeypatch, options, words
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text(json.dumps({"text": "A b."}))
+    for name, line in (("cut", '{"text": "C'), ("columns", '{"text": "C d.", "id": 1}')):
+        shutil.copytree(tmp_path / "texts", tmp_path / name)
+        (tmp_path / name / "train_2.jsonl").write_text(line)
     model = ModelArguments(str(ROOT / "configs" / "demo.json"), tokenizer_path=str(written / "tokenizer"))
     with expect_user_error(*words):
         data.load_data(model, DataArguments(dataset_cache_dir=str(tmp_path / "cache"), **options), True)

@@ -210,10 +210,13 @@ def load_hub_splits(
 
         try:
             found = datasets.load_dataset(*name, cache_dir=cache_dir)
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+            reason = first_line(e)
+            if isinstance(e, datasets.exceptions.DatasetGenerationError):  # only its cause says what is malformed
+                reason = " ".join(str(e.__cause__ or e).split())[:200]
             if not is_folder:
-                raise
-            raise UserError(f"{what} cannot be read ({first_line(e)})") from e
+                raise ValueError(reason) from e  # which `hub` expects
+            raise UserError(f"{what} cannot be read ({reason})") from e
     if "train" not in found:
         raise UserError(f"{what} has no split train, but {', '.join(found)}: use another dataset")
     splits = {}
