@@ -20,7 +20,12 @@ def merge(folder: Path, output_dir: Path) -> None:
     import transformers
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    from experiment.model import OWN_MODELS
+    from models.lean_albert import AUTO_CLASSES
+
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    own = {kind.__name__: kind for kind in (*AUTO_CLASSES.values(), *OWN_MODELS.values())}
+    kind = own.get(name) or getattr(transformers, name)
     model = kind.from_pretrained(folder, trust_remote_code=False)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, BaseTunerLayer):
