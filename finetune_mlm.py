@@ -128,6 +128,8 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
             f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
             "checkpoint-N, or a state.pth next to config.json and tokenizer/"
         )
+    if (path / "adapter_config.json").is_file():  # transformers would freeze all weights
+        raise UserError(f"{path} has adapters: python -m experiment.merge {path} MERGED, and give the folder MERGED")
     cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
     return load_folder(name, f"--{'checkpoint' if args.checkpoint else 'model-name'} {name}", cure)
 

@@ -8,6 +8,7 @@ from processes import run_python
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import finetune_mlm
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
@@ -90,6 +91,15 @@ def test_merged_adapters_compute_the_same(tmp_path, make, adapted, auto_class, o
     again = run_python("-m", "experiment.merge", folder, merged, expect=2)
     assert "exists already" in again.stderr
     assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
+
+
+def test_finetune_with_adapters_names_merge(tmp_path):
+    """transformers freezes the weights of a folder with adapters."""
+    model = make_model(ModelArguments(model_name_or_path=make_lean_base(tmp_path / "base", 300), lora_r=4), 300)
+    write_weights(model, None, tmp_path / "model")
+    args = finetune_mlm.FinetuneArguments(task="terra", checkpoint=str(tmp_path / "model"))
+    with expect_user_error("model has adapters", f"python -m experiment.merge {tmp_path / 'model'}"):
+        finetune_mlm.load_pretrained(args)
 
 
 def test_lora_wrong_flags_are_one_line(tmp_path):
