@@ -179,9 +179,12 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         encoded = pretrained.tokenizer(firsts, None if seconds[0] is None else seconds, **options)
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         example.inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
+        for inputs in [inputs for inputs in example.inputs if not inputs["input_ids"]]:
+            # an empty text, to which GPT-2's tokenizer adds no special token
+            inputs |= {"input_ids": [pretrained.tokenizer.pad_token_id], "attention_mask": [1]}
         # char_to_token returns one token per character, but the tokens "▁" and "а" may both start at the letter
         text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: a special token
-        begins, ends = np.array(encoded.encodings[0].offsets).T
+        begins, ends = np.array(encoded.encodings[0].offsets, dtype=int).reshape(-1, 2).T
         example.span_tokens = []
         for places in example.spans:
             found = [(text_of == text) & (begins < end) & (ends > start) for text, start, end in places]

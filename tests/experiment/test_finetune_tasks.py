@@ -13,7 +13,7 @@ from finetune_data import BOW, QUERY, RECORDS, write_lines
 from hub_server import Commit, HubServer
 from mains import expect_user_error
 from torch.nn.functional import cross_entropy
-from transformers import AlbertTokenizer
+from transformers import AlbertTokenizer, GPT2Config
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import finetune_mlm
@@ -21,6 +21,9 @@ from common.console import UserError
 from experiment import tasks
 from experiment.tasks import TASKS, Example, load_examples, load_task_file, make_examples
 from finetune_mlm import FinetuneArguments, collate, compute_logits, compute_losses, encode, load_pretrained
+from models.pretrained import Pretrained
+from text.tokenizers import train_byte_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 CPU = torch.device("cpu")
 
@@ -379,6 +382,20 @@ def test_encode_matches_tokenizer(toy_model):
     assert encode(examples, pretrained, min(lengths)) == 1
     batch = collate(examples * 2, task, tokenizer, CPU)
     assert batch["input_ids"].shape[0] == 4 and batch["right"].tolist() == [[True, False]] * 2
+
+
+def test_encode_gives_empty_text_one_token():
+    """GPT-2's tokenizer adds no special tokens, so an empty text has none of its own."""
+    tokenizer = train_byte_tokenizer([["A text."]], TokenizeArguments(vocab_size=300))
+    tokenizer.pad_token = tokenizer.eos_token
+    pretrained = Pretrained("gpt2", GPT2Config(), tokenizer)
+    examples = [Example({}, [("", None)], [0]), Example({}, [("", "")], [1]), Example({}, [("A text.", None)], [0])]
+    assert encode(examples, pretrained, 512) == 0
+    pad = tokenizer.pad_token_id
+    assert [example.inputs for example in examples[:2]] == [[{"input_ids": [pad], "attention_mask": [1]}]] * 2
+    assert examples[2].inputs[0]["input_ids"] == tokenizer("A text.")["input_ids"]
+    batch = collate(examples[:2], TASKS["rcb"], tokenizer, CPU)
+    assert batch["input_ids"].tolist() == [[pad] * 8] * 2 and batch["attention_mask"].sum(1).tolist() == [1, 1]
 
 
 HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
