@@ -32,6 +32,7 @@ SAMPLE_TITLE = re.compile(
     r"EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY|VOLUME [IVX]+"
 )
 SAMPLE_CHAPTER = re.compile(r"(?:CHAPTER|Chapter) (?:[IVXLC]+|\d+)")
+HALF_PAIR = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # or a whole one
 PART_CHARACTERS = 50_000  # encoded at once, because some tokenizers need memory that grows with the square of a text
 
 
@@ -156,10 +157,13 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                record = json.loads(line)
+                if HALF_PAIR.search(line):  # half of a surrogate pair, which no tokenizer accepts, becomes ?
+                    record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace").decode())
             except ValueError:
                 cure = "fix it" if is_strict else "put one object on each line, or name a file of plain text .txt"
                 raise UserError(f"{path}, line {number} is not JSON: {cure}") from None
+            yield number, record
 
 
 def take_text(record: object, column: str) -> str:

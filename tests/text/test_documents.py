@@ -51,6 +51,13 @@ def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
         assert documents.read_documents(tmp_path / f"{name}{suffix}", "body") == expected
 
 
+def test_records_replace_half_of_surrogate_pair(tmp_path):
+    """Tokenizers refuse it; a whole pair is one character."""
+    (tmp_path / "a.jsonl").write_text('{"a": "x \\ud83d y", "b": ["\\uD83D\\uDE00", 1]}\n{"a": "\\u00e9"}\n')
+    records = documents.read_records(tmp_path / "a.jsonl", is_strict=True)
+    assert list(records) == [(1, {"a": "x ? y", "b": ["\U0001f600", 1]}), (2, {"a": "é"})]
+
+
 def test_sentences_stay_in_their_paragraph():
     sentences = documents.split_sentences(["Dr. Smith went home. He slept", "Then"])
     assert sentences == ["Dr. Smith went home.", "He slept", "Then"]
