@@ -160,7 +160,7 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
                 record = json.loads(line)
                 if HALF_PAIR.search(line):  # half of a surrogate pair, which no tokenizer accepts, becomes ?
                     record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace").decode())
-            except ValueError:
+            except (ValueError, RecursionError):
                 cure = "fix it" if is_strict else "put one object on each line, or name a file of plain text .txt"
                 raise UserError(f"{path}, line {number} is not JSON: {cure}") from None
             yield number, record

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from mains import expect_user_error
 from processes import ROOT
 
 from text import documents
@@ -56,6 +57,12 @@ def test_records_replace_half_of_surrogate_pair(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": "x \\ud83d y", "b": ["\\uD83D\\uDE00", 1]}\n{"a": "\\u00e9"}\n')
     records = documents.read_records(tmp_path / "a.jsonl", is_strict=True)
     assert list(records) == [(1, {"a": "x ? y", "b": ["\U0001f600", 1]}), (2, {"a": "é"})]
+
+
+def test_deeply_nested_record_is_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "A."}\n{"text": "B.", "more": ' + 100_000 * "[" + "\n")
+    with expect_user_error("a.jsonl, line 2 is not JSON"):
+        documents.read_documents(tmp_path / "a.jsonl")
 
 
 def test_sentences_stay_in_their_paragraph():
