@@ -137,6 +137,8 @@ class ModelArguments(FlagGroup):
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
+        # a flag that peers inherit has one value: names with commas between them
+        self.lora_target_modules = [name for text in self.lora_target_modules for name in text.split(",")]
 
 
 @dataclass

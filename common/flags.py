@@ -98,9 +98,9 @@ def check_username(name: str | None) -> None:
 
 def format_flag(name: str, value: Any) -> str:
     """Return a flag and its value as they are typed."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name} {value}"
+    if value is True:
+        return f"--{name}"
+    return f"--{name} {','.join(value) if isinstance(value, list) else value}"
 
 
 def list_values(groups: Iterable[Any]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from processes import run_python
 
 import arguments
 from common.console import UserError
+from common.flags import describe_shared, find_typed
+from swarm.attestation import RunAttestation
+from training.settings import apply_settings, list_settings
 
 GROUPS = load_groups()
 FIELDS = [item for groups in GROUPS.values() for group in groups for item in dataclasses.fields(group)]
@@ -98,6 +101,24 @@ def test_infinite_limit_is_accepted():
             arguments.OptimizerArguments(max_grad_norm=number)
     with pytest.raises(UserError, match="--num_train_epochs must be at most"):
         arguments.TrainerArguments(num_train_epochs=float("inf"))
+
+
+def test_flags_of_monitor_parse_in_trainer(monkeypatch):
+    """A switch that is off, and a list."""
+    monitor = ["run_training_monitor.py", "--run_id", "a", "--overlap", "False", "--model_name_or_path", "gpt2"]
+    monitor += ["--lora_r", "4", "--lora_target_modules", "c_attn", "c_proj"]
+    monkeypatch.setattr(sys, "argv", monitor)
+    groups = arguments.parse_arguments(*arguments.MONITOR_ARGS)
+    flags = describe_shared(groups, find_typed(map(type, groups)))
+    settings = list_settings(RunAttestation(prefix="a", flags=flags))
+    trainer = ["run_trainer.py", "--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--model_name_or_path", "gpt2"]
+    monkeypatch.setattr(sys, "argv", trainer)
+    own = arguments.parse_arguments(*arguments.TRAINER_ARGS)
+    _, model, _, averaging, *_ = apply_settings(own, ["--experiment_prefix=a", *settings])
+    assert model.lora_target_modules == ["c_attn", "c_proj"] and model.lora_r == 4 and not averaging.overlap
+    monkeypatch.setattr(sys, "argv", [*trainer, "--overlap", "--lora_target_modules", "c_fc"])
+    with expect_user_error("--lora_target_modules: the run has c_attn,c_proj, you have c_fc", "has False, you have on"):
+        apply_settings(own, ["--experiment_prefix=a", *settings])
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")

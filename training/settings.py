@@ -120,9 +120,9 @@ def require_attested(swarm: Swarm, groups: tuple) -> None:
 
 
 def split_setting(setting: str) -> tuple[str, str]:
-    """Split --NAME=VALUE, --NAME or --no_NAME into the name and the value, which is "on" or "off" for switches."""
-    is_off, name, value = re.fullmatch(r"--(no_)?(\w+)(?:=(.*))?", setting).groups()
-    return name, value or ("off" if is_off else "on")
+    """Split --NAME=VALUE or --NAME, a switch that is on, into the name and the value."""
+    name, value = re.fullmatch(r"--(\w+)(?:=(.*))?", setting).groups()
+    return name, value or "on"
 
 
 def apply_settings(groups: tuple, settings: list[str]) -> tuple:
