@@ -131,6 +131,24 @@ class Scripts:
             process.wait()
 
 
+def read_model_type(config_path: str) -> str:
+    """Return the model type in a configuration, or raise a UserError."""
+    try:
+        return json.loads(Path(config_path).read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+        raise UserError(f"--config_path {config_path} holds no model ({why}): give e.g. configs/lean-demo.json") from e
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove the results of an earlier demo, or raise a UserError if these are files of something else."""
+    found = [path for path in folder.iterdir() if path.name != ".lock"]
+    if found and not (folder / "tokenize.log").exists():
+        raise UserError(f"--output_dir {folder} has other files, such as {found[0].name}: give a new folder")
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
     """Tokenize the sample, and return the flags with the paths of the data."""
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
@@ -222,12 +240,10 @@ def report(output_dir: Path, epochs: int) -> None:
 def run(args: argparse.Namespace, stop: threading.Event) -> None:
     """Run the demo; raise a UserError if it fails."""
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
+    is_causal = read_model_type(args.config_path) in CAUSAL
     lock_folder("--output_dir", output_dir)
-    for path in output_dir.iterdir():
-        if path.name != ".lock":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    clear_folder(output_dir)
     with Scripts(output_dir, stop) as scripts:
-        is_causal = json.loads(Path(args.config_path).read_text())["model_type"] in CAUSAL
         epochs = 96 if is_causal else 128
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"

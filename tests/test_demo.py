@@ -1,4 +1,4 @@
-"""`make demo`, run as users do. Minutes long: `make test-all`."""
+"""`make demo`, run as users do, which takes minutes: `make test-all`."""
 
 import json
 import re
@@ -7,10 +7,8 @@ import time
 
 import psutil
 import pytest
-from processes import ROOT, wait_for_end, wait_until
+from processes import ROOT, run_python, wait_for_end, wait_until
 from safetensors.numpy import load_file
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -25,6 +23,7 @@ def find_processes(demo) -> list[psutil.Process]:
     return psutil.Process(demo.process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_demo_beats_word_frequencies(start_demo, tmp_path):
     started = time.monotonic()
     demo = start_demo()
@@ -63,6 +62,7 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
     assert "trackio" in dashboard and (out / "monitor" / "trackio" / "demo.db").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["Tokenize", "Start the monitor", "Start another peer", r"(?m)^epoch \d+/"], ids=lambda m: m.split()[-1]
 )
@@ -79,6 +79,7 @@ def test_demo_ctrl_c_leaves_no_process(start_demo, moment, number):
     assert demo.text.endswith("stopped, no process is left\n")
 
 
+@pytest.mark.slow
 def test_second_demo_leaves_first_alone(start_demo, tmp_path):
     first = start_demo()
     first.wait_for("Start the monitor", 300)
@@ -92,6 +93,23 @@ def test_second_demo_leaves_first_alone(start_demo, tmp_path):
     assert first.wait(30) == 130
 
 
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("configs/demo.json", "has other files, such as thesis: give a new folder"),
+        ("configs/no.json", "--config_path configs/no.json holds no model (No such file or directory)"),
+        ("LICENSE", "--config_path LICENSE holds no model (JSONDecodeError: "),
+    ],
+)
+def test_demo_wrong_flags_remove_nothing(tmp_path, config, words):
+    (tmp_path / "thesis").write_text("of a year")
+    result = run_python("demo.py", "--output_dir", tmp_path, "--config_path", config, expect=1)
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert (tmp_path / "thesis").read_text() == "of a year"
+
+
+@pytest.mark.slow
 def test_demo_fails_after_killed_trainer(start_demo, tmp_path):
     demo = start_demo()
     demo.wait_for(r"(?m)^epoch \d+/", 300)
