@@ -73,7 +73,7 @@ def check_disk(folder: str, parameters: int, kept: int, of_state: int = STATE_BY
     # one more than are kept may be in the making
     one, needed = ((of_state * states + 4) * parameters for states in (1, kept + 1))
     path = Path(folder).absolute()
-    free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+    free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if os.path.exists(parent))).free
     message = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
     if free < one:
         message = f"{folder} has {format_bytes(free)} free, {format_bytes(one)} needed for the model and one checkpoint"

@@ -8,12 +8,13 @@ import re
 import shutil
 import socket
 
-from mains import refuse
+from mains import expect_user_error, refuse
 from processes import LOOPBACK, ROOT, make_prefix, run_python
 from swarms import TRAINER, flags, start_monitor, stop
 
 import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
+from common.files import make_folder
 from experiment.model import make_model
 from swarm.attestation import contact_initial_peers
 from swarm.config import AveragingConfig, make_config
@@ -56,6 +57,22 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     parameters = int(shutil.disk_usage(tmp_path).free / 20)  # a model takes 4 bytes, a state 12 or 24
     levels = [{it.what: it.level for it in check_machine(parameters, args, steps)}["disk"] for steps in (1, 25)]
     assert levels == ["warning", "fatal"]
+
+
+def test_disk_check_passes_hidden_folder(tmp_path):
+    """The error comes from the attempt to make the folder."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        assert check_disk(str(hidden / "out"), 1000, 2).what == "disk"
+        with expect_user_error("--output_dir", "cannot be written"):
+            make_folder("--output_dir", hidden / "out")
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_file_limit_is_raised_if_allowed():
