@@ -312,7 +312,7 @@ class TrainerArguments(PrecisionArguments):
         False, "Recompute activations in the backward pass to save memory.", aliases=["--gradient_checkpoints"]
     )
     dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process does.", ge=0)
-    max_steps: int | None = flag(None, "Epoch at which to stop. Default: total_steps.", ge=0)
+    max_steps: int | None = flag(None, "Epoch at which to stop. Default: total_steps.", ge=0, le=10**9)
     num_train_epochs: float | None = flag(
         None, "Passes (not epochs) over this trainer's data after which it leaves, restarts included.", gt=0, le=1e9
     )

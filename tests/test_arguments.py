@@ -55,6 +55,8 @@ def test_flags_in_steps_mention_epochs():
         (["--use_ipfs"], ["--use_ipfs needs --initial_peers"]),
         (["--authorize"], ["--authorize needs --invite FILE or --authority_key FILE"]),
         (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
+        # other peers would reject its metrics
+        (["--max_steps", "10000000000"], ["--max_steps", "at most 1000000000"]),
         (["--eval_steps", "9"], ["--eval_steps needs --do_eval: add it"]),
         # RuLeanALBERT's flag, which docs/models.md explains
         (["--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
