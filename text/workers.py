@@ -1,6 +1,8 @@
 """Worker processes that prepare batches. They ignore Ctrl-C, because the trainer uses batches while it shuts down."""
 
+import contextlib
 import os
+import signal
 from collections.abc import Iterator
 
 import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
@@ -25,4 +27,8 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
         worker_init_fn=lambda _: os.environ.update(TOKENIZERS_PARALLELISM="false"),
     )
-    return iter(loader)
+    batches = iter(loader)
+    # torch's handler would raise the error anywhere, such as in an optimizer step; `next` raises it within 5 s
+    with contextlib.suppress(ValueError):  # in another thread, torch sets none
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return batches

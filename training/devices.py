@@ -113,6 +113,11 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
     try:
         yield
     except (RuntimeError, MemoryError) as e:
+        if str(e).startswith("DataLoader worker"):
+            number = f"--dataloader_num_workers (now {args.dataloader_num_workers})"
+            raise UserError(
+                f"a process that prepares batches was killed, perhaps without memory: lower {number}"
+            ) from e
         if not is_out_of_memory(e):
             raise
         cures = [f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size})"]

@@ -118,6 +118,18 @@ def start_two_ranks(tmp_path, start, data, options=()):
     return script, processes, min(ranks, key=lambda process: process.create_time())
 
 
+def test_killed_data_worker_keeps_state(tmp_path, start, data):
+    own = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", "--device", "cpu"]
+    script = start("trainer", "run_trainer.py", *TINY, *data, *own)
+    script.wait_for("epoch 2/", 120)
+    # the last one that the trainer has forked
+    max(psutil.Process(script.session).children(), key=lambda process: process.create_time()).kill()
+    assert script.wait(60) == 2 and "Traceback" not in script.text, script.text
+    assert script.text.count("lower --dataloader_num_workers (now 1); saving the state") == 1
+    assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
+    assert list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
     stop(script)
