@@ -99,7 +99,8 @@ def main(*groups) -> None:
         groups = *groups[:-1], args
         state = TrainerState(swarm, optimizer, model, tokenizer, dataset, corpus, scaler, groups, ranks.count)
         callback = CollaborativeCallback(state, Evaluator(state, autocast), ProgressDisplay(args), page)
-        callback.on_train_begin(saved_state)
+        with stop_when_out_of_memory(args, device, model):
+            callback.on_train_begin(saved_state)
         handle_stop_signals(unsaved="this peer's work since its last checkpoint")
         start = args, str(swarm.dht.peer_id), state.final_epoch
     args, peer_id, final_epoch = ranks.broadcast(start)  # all ranks use the batch size that suits rank 0

@@ -37,6 +37,13 @@ def keep_optimizer(*args, **options):
     return optimizers[-1]
 
 
+def make_crowded_optimizer(*args, **options):
+    """The device has no room for the pending gradients."""
+    optimizer = keep_optimizer(*args, **options)
+    optimizer.accumulate_on = lambda device: torch.empty(2**60, dtype=torch.uint8)
+    return optimizer
+
+
 def make_faulty_model(*args):
     """The output of every fifth forward pass is NaN, a bad machine's work."""
     model = keep_model(*args)
@@ -117,6 +124,8 @@ if __name__ == "__main__":
         swarm.averager.FailFastAllReduceRunner = SilentRunner
     elif change == "measured":
         run_trainer.move_batch = print_batch
+    elif change == "crowded":
+        run_trainer.make_optimizer = make_crowded_optimizer
     else:
         context = observe()
     if change == "half":  # float16 on a CPU is slow, but computes as a GPU does, from a scale that overflows

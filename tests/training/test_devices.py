@@ -198,6 +198,12 @@ def test_out_of_memory_keeps_state(tmp_path, start, data, num_devices):
     assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
 
 
+def test_out_of_memory_before_first_step_is_one_line(tmp_path, start, data):
+    own = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--device", "cpu"]
+    script = start("crowded", "-m", "tests.programs.changed_trainer", "crowded", *TINY, *data, *own)
+    script.assert_user_error("out of memory on cpu: a smaller --per_device_train_batch_size", 120)
+
+
 @pytest.fixture
 def trial(tiny_data):
     """A model, and a trial batch."""
