@@ -205,7 +205,7 @@ class CollaborativeCallback:
         is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
-        if with_evaluation and (evaluation := self.evaluator.measure()):
+        if with_evaluation and (evaluation := self.evaluator.measure(at_end=True)):
             loss = evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 import torch
 from pydantic.v1 import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from common.signals import STOP_REQUESTED
 from experiment.data import make_eval_batches
 from experiment.objectives import compute_losses
 from experiment.samples import sample_texts
@@ -78,18 +80,25 @@ class Evaluator:
         #: versions of the parameters in the last evaluation
         self.versions: list[int] = []
 
-    def compute(self) -> dict[str, float]:
-        """Return the result of `evaluate` on the validation split, with the swarm's parameters."""
+    def compute(self, at_end: bool) -> dict[str, float] | None:
+        """Return the result of `evaluate` on the validation split, with the swarm's parameters; or None if a stop is
+        requested, unless this is the end."""
         state, args = self.state, self.state.args
         options = dict(batch_size=args.per_device_train_batch_size, max_samples=args.max_eval_samples)
         batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
+        batches = takewhile(lambda _: at_end or not STOP_REQUESTED.is_set(), batches)
         with self.autocast, at_anchor(state.optimizer.local):
             result = evaluate(state.model, batches, state.model.device, state.tokenizer)
+            if STOP_REQUESTED.is_set() and not at_end:
+                return None
             self.texts = sample_texts(state.model, state.tokenizer)
         return result
 
-    def measure(self) -> Evaluation | None:
-        """Evaluate the model with --do_eval, and return the result unless it failed; the same weights only once."""
+    def measure(self, at_end: bool = False) -> Evaluation | None:
+        """Evaluate the model with --do_eval, and return the result unless it failed; the same weights only once.
+
+        :param at_end: whether the state is saved; otherwise, a stop request ends the evaluation
+        """
         versions = [param._version for param in self.state.model.parameters()]
         if not self.state.args.do_eval or versions == self.versions:
             return self.last
@@ -97,7 +106,11 @@ class Evaluator:
         epoch, entropy = self.state.optimizer.local_epoch, self.state.corpus["unigram_entropy"]
         try:
             with self.state.optimizer.tracker.suspend_participation():
-                evaluation = Evaluation(epoch=epoch, unigram_entropy=entropy, **self.compute())
+                result = self.compute(at_end)
+            if result is None:
+                self.versions = []
+                return None
+            evaluation = Evaluation(epoch=epoch, unigram_entropy=entropy, **result)
         except ValidationError as e:
             logger.warning(f"the evaluation of epoch {epoch} failed: {e}")
         except (RuntimeError, MemoryError) as e:

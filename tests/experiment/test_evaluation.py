@@ -227,6 +227,19 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     assert saved_summary["validation_loss"] == last["validation_loss"]
 
 
+def test_ctrl_c_in_evaluation_saves_first(start, tmp_path, tiny_data):
+    """A notebook or systemd kills the trainer after 90 s."""
+    trainer = start(
+        "trainer",
+        *("-m", "tests.programs.changed_trainer", "slowly_evaluated", *TINY, "--experiment_prefix", make_prefix()),
+        *(*sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out", "--do_eval", "--eval_steps", 2),
+        *("--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 16),
+    )
+    trainer.wait_for("evaluating", 120)
+    trainer.interrupt()
+    wait_until((tmp_path / "out" / "checkpoint-2" / "training_state.json").exists, 15, "the checkpoint")
+
+
 def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkeypatch):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])

@@ -65,6 +65,21 @@ def make_greedy_model(*args):
     return model
 
 
+def make_slowly_evaluated_model(*args):
+    """Evaluations after the first step take half a second for each batch."""
+    model = keep_model(*args)
+
+    def wait(module, inputs):
+        if module.training:
+            ready.append(time.monotonic())
+        elif ready:
+            print("evaluating", flush=True)
+            time.sleep(0.5)
+
+    model.albert.encoder.register_forward_pre_hook(wait)
+    return model
+
+
 def collate_slowly(*args, collate=DataCollatorForWholeWordMask.collate, **options):
     """Collate in 0.1 s, or in a part of the computing time if a busy machine makes that much longer."""
     time.sleep(max(0.1, 0.4 * (time.monotonic() - ready[-1])) if ready else 0.1)
@@ -120,6 +135,8 @@ if __name__ == "__main__":
         run_trainer.make_trained_model = make_faulty_model
     elif change == "greedy":
         run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate = make_greedy_model, collate_slowly
+    elif change == "slowly_evaluated":
+        run_trainer.make_trained_model = make_slowly_evaluated_model
     elif change == "silent":
         swarm.averager.FailFastAllReduceRunner = SilentRunner
     elif change == "measured":

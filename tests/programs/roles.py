@@ -43,7 +43,7 @@ with clean_end():
         optimizers.append(optimizer)
 
     class MemoryHog(Evaluator):
-        def compute(self):
+        def compute(self, at_end):
             return torch.empty(2**60, dtype=torch.uint8)
 
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
