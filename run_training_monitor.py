@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from common.console import clean_end, handle_stop_signals
+from common.console import clean_end, handle_stop_signals, print_line
 from monitoring.page import open_page
 from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
@@ -93,9 +93,7 @@ def print_how_to_join(swarm: Swarm, flags: str) -> None:
         return
     maddrs = swarm.list_maddrs()
     peers, command = " ".join(maddrs), format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
-    print(
-        f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
-    )
+    print_line(f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from common.signals import LAST_ACT, STOP_REQUESTED, begin_end, obey_signals, terminate_process_tree
 
@@ -40,6 +41,12 @@ def make_printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, by default on standard output; drop it on a full disk, or if a pipe has no reader."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 @contextlib.contextmanager
 def edge(interrupted: str | None = None) -> Iterator[None]:
     """Turn a UserError, Ctrl-C and SIGTERM into one line on standard error, here and in the slow imports that follow.
@@ -51,11 +58,11 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
     def stop(number: int) -> None:
         begin_end()
         if interrupted is not None:
-            print(f"\ninterrupted: {interrupted}", file=sys.stderr)
+            print_line(f"\ninterrupted: {interrupted}", sys.stderr)
         elif logging.getLogger().handlers:
             logger.info("stopped")
         else:
-            print("stopped", file=sys.stderr)
+            print_line("stopped", sys.stderr)
         terminate_process_tree(0 if interrupted is None else 128 + number)
 
     obey_signals(stop, pause=1.0)
@@ -67,7 +74,7 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
         gc.disable()
     except UserError as e:
         with LAST_ACT:  # do not print an error that another thread causes by ending this process
-            print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", file=sys.stderr, flush=True)
+            print_line(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", sys.stderr)
         raise SystemExit(2) from None
     except BaseException:
         with LAST_ACT:
@@ -81,7 +88,8 @@ def clean_end() -> Iterator[None]:
 
     def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         begin_end()
-        traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
         terminate_process_tree(1)
 
     code = 0
@@ -92,8 +100,9 @@ def clean_end() -> Iterator[None]:
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)
     except BaseException:
-        traceback.print_exc()
         code = 1
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     terminate_process_tree(code)
 
 
@@ -256,4 +265,6 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
         os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it
     for handler in handlers:
         handler.addFilter(is_shown)
+    # a full disk would cost a traceback on standard error for each line
+    logging.raiseExceptions = False
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

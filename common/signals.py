@@ -158,8 +158,9 @@ def begin_end() -> None:
 def terminate_process_tree(code: int, helpers: list = ()) -> None:
     """End the helper processes, then this process, without delay."""
     begin_end()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has ended
+            stream.flush()
     # other threads must not log errors about their missing helpers
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, start_python, wait_until
 from records import Peer, make_metrics, run_peers
 from swarms import read_epochs, start_monitor
 
@@ -119,6 +119,19 @@ def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
     assert {step: values["loss"] for step, values in new_run.items()} == {2: 11.0, 3: 10.5}
     totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
     assert {step: values["total_samples"] for step, values in old_run.items()} == totals
+
+
+def test_monitor_outlives_full_disk_of_output(tmp_path):
+    words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "out"]
+    log = tmp_path / "log"
+    with open("/dev/full", "w") as full, open(log, "w") as errors:
+        monitor = start_python("run_training_monitor.py", *words, stdout=full, stderr=errors)
+    try:
+        wait_until(lambda: "Waiting for trainers" in log.read_text() or monitor.poll() is not None, 60, "its start")
+        monitor.send_signal(signal.SIGINT)
+        assert monitor.wait(60) == 0 and "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        monitor.kill()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from common.console import format_bytes, format_count, format_number
+from common.console import format_bytes, format_count, format_number, print_line
 from experiment.data import load_data, make_train_batches
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
@@ -81,9 +81,9 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
     def show(*checks: Check) -> None:
         for check in checks:
             levels[check.level] += 1
-            print(check, flush=True)
+            print_line(str(check))
 
-    print(f"preflight of run {swarm_args.experiment_prefix}\n", flush=True)
+    print_line(f"preflight of run {swarm_args.experiment_prefix}\n")
     devices = choose_devices(args)
     show(Check("device", ", ".join(map(str, devices))))
     tokenizer, dataset, corpus = load_data(model_args, data_args, args.do_eval)
@@ -116,9 +116,9 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
     swarm.leave()
     warnings = format_count(levels["warning"], "warning")
     if levels["fatal"]:
-        print(f"\n{levels['fatal']} fatal, {warnings}: fix the fatal problems before you train")
+        print_line(f"\n{levels['fatal']} fatal, {warnings}: fix the fatal problems before you train")
         return 2
-    print(f"\nready to train ({warnings})")
+    print_line(f"\nready to train ({warnings})")
     return 0
 
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from processes import run_python
+from processes import run_python, start_python
 
 from common.console import RoleFormatter, fit_terminal, format_epoch
 
@@ -25,6 +25,24 @@ def test_log_lines_strip_escapes_and_newlines():
     assert trace[0].startswith("Traceback") and all(line.isprintable() for line in trace)
     # it replaces a progress bar, in our color
     assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
+
+
+def test_full_disk_delays_no_end():
+    """Of standard output and standard error."""
+    lines = ["from common.console import clean_end, print_line", "import sys"]
+    lines += ["with clean_end():", "  print_line('lost')", "  print_line('lost', sys.stderr)", "  print('lost')"]
+    with open("/dev/full", "w") as full:
+        options = dict(env={"PYTHONUNBUFFERED": ""}, is_real=True)
+        process = start_python("-c", "\n".join(lines), stdout=full, stderr=full, **options)
+    assert process.wait(60) == 0
+
+
+def test_full_disk_costs_no_traceback_per_line(tmp_path):
+    (tmp_path / "trainer.log").symlink_to("/dev/full")
+    code = "import logging; from common.console import setup_logging\nsetup_logging('trainer', sys.argv[1])\n"
+    code = f"import sys; {code}[logging.warning('line') for _ in range(3)]"
+    result = run_python("-c", code, tmp_path, expect=0)
+    assert len(result.stderr.splitlines()) == 3 and "Traceback" not in result.stderr
 
 
 def test_format_epoch_is_equal_in_all_roles():
