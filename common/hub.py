@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import http.client
 import os
 import re
 import urllib.error
@@ -41,7 +42,7 @@ def is_reachable(url: str) -> bool:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
     except urllib.error.HTTPError:
         pass  # it answered
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):  # no server, an invalid HF_ENDPOINT, or a wrong answer
         return False
     return True
 
