@@ -339,7 +339,7 @@ class TrainerArguments(PrecisionArguments):
     )
 
     def __post_init__(self):
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d?))?|mps", self.device):
             raise UserError(f"--device {self.device}: not supported, choose auto, cpu, cuda, cuda:N or mps")
         if self.per_device_train_batch_size != "auto":
             try:

@@ -356,6 +356,7 @@ def test_device_choice_needs_no_cuda_context():
         (dict(device="cpu", fp16=True), "--fp16 needs a CUDA GPU.*--bf16"),
         (dict(device="cpu", sharded=True), "--sharded needs several devices"),
         (dict(device="gpu"), "--device gpu"),
+        (dict(device="cuda:07"), "--device cuda:07: not supported"),
         (dict(device="xla"), "--device xla: not supported"),
         (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
         (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
