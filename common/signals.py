@@ -74,9 +74,12 @@ def init_helper_process() -> None:
     exit_with_parent()
 
 
-def exit_with_parent() -> None:
-    """Start a thread that ends this process and its helpers once its parent has ended."""
-    parent = os.getppid()
+def exit_with_parent(parent: int | None = None) -> None:
+    """Start a thread that ends this process and its helpers once its parent has ended.
+
+    :param parent: the parent's id, if it may have ended before this call
+    """
+    parent = parent or os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -40,8 +40,9 @@ NO_TIMEOUT = timedelta(days=365)  # rank 0 may take any time to download a state
 NCCL_TIMEOUT = timedelta(minutes=5)
 BUCKET_BYTES = 100_000_000  # of tensors that are exchanged together
 END_TIMEOUT = 10.0  # seconds for the other ranks to end after their loops
-#: environment variables of ranks other than 0: the number, and the file by which the ranks find each other
-NUMBER_VARIABLE, STORE_VARIABLE = "TRAINER_RANK", "TRAINER_RANKS_FILE"
+#: environment variables of ranks other than 0: the number, the id of rank 0's process, and the file by which the ranks
+#: find each other
+NUMBER_VARIABLE, PARENT_VARIABLE, STORE_VARIABLE = "TRAINER_RANK", "TRAINER_RANK_PARENT", "TRAINER_RANKS_FILE"
 
 
 class RankFailedError(UserError):
@@ -54,7 +55,7 @@ def join_ranks(args: TrainerArguments) -> "RankGroup":
         raise UserError("omit torchrun: python run_trainer.py starts a process for each device (--num_devices) itself")
     number, devices = int(os.environ.get(NUMBER_VARIABLE, 0)), choose_devices(args)
     if number > 0:
-        exit_with_parent()
+        exit_with_parent(int(os.environ[PARENT_VARIABLE]))  # rank 0 may have been killed during the imports
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
     versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
@@ -96,7 +97,7 @@ class RankGroup:
         if swarm.initial_peers:
             command += ["--experiment_prefix", swarm.experiment_prefix, *flags.split()]
         for number in range(1, self.count):
-            env = os.environ | {NUMBER_VARIABLE: str(number)}
+            env = os.environ | {NUMBER_VARIABLE: str(number), PARENT_VARIABLE: str(os.getpid())}
             # in a process group of its own, so that a terminal sends Ctrl-C to rank 0 alone
             self.children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0))
 

@@ -8,7 +8,7 @@ import statistics
 import psutil
 import pytest
 import torch
-from processes import make_prefix, run_python, wait_for_end
+from processes import make_prefix, run_python, wait_for_end, wait_until
 from swarms import TINY, stop
 from transformers import AlbertForPreTraining
 
@@ -171,6 +171,23 @@ def test_killed_rank_0_leaves_no_process(tmp_path, start, data):
     script.process.kill()
     wait_for_end(processes, 30)
     assert "Traceback" not in script.text
+
+
+@pytest.mark.slow
+def test_killed_rank_0_ends_starting_rank(tmp_path, start, data):
+    """Rank 1 would wait for it for a year."""
+    own = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", "--device", "cpu"]
+    script = start("ranks", "run_trainer.py", *TINY, *data, *own, "--num_devices", 2)
+
+    def find_rank() -> psutil.Process | None:
+        children = psutil.Process(script.session).children()
+        return next((child for child in children if "run_trainer.py" in child.cmdline()[1:2]), None)
+
+    rank = wait_until(find_rank, 60, "rank 1")
+    rank.suspend()  # in its imports, which take seconds
+    script.process.kill()
+    rank.resume()
+    wait_for_end([rank], 60)
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
