@@ -119,11 +119,11 @@ class State:
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
 
     def find_leader(self, attempt: int) -> bytes:
-        """Return the only peer that may propose in an attempt. If the leader of attempt 0 fails, others follow in turn:
-        it and the voters that are not active have one turn where the others have four."""
+        """Return the only peer that may propose in an attempt, by the epoch, as a leader could choose the next head.
+        After attempt 0, its leader and the voters that are not active have one turn where the others have four."""
         able = [peer for peer in self.voters if peer not in self.clients] or self.voters
         active = self.active
-        first, *others = sorted(able, key=lambda peer: (peer not in active, compute_hash(self.head, peer)))
+        first, *others = sorted(able, key=lambda peer: (peer not in active, compute_hash(self.epoch, peer)))
         turns = [first, *others, *3 * [peer for peer in others if peer in active]]
         return turns[attempt % len(turns)]
 

@@ -243,20 +243,27 @@ def test_leaders_that_omit_offers_gain_little(num_peers, liars, share):
     assert 1 - honest / len(offers) < share and honest > 0.8 * log.head.epoch * (num_peers - liars)
 
 
-class ForkingLog(Log):
-    """A liar that has the key of another one. As the first leader, it sends a list with both votes to one honest peer,
-    and another list with both votes to the rest."""
+def test_list_does_not_choose_next_leaders():
+    """Otherwise, a leader would choose among several lists the one after which it leads again."""
+    states = [advance(make_state(8), PEERS[: 8 - omitted]) for omitted in range(3)]
+    assert len({tuple(state.find_leader(attempt) for attempt in range(30)) for state in states}) == 1
 
-    acts = 0
+
+class ForkingLog(Log):
+    """A liar that may have the key of another one. As the first leader, it sends a list with the liars' votes to one
+    half of the honest peers, and another list with their votes to the rest."""
+
+    acts, gang = 0, ()
 
     def lead(self) -> None:
         whole = self.make_list() if self.ready_time <= self.now and not self.memory.choice else None
         if not whole or self.memory.promised or self.head.find_leader(0) != self.me or self.me in self.head.banned:
             return super().lead()
-        first, *rest = (peer for peer in self.head.voters if peer not in PEERS[:2])
+        honest = [peer for peer in self.head.voters if peer not in self.gang]
+        half, rest = honest[: len(honest) // 2], honest[len(honest) // 2 :]
         part = replace(whole, offers=tuple(it for it in whole.offers if it.peer != rest[-1]))
-        for commit, peers in ((whole, [first]), (part, rest)):
-            votes = {peer: make_vote(0, 0, commit.hash, peer, self.head.head) for peer in PEERS[:2]}
+        for commit, peers in ((whole, half), (part, rest)):
+            votes = {peer: make_vote(0, 0, commit.hash, peer, self.head.head) for peer in self.gang}
             proposal = Proposal(commit, (Step(votes[self.me], ()),))
             self.actions.append(Action("send", encode(proposal, *votes.values()), tuple(peers)))
             self.remember(replace(self.memory, choice=(proposal,)))
@@ -264,17 +271,23 @@ class ForkingLog(Log):
         return None
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_fork_by_two_of_five_ends_two_votes(seed):
-    network = Network(seed, 5, pace=8.0)
-    network.is_safe, liars = False, [network.trainers[peer].log for peer in PEERS[:2]]
+@pytest.mark.parametrize(("seed", "gang"), [*((seed, (0, 2)) for seed in range(4)), (2, (0,)), (3, (0,))])
+def test_fork_by_liars_of_five_ends_their_votes(seed, gang):
+    """A single liar can fork a log of five as well, with two honest voters for each list."""
+    network, gang = Network(seed, 5, pace=8.0), [PEERS[index] for index in gang]
+    network.is_safe, liars = False, [network.trainers[peer].log for peer in gang]
     for log in liars:
-        log.__class__ = ForkingLog
-    honest = [network.trainers[peer].log for peer in PEERS[2:5]]
-    run_until(network, lambda: any(log.acts for log in liars))
-    epoch = max(log.head.epoch for log in honest)
-    run_until(network, lambda: all({*PEERS[:2]} <= {*log.head.banned} for log in honest))
-    assert max(log.head.epoch for log in honest) <= epoch + 2 and sum(log.acts for log in liars) <= 3
+        log.__class__, log.gang = ForkingLog, gang
+    honest = [trainer.log for trainer in network.honest if trainer.peer not in gang]
+
+    def has_forked() -> bool:
+        heads = {(entry.state.epoch, head) for log in honest for head, entry in log.chain.items()}
+        return len(heads) > len(dict(heads))
+
+    run_until(network, has_forked)
+    epoch, acts = max(log.head.epoch for log in honest), sum(log.acts for log in liars)
+    run_until(network, lambda: all({*gang} <= {*log.head.banned} for log in honest))
+    assert max(log.head.epoch for log in honest) <= epoch + 2 and sum(log.acts for log in liars) <= acts + 2
     run_until(network, lambda: all(log.head.epoch >= epoch + 10 for log in honest), 30 * 10)
     assert len({log.list_path().keys() >= {honest[0].head.parent} for log in honest}) == 1 and network.forks <= 6
 
