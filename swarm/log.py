@@ -27,7 +27,7 @@ propose. Voters vote for a new list once they hold the updates of most voters an
 deadline that follows from the usual time between commits. Awaited are voters with offers in all but one of the last
 WINDOW commits. So a late update does not exclude a voter from the next ones, one that withholds them delays two commits
 in nine, and new keys delay none. Leaders are *active*, with an offer in one of the last two commits. The list must have
-two thirds of the voters' offers that they hold. If it omits fewer, the next one can have them. Branches compare by
+two thirds of the voters' offers that they hold. If it omits fewer, the next one must have them. Branches compare by
 their content, because certificates differ from peer to peer: more voters whose offers build on the branch, then the
 smaller hash of the first commit. A peer's votes in both certificates of a fork are a proof. A leave record counts from
 the commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
@@ -76,7 +76,7 @@ from swarm.log_records import (
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks, where each status or other record
 STATUS_BYTES, RECORD_BYTES = 8 * 1024, 2 * 1024  # counts as this many at least, for the time that its check takes
-RESERVED_OFFERS = 12  # of a commit, for voters
+RESERVED_OFFERS, MAX_OWED = 12, 8  # of a commit, for voters; of them, late ones that it must have
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES, MAX_PROPOSALS = 8, MAX_VOTERS  # kept: of one voter, answers included; of all
 MIN_COUNTED, MIN_AWAITED = 4, 7  # of the last WINDOW commits, with an owner's offer; to be a voter; to be waited for
@@ -365,10 +365,6 @@ class Log:
         self.records[compute_hash(record)[:8]] = record
         self.is_dirty = True
 
-    def drop_record(self, record: object) -> None:
-        """Drop a record."""
-        del self.records[compute_hash(record)[:8]]
-
     # The gossip
 
     def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
@@ -461,7 +457,7 @@ class Log:
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
         self.memories = {name: item for name, item in self.memories.items() if item.epoch > state.epoch}
-        self.fetching = {}
+        self.fetching, self.owed = {}, set()  # late offers that the next list must have, see `is_fair`
         if self.is_leaving:
             self.sign_leave()
 
@@ -579,8 +575,10 @@ class Log:
         that are awaited. It does not wait for peers that leave, nor for updates without a place in it."""
         chosen, current = {*self.choose(self.select(Offer))}, self.select_current()
         here = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
-        if current:
-            self.first_time = min(self.first_time, self.now)
+        if current and self.now < self.first_time:
+            self.first_time = self.now
+            late = (it for it in self.select(Offer) if it.base == self.head.parent)
+            self.owed = {it.key for it in late if self.holds(it.blob)}
         if self.head.has_quorum(here):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in here} >= self.head.awaited
@@ -589,10 +587,11 @@ class Log:
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:
-        """Return whether a list has two thirds of the voters' offers that are here: no leader may decide alone."""
+        """Return whether a list has two thirds of the voters' offers that are here: no leader may decide alone. It must
+        have late ones that were here in time, or hostile leaders could omit a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
-        expected = {offer.key for offer in self.choose(offers)}
-        return 3 * len(expected & {offer.key for offer in commit.offers}) >= 2 * len(expected)
+        expected, listed = [offer.key for offer in self.choose(offers)], {offer.key for offer in commit.offers}
+        return 3 * len(listed & {*expected}) >= 2 * len(expected) and self.owed & {*expected[:MAX_OWED]} <= listed
 
     def settle(self) -> None:
         """Take all steps that the records allow."""
@@ -693,7 +692,7 @@ class Log:
         if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):
             return
         if len(known) >= MAX_PROPOSALS:
-            self.drop_record(min(known, key=lambda other: other.attempt))
+            del self.records[compute_hash(min(known, key=lambda other: other.attempt))[:8]]
         self.add_record(proposal)
         for offer in commit.offers:
             self.take_offer(sender, offer)
@@ -714,7 +713,7 @@ class Log:
             self.take_notice(sender, Proof(other, vote))
         self.add_record(vote)
         if len(own) >= MAX_VOTES:
-            self.drop_record(min((*own, vote), key=lambda other: other.attempt))
+            del self.records[compute_hash(min((*own, vote), key=lambda other: other.attempt))[:8]]
 
 
 def rank(entries: list[Entry], fork: State) -> tuple:

@@ -31,6 +31,7 @@ from swarm.log_records import (
     decode,
     encode,
     get_signed_part,
+    list_fields,
     pack,
     unpack,
 )
@@ -241,6 +242,54 @@ def test_leaders_that_omit_offers_gain_little(num_peers, liars, share):
     offers = [it for entry in log.list_entries(0) for it in entry.commit.offers]
     honest = sum(it.peer not in PEERS[:liars] for it in offers)
     assert 1 - honest / len(offers) < share and honest > 0.8 * log.head.epoch * (num_peers - liars)
+
+
+class EvictingLog(Log):
+    """A liar: as a leader, it omits as many voters as the rules allow, first those with the fewest offers. It writes a
+    number into its own offer with which it leads the next commit too, if there is one."""
+
+    def make_list(self) -> Commit | None:
+        if not (commit := super().make_list()):
+            return None
+        counts = Counter(peer for peers in self.head.owners for peer in peers)
+        for peer in sorted({*self.head.voters} - {self.me}, key=lambda peer: (counts[peer], peer)):
+            smaller = replace(commit, offers=tuple(it for it in commit.offers if it.peer != peer))
+            commit = smaller if self.is_fair(smaller) else commit
+        (own,) = [it for it in commit.offers if (it.peer, it.base) == (self.me, self.head.head)] or [commit.offers[0]]
+        for number in range(20 if own.peer == self.me else 0):
+            changed = self.sign(Offer, *list_fields(own)[:-2], float(number))
+            spelled = replace(commit, offers=tuple(changed if it == own else it for it in commit.offers))
+            if self.head.advance(spelled).find_leader(0) == self.me:
+                return spelled
+        return commit
+
+
+@pytest.mark.parametrize("num_peers", [4, 5, 7])
+def test_leader_that_omits_voters_cannot_end_their_votes(num_peers):
+    """All peers offer at about the same time, because one that is often late may lose its vote."""
+    network = Network(1, num_peers, pace=1.5)
+    network.trainers[PEERS[0]].log.__class__ = EvictingLog
+    log = network.honest[-1].log
+    for epoch in range(1, 31):
+        run_until(network, lambda: log.head.epoch >= epoch)  # noqa: B023
+        assert len(log.head.voters) == num_peers, epoch
+
+
+def test_list_must_have_late_offer_that_was_here_in_time():
+    """That is before the first offer of this height. A leader may lack an update that came later."""
+    state = make_state(5)
+    offers = [make_offer(peer, state.head, blob=peer.ljust(32)) for peer in PEERS[:5]]
+    commit = Commit(state.head, 1, (offers[0], *offers[2:]), (), ())
+    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[2:5])
+    current = [make_offer(peer, commit.hash) for peer in PEERS[:5]]
+    lists = [Commit(commit.hash, 2, tuple(it), (), ()) for it in (current, [offers[1], *current[1:]])]
+    for is_here in (True, False):
+        log = make_log(state=state)
+        log.holds = {bytes(32), *(it.blob for it in offers if is_here or it.peer != PEERS[1])}.__contains__
+        log.receive(1e6, PEERS[2], encode(*offers, replace(commit, votes=votes), current[2]))
+        log.holds = lambda blob: True
+        log.receive(1e6, PEERS[2], encode(*current))
+        assert log.head.head == commit.hash and [log.is_fair(it) for it in lists] == [not is_here, True]
 
 
 def test_list_does_not_choose_next_leaders():
