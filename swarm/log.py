@@ -296,10 +296,10 @@ class Log:
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; call this about once a second."""
         self.now, self.traffic = now, {}
-        if now >= self.status_time + STATUS_INTERVAL:
-            self.missing_keys, self.is_dirty = set(), True
+        if not 0 <= now - self.status_time < STATUS_INTERVAL:  # the clock may jump
+            self.status_time, self.missing_keys, self.is_dirty = now, set(), True
         if self.is_dirty:
-            self.is_dirty, self.status_time = False, now
+            self.is_dirty = False
             self.send_status()
         return self.finish()
 

@@ -374,6 +374,17 @@ def test_leader_with_list_for_each_voter_delays_one_commit():
     assert all(PEERS[0] in log.head.banned for log in honest)
 
 
+def test_false_names_do_not_stay_in_memory():
+    """Each second, a voter signs something new, so that the log always has news, and a stranger names new peers."""
+    log = make_log(4)
+    for number in range(100):
+        names = [b"%d %d" % (number, index) for index in range(8)]
+        log.receive(log.now, b"stranger", encode(*(make_offer(peer, log.head.head) for peer in names)))
+        log.receive(log.now, PEERS[1], encode(make_vote(number, -1, b"", parent=log.head.head)))
+        log.tick(log.now + 1.0)
+    assert len(log.missing_keys) <= 8 * 5
+
+
 def test_false_names_do_not_hide_missing_keys():
     """A stranger sends offers in the names of 64 peers whose ids come first."""
     log = make_log(4)
