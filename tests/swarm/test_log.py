@@ -374,6 +374,23 @@ def test_leader_with_list_for_each_voter_delays_one_commit():
     assert all(PEERS[0] in log.head.banned for log in honest)
 
 
+def test_leader_with_quorum_of_denials_proposes_all_offers():
+    """No quorum can have voted for a list that most voters deny, so the vote of a liar must not bring it back."""
+    slot, state = int(1e6 // SLOT) + 1, make_state(4)
+    first, me = state.find_leader(0), state.find_leader(slot)
+    log = make_log(state=state, index=PEERS.index(me))
+    offers = sorted((make_offer(peer, state.head) for peer in PEERS[:4]), key=lambda offer: offer.key)
+    log.add_offer(1e6, next(offer for offer in offers if offer.peer == me))
+    log.receive(1e6, PEERS[5], encode(*offers))
+    log.tick(1e6 + TIMEOUT)
+    commit = Commit(state.head, 1, tuple(offer for offer in offers if offer.peer != me), (), ())
+    proposal = Proposal(commit, (Step(make_vote(0, 0, commit.hash, first, state.head), ()),))
+    denials = [make_vote(slot - 1, -1, b"", peer, state.head) for peer in PEERS[:4] if peer not in (first, me)]
+    claim = make_vote(slot - 1, 0, commit.hash, first, state.head)
+    (sent,) = list_sent(log.receive(log.now, first, encode(proposal, claim, *denials)), Proposal)
+    assert sent.attempt == slot and sent.commit.offers == tuple(offers) and state.allows(sent)
+
+
 def test_false_names_do_not_stay_in_memory():
     """Each second, a voter signs something new, so that the log always has news, and a stranger names new peers."""
     log = make_log(4)
