@@ -425,9 +425,7 @@ class Log:
         lists = [proposal.commit.offers for proposal in self.select(Proposal)]
         lists += [self.choose(self.select(Offer)), *(commit.offers for commit in self.list_unapplied()[:WINDOW])]
         wanted = {offer.blob: offer for offers in lists for offer in offers if not self.holds(offer.blob)}
-        for blob, offer in wanted.items():
-            if blob not in self.fetching:
-                self.actions.append(Action("fetch", offer))
+        self.actions += [Action("fetch", offer) for blob, offer in wanted.items() if blob not in self.fetching]
         self.fetching = wanted
 
     # The chain

@@ -279,6 +279,8 @@ class CollaborativeOptimizer:
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.view.epoch)
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
+        # a log begins with the same parameters on all peers, which a round in the background would change
+        is_due = is_due and not (self.log_steps and next_epoch >= self.averaging.local_steps_from)
         if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
         options = {}

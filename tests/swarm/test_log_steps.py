@@ -81,6 +81,15 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
+def test_averaging_of_parameters_does_not_change_first_state(start):
+    """At the flags' defaults, it is due at the epoch at which a log begins, and goes on in the background."""
+    flags = "--average_state_every", FROM
+    swarm = Peers(start, flags, (*flags, "--nudge_at", 1, "--nudge_by", 0.02))
+    swarm.wait(*swarm.all, more=3)
+    stop(*swarm.all)
+    assert_same_bytes(*swarm.all)
+
+
 @pytest.mark.slow
 def test_full_disk_delays_update_without_change(start):
     """An update that cannot be stored enters a later one, once."""
