@@ -88,7 +88,7 @@ class LogSteps:
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
         """Begin a log after a round with these peers, this one included; `join` takes a first state that comes late."""
         rounds, silent, epoch, prefix = self.rounds, self._silent, self.optimizer.local_epoch, self.tracker.prefix
-        can_call, anchor = rounds.can_call, Numbers(list_params(self.optimizer.opt))
+        can_call, anchor, state = rounds.can_call, Numbers(list_params(self.optimizer.opt)), None
         leader = min(members, key=lambda it: (not can_call(it), it in silent, hashlib.sha256(group_id + it).digest()))
 
         def ask() -> State | None:
@@ -96,8 +96,11 @@ class LogSteps:
             return found[1] if found and found[1] and found[1].epoch >= epoch else None
 
         if leader == rounds.identity.peer:
-            blob = rounds.store.add(anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
-            state = make_genesis(prefix, epoch, blob, members)
+            blocks = (anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
+            try:
+                state = make_genesis(prefix, epoch, rounds.store.add(blocks), members)
+            except OSError as e:
+                logger.warning(f"cannot store the first state of a log ({e.strerror}): free some space for `output_dir`")
         else:
             state = self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * self.tracker.dht.uplink.timeouts.matchmaking))
         is_first = state and state == make_genesis(prefix, epoch, state.parent, members)  # the leader may have gone on

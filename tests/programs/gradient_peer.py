@@ -30,6 +30,7 @@ from swarm import log_steps
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.config import AveragingConfig, make_config
 from swarm.epoch import Epoch
+from swarm.exchange import BlobStore
 from swarm.gradients import GradientAverager
 from swarm.log_rounds import LogRounds
 from swarm.matchmaking import EarlyStartMatchmaking
@@ -137,16 +138,16 @@ def die_for_all_but(peer_id: str, rounds: int, serve=FailFastAllReduceRunner.rpc
     FailFastAllReduceRunner.rpc_aggregate_part = serve_one
 
 
-def fail_to_store(count: int, add_offer=LogRounds.add_offer) -> None:
-    """Store no update of this peer at the first attempts, as if the disk were full."""
-    attempts = itertools.count()
+def fail_to_store(count: int, kind: type, name: str) -> None:
+    """Let the first calls of a method fail, as if the disk were full."""
+    attempts, store = itertools.count(), getattr(kind, name)
 
-    def add_later(rounds, *offer):
+    def store_later(*arguments):
         if next(attempts) < count:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return add_offer(rounds, *offer)
+        return store(*arguments)
 
-    LogRounds.add_offer = add_later
+    setattr(kind, name, store_later)
 
 
 def delay_anchor(fetch=LogRounds.fetch_anchor) -> None:
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
     parser.add_argument("--full_disk", type=int, default=0, help="its first offers, which cannot be stored")
     parser.add_argument("--late_anchor", action="store_true", help="a log's first state, at the first attempt")
+    parser.add_argument("--full_disk_at_start", type=int, default=0, help="the first blobs, which cannot be stored")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
@@ -236,6 +238,8 @@ def main() -> None:
         fail_to_store(args.full_disk)
     if args.late_anchor:
         delay_anchor()
+    fail_to_store(args.full_disk, LogRounds, "add_offer")
+    fail_to_store(args.full_disk_at_start, BlobStore, "add")
     if args.asks_in_vain:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 

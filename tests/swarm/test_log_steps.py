@@ -90,6 +90,15 @@ def test_averaging_of_parameters_does_not_change_first_state(start):
     assert_same_bytes(*swarm.all)
 
 
+def test_full_disk_delays_beginning_of_log(start):
+    """The first leader cannot store its state; the next round of gradients makes another try."""
+    swarm = Peers(start, ("--full_disk_at_start", 2))
+    (peer,) = swarm.all
+    swarm.wait(peer, more=5)
+    stop(peer)
+    assert peer.text.count("cannot store the first state of a log") == 2 and "local steps begin" in peer.text
+
+
 @pytest.mark.slow
 def test_full_disk_delays_update_without_change(start):
     """An update that cannot be stored enters a later one, once."""
