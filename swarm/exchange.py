@@ -207,19 +207,18 @@ class Download:
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
+        self.clients: set[PeerID] = set()  # which serve a block only if no holder does
         #: set when a block arrives, and then replaced
         self.arrival = asyncio.Event()
 
     def list_sources(self, number: int, own_id: PeerID) -> list[PeerID]:
-        """Return the peers from which this one may fetch a block, the best one first."""
+        """Return the peers from which this one may fetch a block, the best one first. Two clients cannot connect."""
         rank = sum(peer.to_bytes() < self.owner.to_bytes() for peer in self.uplinks)
         # over all blobs of a round, the positions are spread evenly
         position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
         others = random.sample(list(self.uplinks), len(self.uplinks))
-        sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others])
-        if not {self.owner, own_id} & self.uplinks.keys():
-            del sources[self.owner]  # two clients cannot connect
-        return [peer for peer in sources if peer != own_id]
+        sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients])
+        return [peer for peer in sources if peer != own_id and (own_id in self.uplinks or peer in self.uplinks)]
 
     def compute_timeout(self, source: PeerID) -> float:
         """Return the seconds in which a source must begin: twice the time to send all copies from it and the owner."""
@@ -391,14 +390,14 @@ class Exchange:
     # --- fetching
 
     def fetch(
-        self, blob: bytes, owner: PeerID, holders: Mapping[PeerID, float], num_bytes: int, format: Format, seconds=0.0
+        self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, format: Format, seconds: float = 0.0
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
         with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time. It is
         cancelled if MAX_DOWNLOADS newer ones are on their way.
 
         :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
-            the owner if they do; another call for the same blob adds more
+            the owner if they do; None for clients. Another call for the same blob adds more
         :param num_bytes: the sum of the blocks' sizes
         :param seconds: the time that the exchange of all blobs may take; the more, the less slow lines send
         """
@@ -414,7 +413,8 @@ class Exchange:
                 self._downloads.pop(next(iter(self._downloads))).task.cancel()
             download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format)
             download.task = asyncio.create_task(self._download(download))
-        download.uplinks |= holders
+        download.uplinks |= {peer: mbits for peer, mbits in holders.items() if mbits is not None}
+        download.clients |= holders.keys() - download.uplinks.keys()
         download.loads = plan_loads(download.uplinks, download.num_bytes, seconds)
         await asyncio.shield(download.task)
 

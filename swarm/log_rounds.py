@@ -442,7 +442,7 @@ class LogRounds:
         offers = (*self.log.select(Offer), *(it for entry in recent for it in entry.commit.offers))
         offers = [offer, *(it for it in offers if it.peer in self.log.head.voters)]
         holders = {PeerID(peer): mbits for peer, mbits in self.helpers.items()}
-        holders |= {PeerID(it.peer): it.mbits for it in offers if it.accepts_connections}
+        holders |= {PeerID(it.peer): it.mbits if it.accepts_connections else None for it in offers}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         owner, size, seconds = PeerID(offer.peer), offer.num_bytes, self.exchange_seconds

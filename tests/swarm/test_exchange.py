@@ -188,6 +188,15 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     assert list(client.store.open(blob)) == blocks
 
 
+def test_fetch_uses_client_if_no_holder_has_blob(exchanges):
+    """The owner has sent it to clients only, and is gone."""
+    one, two, client = exchanges
+    blocks = make_blocks()
+    blob, holders = client.store.add(blocks), {one.peer_id: 20.0, two.peer_id: 20.0, client.peer_id: None}
+    one.fetch(blob, two.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT).result(30)
+    assert list(one.store.open(blob)) == blocks
+
+
 def test_fetch_of_invalid_blob_fails(exchanges):
     one, two, _ = exchanges
     blob = one.store.add([INVALID, *make_blocks()[1:]])
