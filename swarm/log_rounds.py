@@ -56,7 +56,7 @@ MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
 HELPERS_INTERVAL = 10.0  # seconds between two looks for them
 RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
-MIN_STORE_BYTES = 2**26
+MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
 # seconds at the end in which a peer serves its blobs to others that lack them; after a stop request
@@ -121,7 +121,7 @@ class LogRounds:
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
-        self.numbers, self.store = numbers, BlobStore(folder / "blobs", MIN_STORE_BYTES + 4 * numbers.total)
+        self.numbers, self.store = numbers, BlobStore(folder / "blobs", MIN_STORE_BYTES + 5 * numbers.total)
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
         self._update_format = Format(max_bytes, lambda data, index: check_block(data, numbers.count(index), codec))
         self._anchor_format = Format(4 * BLOCK, lambda data, i: np.frombuffer(data, "<f4").reshape(numbers.count(i)))

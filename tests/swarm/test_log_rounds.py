@@ -26,7 +26,7 @@ TIMEOUT = 30.0  # seconds for an answer
 
 
 @contextlib.contextmanager
-def run_rounds(folder: Path, *answers: Callable) -> Iterator[tuple[LogRounds, dict[bytes, Exchange], list]]:
+def run_rounds(folder: Path, *answers: Callable, numbers=9) -> Iterator[tuple[LogRounds, dict[bytes, Exchange], list]]:
     """Yield the rounds of a peer, the exchanges of others by their ids, which give these answers, and their DHTs."""
     with run_dhts(*[[]] * (1 + len(answers))) as (*others, own), contextlib.ExitStack() as stack:
         tracker = make_tracker(own, "run", 64)
@@ -36,7 +36,7 @@ def run_rounds(folder: Path, *answers: Callable) -> Iterator[tuple[LogRounds, di
             exchange = Exchange(dht, "run", BlobStore(folder / f"{dht.peer_id}", 10**6), 1, answer)
             stack.callback(exchange.shutdown)
             exchanges[dht.peer_id.to_bytes()] = exchange
-        rounds = LogRounds(tracker, Numbers([torch.zeros(9)]), TopKCompression(0.03), folder)
+        rounds = LogRounds(tracker, Numbers([torch.zeros(numbers)]), TopKCompression(0.03), folder)
         stack.callback(rounds.shutdown)
         yield rounds, exchanges, others
 
@@ -118,6 +118,16 @@ def test_vote_is_sent_only_if_on_disk(tmp_path):
             shutil.rmtree(tmp_path / "votes")
             rounds._perform([Action("save", b"memory"), vote])
             assert [*rounds._outbox[peer]] == [b"vote"] and (tmp_path / "votes").read_bytes() == state.head + b"memory"
+
+
+def test_store_keeps_whole_first_state(tmp_path, monkeypatch):
+    """A store that is full of old updates must not delete the oldest blocks of a large model's state."""
+    monkeypatch.setattr("swarm.log_rounds.MIN_STORE_BYTES", 0)  # which is little, next to a large model
+    with run_rounds(tmp_path, numbers=10**5) as (rounds, _, _):
+        for number in range(1, 201):
+            rounds.store.put(number.to_bytes(4000, "little"))
+        blob = rounds.store.add(bytes([number]) * 4000 for number in range(100))
+        assert rounds.store.has(blob)
 
 
 def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
