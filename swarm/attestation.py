@@ -126,10 +126,9 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     if contracts:
         agree = len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) == 1
     else:
-        # A trainer that has not contributed yet may list more flags than the monitor whose run it joined. The flags
-        # agree if no flag occurs with two values.
+        # they agree if none has two values: a trainer without a contribution may list more than the run's monitor
         texts = {text for words in flags.values() for text in re.split(" (?=--)", words)}
-        agree = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
+        agree = len({re.match(r"--(\w+)", text)[1] for text in texts}) == len(texts)
     if not agree:
         raise SwarmError(
             f"the peers in `initial_peers` disagree on the settings of run {prefix!r}: pass only those that you trust "

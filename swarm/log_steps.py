@@ -100,7 +100,7 @@ class LogSteps:
             try:
                 state = make_genesis(prefix, epoch, rounds.store.add(blocks), members)
             except OSError as e:
-                logger.warning(f"cannot store the first state of a log ({e.strerror}): free some space for `output_dir`")
+                logger.warning(f"cannot store the log's first state ({e.strerror}): free some space for `output_dir`")
         else:
             state = self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * self.tracker.dht.uplink.timeouts.matchmaking))
         is_first = state and state == make_genesis(prefix, epoch, state.parent, members)  # the leader may have gone on

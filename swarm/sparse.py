@@ -100,8 +100,7 @@ class TopKCompression:
             zeros.scatter_reduce(0, chunk_of, magnitudes, reduction, include_self=False)
             for reduction in ("amin", "mean", "amax")
         )
-        # With 2 bits, one large entry would leave a single level for all other entries. Error feedback sends the rest
-        # of the large entry in the next rounds.
+        # with 2 bits, one large entry would leave a single level for all others; error feedback sends its rest later
         spread = torch.minimum(maxima - minima, 2**self.bits * (means - minima).clamp_min(0))
         scales = torch.stack([minima, spread]).bfloat16()
         minima, spread = scales.float()

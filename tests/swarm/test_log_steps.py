@@ -96,7 +96,7 @@ def test_full_disk_delays_beginning_of_log(start):
     (peer,) = swarm.all
     swarm.wait(peer, more=5)
     stop(peer)
-    assert peer.text.count("cannot store the first state of a log") == 2 and "local steps begin" in peer.text
+    assert peer.text.count("cannot store the log's first state") == 2 and "local steps begin" in peer.text
 
 
 @pytest.mark.slow
