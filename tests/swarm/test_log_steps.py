@@ -90,6 +90,7 @@ def test_averaging_of_parameters_does_not_change_first_state(start):
     assert_same_bytes(*swarm.all)
 
 
+@pytest.mark.slow
 def test_full_disk_delays_beginning_of_log(start):
     """The first leader cannot store its state; the next round of gradients makes another try."""
     swarm = Peers(start, ("--full_disk_at_start", 2))
