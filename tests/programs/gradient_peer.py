@@ -234,8 +234,6 @@ def main() -> None:
     log_steps.SILENCE_TIMEOUT = args.silence
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
-    if args.full_disk:
-        fail_to_store(args.full_disk)
     if args.late_anchor:
         delay_anchor()
     fail_to_store(args.full_disk, LogRounds, "add_offer")
