@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import multiprocessing
-import os
 import resource
 import signal
 
@@ -53,12 +52,14 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
     """Reconnect to peers, measure the uplink and forward revocations. Runs in the DHT's process, until it ends."""
-    jobs, daemon = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)], find_helpers()
-    jobs = asyncio.gather(*jobs, *([maintain_revocations(dht, node)] if dht.membership else ()))
+    jobs = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)]
+    if dht.membership:
+        jobs.append(maintain_revocations(dht, node))
+    jobs, daemon = asyncio.gather(*jobs), find_helpers()  # a reference: asyncio holds tasks weakly (note 81)
     while all(map(is_alive, daemon)):
         await asyncio.sleep(1.0)
     if node.is_alive:  # the daemon has died, and no call would ever be answered: `exit_if_process_dies` notices the end
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
 
 
 def raise_file_limit() -> float:

@@ -29,8 +29,7 @@ class GradientAverager(VerifyingAverager):
         self.local, self.is_local = None, False
         #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage
         self.round_state = 0, False, ""
-        #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its
-        #: gradients; None once the next round has started
+        #: the epoch and the lineage before the last step, and the id of its group; None once the next round has started
         self.last_step: tuple[int, str, bytes] | None = None
         #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]

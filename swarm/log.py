@@ -119,7 +119,7 @@ class State:
         return {*self.voters, *(peer for peers in self.owners for peer in peers)}
 
     def find_leader(self, attempt: int) -> bytes:
-        """Return the only peer that may propose in an attempt, by the epoch, as a leader could choose the next head.
+        """Return the only peer that may propose in an attempt. It follows from the epoch: leaders could choose heads.
         After attempt 0, its leader and the voters that are not active have one turn where the others have four."""
         able = [peer for peer in self.voters if peer not in self.clients] or self.voters
         active = self.active

@@ -187,8 +187,7 @@ class StateDownload:
     averager: StateServer
     params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes
     optimizer: torch.optim.Optimizer | None  # of this peer; the donors' state must match it. None to download a step
-    # the ids of peers that are known to have worked: more than half of them must describe the state. If none of them
-    # serves a state, the largest group decides
+    # ids of known contributors, most of which must describe the state; if none serves one, the largest group decides
     trusted: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
     timeout: float = 600.0  # seconds for a whole state

@@ -123,7 +123,8 @@ class PeerTrust:
 
     def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
-        self.absent |= {peer_id: Absence(SILENT, get_dht_time()) for peer_id in peer_ids}
+        now = get_dht_time()
+        self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""

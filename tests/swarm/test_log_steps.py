@@ -123,7 +123,7 @@ def test_new_peer_loads_first_state_alone(start):
 
 @pytest.mark.slow
 def test_members_without_first_anchor_vote(start):
-    """Most members of a new log may get its first state late, and then have to vote, or there is no commit."""
+    """Members of a new log vote even if they get its first state late. Otherwise, there may be no quorum."""
     swarm = Peers(start, *[("--late_anchor",)] * 3)
     swarm.wait(*swarm.all, more=3)
     stop(*swarm.all)

@@ -304,7 +304,7 @@ def test_busy_core_lowers_no_rate(send_streams, is_round):
 
 
 def test_uplink_sending_for_minutes_keeps_rate():
-    """In a round of a large model on a slow uplink, there is no pause for minutes."""
+    """A round of a large model keeps a slow uplink busy for minutes without a pause."""
     uplink = Uplink()
     uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)  # 1 MB/s
     uplink.reserve(10**9, is_round=True)
