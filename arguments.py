@@ -204,7 +204,7 @@ class AveragingArguments(FlagGroup):
         10, "Average parameters every N epochs, because failed rounds let them diverge.", shared=True, ge=1
     )
     local_steps: int = flag(
-        1, "Batches per epoch, each a local step, with updates of 3 percent in 2 bits; 1: none.", shared=True, ge=1
+        1, "Batches of target_batch_size per epoch; above 1, each peer also steps by itself.", shared=True, ge=1
     )
     local_steps_from: int | None = flag(
         None, "First epoch of local steps; default: warmup_steps, but at least 200.", shared=True, ge=0

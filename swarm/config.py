@@ -36,7 +36,7 @@ class AveragingConfig:
     compression: str  # this and the two others are names, which only the run's contract uses
     load_state_compression: str
     average_state_every: int  # epochs between two rounds of parameters
-    local_steps: int  # batches of an epoch in which peers step by themselves; 1 for none
+    local_steps: int  # batches of target_batch_size per epoch, in which peers step by themselves; 1: no local steps
     local_steps_from: int | None  # the first epoch with local steps
     overlap: bool  # whether rounds run in the background
     # no script has a flag for these
