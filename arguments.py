@@ -99,7 +99,7 @@ class SwarmArguments(FlagGroup):
 
 @dataclass
 class ModelArguments(FlagGroup):
-    """The model to train. Read by trainers, and by a monitor that stores checkpoints."""
+    """The model to train. Read by trainers, and by other roles that build the model."""
 
     config_path: str | None = flag(
         None,
@@ -143,7 +143,7 @@ class ModelArguments(FlagGroup):
 
 @dataclass
 class OptimizerArguments(FlagGroup):
-    """The optimizer and its schedule. Read by trainers, and by a monitor that stores checkpoints."""
+    """The optimizer and its schedule. Read by trainers, and by other roles that build the model."""
 
     optim: Literal["lamb", "lamb_8bit", "adamw", "muon"] = flag(
         "lamb",
@@ -173,7 +173,7 @@ class OptimizerArguments(FlagGroup):
 
 @dataclass
 class AveragingArguments(FlagGroup):
-    """Batches and averaging of the swarm. Read by trainers, and by a monitor that stores checkpoints."""
+    """Batches and averaging of the swarm. Read by trainers, and by other roles that build the model."""
 
     target_batch_size: int = flag(4096, "Samples of the whole swarm per epoch (optimizer step).", shared=True, ge=1)
     batch_size_lead: int = flag(

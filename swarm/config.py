@@ -8,13 +8,13 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class SwarmConfig:
-    """How a peer finds the others and is found by them."""
+    """The settings with which a peer finds the others and is found by them."""
 
     experiment_prefix: str  # the name of the run
     initial_peers: list[str] = field(default_factory=list)  # multiaddrs; with use_ipfs, peer ids as /p2p/XXXX
     host_maddrs: list[str] = field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])  # to listen on
-    announce_maddrs: list[str] = field(default_factory=list)  # if others than those of host_maddrs
-    new_run: bool = False  # start a run, although the initial peers may serve another one
+    announce_maddrs: list[str] = field(default_factory=list)  # to tell other peers, instead of those of host_maddrs
+    new_run: bool = False  # start a run, even if the initial peers serve another one
     use_ipfs: bool = False  # find the initial peers through the public IPFS network
     client_mode: bool = False  # accept no connections
     use_relay: bool = True  # reach peers behind routers, and be reached by others, through a third peer
@@ -26,20 +26,20 @@ class SwarmConfig:
 
 @dataclass(frozen=True)
 class AveragingConfig:
-    """How the swarm gathers a batch and averages. `None` in place of seconds: they follow the network."""
+    """The settings of batches and averaging. With None, a time in seconds follows from the network."""
 
     target_batch_size: int  # samples of an epoch
     batch_size_lead: int  # samples before that number at which the search for a group begins
     matchmaking_time: float | None
     target_group_size: int  # the maximum number of trainers in a group
     min_vector_size: int  # the minimum number of elements that a peer averages
-    compression: str  # this and the two others are names, which only the run's contract uses
+    compression: str  # the name of a codec, as the other two; the caller of CollaborativeOptimizer passes the codecs
     load_state_compression: str
     average_state_every: int  # epochs between two rounds of parameters
     local_steps: int  # batches of target_batch_size per epoch, in which peers step by themselves; 1: no local steps
     local_steps_from: int | None  # the first epoch with local steps
     overlap: bool  # whether rounds run in the background
-    # no script has a flag for these
+    # no script has flags for the following
     state_compression: str = "none"
     request_timeout: float | None = None
     averaging_timeout: float | None = None
@@ -48,7 +48,7 @@ class AveragingConfig:
     outer_lr: float = 1.0  # of the step after local steps, and its momentum (docs/measured.md)
     outer_momentum: float = 0.5
     density: float = 0.03  # the share of entries in sparse pseudo-gradients
-    min_refresh_period: float = 0.5  # seconds between two looks at the swarm
+    min_refresh_period: float = 0.5  # seconds between two refreshes of the swarm's progress
     max_refresh_period: float = 5.0
     default_refresh_period: float = 1.0  # before any progress is reported
     metadata_expiration: float = 120.0  # seconds for which records stay in the DHT
