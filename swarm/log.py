@@ -4,33 +4,33 @@
 `State`: the voters, and the offers that may follow. An offer names the last commit as its base, or the one before. An
 owner has one offer for each base, so no sample counts twice. An offer that is too old returns to its owner.
 
-**Choice of a commit.** It is single-decree Paxos among the voters, one decision for each parent. An attempt has one
-leader, by hash, and the leader has one list, because its vote is its proposal: with two lists in an attempt, a later
-leader could not know which one may have a quorum. Attempt 0 starts when the offers are there. If it fails, attempts are
-the numbers of time slots, so that no peer can run ahead, and a leader that does not lead costs one slot. When a slot
-begins, each voter sends an answer: its last vote, and the promise not to vote in earlier attempts. With a quorum of
-answers, the leader proposes the list of the newest vote in them, or a fresh list if a quorum has none. It leaves out an
-answer that names a list of which it cannot get a blob: a liar may have voted for that. The hash of a list contains
-neither attempt nor votes.
+**Choice of a commit.** It is single-decree Paxos among the voters, one decision for each parent: an attempt is a
+ballot, an answer a promise, and a vote an acceptance. An attempt has one leader, by hash. The leader has one list,
+because its vote is its proposal: with two lists in an attempt, a later leader could not know which one may have a
+quorum. Attempt 0 starts when the offers are there. If it fails, attempts are the numbers of time slots, so that no peer
+can run ahead, and a leader that does not lead costs one slot. When a slot begins, each voter sends an answer: its last
+vote, and the promise not to vote in earlier attempts. With a quorum of answers, the leader proposes the list of the
+newest vote in them, or a fresh list if a quorum has none. It ignores an answer that names a list of which it cannot get
+a blob: a Byzantine voter may have voted for that. The hash of a list contains neither attempt nor votes.
 
 **Safety.** A quorum is more than half of the voters, so any two have a common voter. If a list has a quorum of votes in
-an attempt, the answers of every later attempt contain one of them, so every later proposal is the same list. Voters
-are a function of the parent, which was chosen in the same way. So without liars there is one chain, with any loss,
-delay, crash or restart. Clocks matter for progress only. A voter saves its votes before it sends them, and after a
-restart it votes from the last epoch that they name. A voter that has lost them votes again once a commit has an offer
+an attempt, the answers of every later attempt contain one of them, so every later proposal is the same list. Voters are
+a function of the parent, which was chosen in the same way. So if no voter is Byzantine, there is one chain, with any
+loss, delay, crash or restart. Clocks matter for progress only. A voter saves its votes before it sends them, and after
+a restart it votes from the last epoch that they name. A voter that has lost them votes again once a commit has an offer
 of this process: it cannot have voted on what follows.
 
-**Liars.** A liar in two quorums can cause a fork. Votes and answers are signed. Two that contradict each other are a
-proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that allow it, and those
-of the attempt that proposed the list first. So a liar cannot invent an earlier vote for a list that no leader could
-propose. Voters vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a
-deadline that follows from the usual time between commits. Awaited are voters with offers in all but one of the last
-WINDOW commits. So a late update does not exclude a voter from the next ones, one that withholds them delays two commits
-in nine, and new keys delay none. Leaders are *active*, with an offer in one of the last two commits. The list must have
-two thirds of the voters' offers that they hold. If it omits fewer, the next one must have them. Branches compare by
-their content, because certificates differ from peer to peer: more voters whose offers build on the branch, then the
-smaller hash of the first commit. A peer's votes in both certificates of a fork are a proof. A leave record counts from
-the commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+**Byzantine voters.** One that is in two quorums can cause a fork. Votes and answers are signed. Two that contradict
+each other are a proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that
+allow it, and those of the attempt that proposed the list first. So no voter can invent an earlier vote for a list that
+no leader could propose. Voters vote for a new list once they hold the updates of most voters and of all that are
+*awaited*, or after a deadline that follows from the usual time between commits. A voter is awaited if it has offers in
+all but one of the last WINDOW commits. So one late update does not exclude it from the next ones. A voter that
+withholds its updates delays two commits in nine, and new keys delay none. Leaders are *active*, with an offer in one of
+the last two commits. The list must have two thirds of the voters' offers that they hold. The next list must have the
+others. In a fork, the branch wins on which more voters' offers build, then the one with the smaller first hash:
+certificates differ from peer to peer. A peer's votes in both certificates are a proof. A leave record counts from the
+commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
@@ -210,7 +210,7 @@ class State:
 
 def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) -> State:
     """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
-    owners of offers in the commits before. The parent is the blob of the anchor of one member, so whoever has the state
+    owners of offers in the commits before. The parent is the blob of the anchor of one member, so a peer with the state
     can find the anchor. The momentum is zero."""
     head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))[:MAX_VOTERS]
     return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
@@ -635,8 +635,8 @@ class Log:
     def list_answers(self, attempt: int) -> tuple[Vote, ...]:
         """Return the answers with which this peer may lead an attempt. A list that was chosen is in any quorum of them.
 
-        So it may leave out those of a liar, with a list that does not exist, of which a blob is withheld, or, if a
-        quorum denies a vote for it, one that omits most offers.
+        So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. It may also
+        ignore those of a list that omits most offers, if a quorum denies a vote for it.
         """
         lists, answers = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
         if self.head.has_quorum(denials := [it for it in answers if it.last < 0]):
@@ -684,7 +684,7 @@ class Log:
             return
         votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
         is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}
-        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2  # two prove the lie
+        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2  # two are a proof
         if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
             return
         if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):

@@ -119,14 +119,14 @@ class Leave:
 
 @dataclass(frozen=True)
 class Proof:
-    """Two votes of one peer of which an honest peer signs one."""
+    """Two contradicting votes of one peer: a correct peer signs only one of them."""
 
     first: Vote
     second: Vote
 
     @property
     def peer(self) -> bytes:
-        """The liar."""
+        """The Byzantine peer."""
         return self.first.peer
 
     def is_valid(self) -> bool:
