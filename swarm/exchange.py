@@ -5,9 +5,9 @@ checked when it arrives. Each peer fetches all blobs of a round, and serves bloc
 
 - A block comes from the owner of its blob, or from a relay: another peer that fetches the same blob. All peers choose
   the same source, by the uplinks (`plan_loads`, `choose_source`). So a slow owner sends each block once, to the relay.
-- A source has to send in time, which follows from the bytes and the uplinks. If it fails, the blocks that lack come
-  from the owner, and then from the other holders. Then this source is the last choice for blobs of this owner, but not
-  for other blobs: a false owner must not bring relays into disrepute.
+- A source has to send in time, which follows from the bytes and the uplinks. If it fails, the missing blocks come from
+  the owner, and then from the other holders. From then on, this source is the last choice for blobs of this owner, but
+  not for other blobs: a malicious owner must not discredit relays.
 - A client accepts no connections, but serves its blobs over those that it has opened: by a message to each holder.
 
 A stream is a request and its answer: the blob's id, a count, and numbers of blocks; then the hashes and these blocks,
@@ -152,8 +152,8 @@ class StoredBlob:
 def plan_loads(uplinks: Mapping[PeerID, float], num_bytes: int, seconds: float) -> dict[PeerID, float]:
     """Return how many copies of a blob each holder should send, so that each holder gets the blobs of all others.
 
-    All lines keep the same Mbit/s free, as many as possible: the fast ones work first. If this takes longer than
-    `seconds`, all work in proportion to their uplinks, which is the fastest way.
+    All uplinks keep the same Mbit/s free, as many as possible: fast peers send first. If this takes longer than
+    `seconds`, all peers send in proportion to their uplinks, which is the fastest way.
 
     :param uplinks: the Mbit/s of the peers that accept connections
     """
@@ -399,7 +399,7 @@ class Exchange:
         :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
             the owner if they do; None for clients. Another call for the same blob adds more
         :param num_bytes: the sum of the blocks' sizes
-        :param seconds: the time that the exchange of all blobs may take; the more, the less slow lines send
+        :param seconds: the time that the exchange of all blobs may take; with more time, slow uplinks send less
         """
         fetching = self._fetch(blob, owner, holders, num_bytes, format, seconds)
         return asyncio.run_coroutine_threadsafe(fetching, self._loop)

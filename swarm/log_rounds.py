@@ -47,14 +47,14 @@ from utils import RecordValidator, find_peer_id
 
 logger = logging.getLogger("swarm")
 
-TICK = 0.5  # seconds between two looks of the log at the clock
+TICK = 0.5  # seconds between two calls of `Log.tick`
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 POLLED_PEERS = 3
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
 MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
-HELPERS_INTERVAL = 10.0  # seconds between two looks for them
+HELPERS_INTERVAL = 10.0  # seconds between two searches for them
 RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
 MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
@@ -145,7 +145,7 @@ class LogRounds:
     # --- for the training loop
 
     def expect(self, log_id: bytes) -> None:
-        """Note that this peer begins a log with others, so it has no votes in it, whenever it opens it."""
+        """Record on disk that this peer has no votes in a log that it begins with others, and may open later."""
         write_file(self._memory_file, log_id)
 
     def open(self, log_id: bytes, state: State) -> None:
@@ -168,7 +168,7 @@ class LogRounds:
         return offers
 
     def take_returned(self) -> list[Offer]:
-        """Return this peer's offers that no commit will count; they belong into the residual."""
+        """Return this peer's offers that no commit will count; they go back into the residual."""
         with self._lock:
             returned, self.log.returned = self.log.returned, []
         return returned
@@ -215,7 +215,7 @@ class LogRounds:
         with contextlib.suppress(TimeoutError):
             for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
                 with contextlib.suppress(Exception):  # no answer, or an invalid one
-                    refused += isinstance(call.exception(), P2PHandlerError)  # strangers may have asked too often
+                    refused += isinstance(call.exception(), P2PHandlerError)  # untrusted peers may have asked too often
                     answers.append(unpack(Envelope, call.result()))
                 kinds = Counter((answer.log, answer.state) for answer in answers)
                 if 2 * max(kinds.values(), default=0) > len(asked):
@@ -342,7 +342,7 @@ class LogRounds:
             self._when_done(self._search, self._take_helpers)
 
     def _take_helpers(self, entry: object) -> None:
-        if isinstance(entry, ValueWithExpiration):  # otherwise, nobody has answered
+        if isinstance(entry, ValueWithExpiration):  # otherwise, no peer has answered
             found = [peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY]
             found.sort(key=lambda peer: (peer not in self.trusted, peer))
             self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
@@ -394,7 +394,7 @@ class LogRounds:
 
     def _take_blob(self, error: BaseException | None, offer: Offer) -> None:
         """Continue after the blob of an offer has arrived, or not."""
-        if isinstance(error, InvalidBlobError):  # the hashes are the owner's, so nobody else can have made it
+        if isinstance(error, InvalidBlobError):  # the hashes are the owner's, so no other peer has made it
             self.tracker.ban({PeerID(offer.peer): "has sent an invalid update"})
         elif error is not None:
             logger.info(f"no update of peer {PeerID(offer.peer)}: {error!r:.200}")

@@ -63,7 +63,7 @@ class PeerTracker:
         self.local_progress = self._make_record(0, 0)
         #: newest records of the other peers that can be true, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}
-        #: pings in flight, and the last request for attestations: MPFuture forgets the callbacks of one nobody holds
+        #: pings in flight, and the last request for attestations: without a reference, MPFuture forgets the callbacks
         self.pings: list[MPFuture] = []
         self._attestations: MPFuture | None = None
         #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may

@@ -329,6 +329,6 @@ class StateServer(VerifyingAverager):
             self._remove(snapshot)
 
     def _remove(self, snapshot: StateSnapshot) -> None:
-        """Remove a snapshot, also from the memory of a stream that somebody does not read."""
+        """Remove a snapshot, and free its memory even if the caller of a stream does not read."""
         self._snapshots.remove(snapshot)
         snapshot.tensors.clear()
