@@ -31,7 +31,7 @@ from swarm.trust import RoundTrust
 logger = logging.getLogger("swarm")
 
 MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
-LOOK_PERIOD = 0.5  # seconds between two checks of a running round
+CHECK_INTERVAL = 0.5  # seconds between two checks of a running round
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
 
 
@@ -181,12 +181,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         timeouts = self.dht.uplink.timeouts
         ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
         # counted instead of a deadline, because a frozen peer makes no checks; progress allows more checks
-        checks_left, progress = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD, 0.0
+        checks_left, progress = (timeouts.next_chunk + 2 * timeouts.round_seconds) / CHECK_INTERVAL, 0.0
         while not runner._future.done():
-            await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
+            await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
                 return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
-            checks_left += (runner.progress - progress) * timeouts.slow_round / LOOK_PERIOD - 1
+            checks_left += (runner.progress - progress) * timeouts.slow_round / CHECK_INTERVAL - 1
             progress = runner.progress
             # a reducer that waits for a straggler itself gets 10 more checks to report it
             stragglers = runner.list_stragglers(are_reducers=checks_left < -10) if checks_left < 0 else []

@@ -27,9 +27,9 @@ from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
 
-LOOK_PERIOD = 1.0  # seconds between two searches for a leader
-# Seconds between two lookups; each pause is 10 % longer. A peer that begins later asks the one that began first.
-MIN_LOOK_PERIOD, MAX_LOOK_PERIOD = 0.2, 2.0
+SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
+# Seconds between two lookups of peers in the DHT; each pause is 10 % longer. Later peers ask the first one themselves.
+MIN_LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL = 0.2, 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 
@@ -87,7 +87,7 @@ class NonBlockingKeyManager(GroupKeyManager):
         super().__init__(*args, **kwargs)
         #: seconds of the DHT's time; the latest expiration time of a search that this peer has declared
         self.declared_until = -math.inf
-        self.next_look, self.look_period = -math.inf, MIN_LOOK_PERIOD
+        self.next_lookup, self.lookup_interval = -math.inf, MIN_LOOKUP_INTERVAL
 
     async def declare_averager(
         self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group: bool = True
@@ -102,9 +102,9 @@ class NonBlockingKeyManager(GroupKeyManager):
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
         """Look up the peers that search for a group, but less often the longer this peer has searched (note 85)."""
-        await asyncio.sleep(self.next_look - time.monotonic())
-        self.next_look = time.monotonic() + self.look_period
-        self.look_period = min(1.1 * self.look_period, MAX_LOOK_PERIOD)
+        await asyncio.sleep(self.next_lookup - time.monotonic())
+        self.next_lookup = time.monotonic() + self.lookup_interval
+        self.lookup_interval = min(1.1 * self.lookup_interval, MAX_LOOKUP_INTERVAL)
         return await super().get_averagers(group_key, only_active)
 
 
@@ -128,7 +128,7 @@ class EarlyStartMatchmaking(Matchmaking):
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network."""
-        self.group_key_manager.look_period = MIN_LOOK_PERIOD
+        self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
@@ -138,17 +138,17 @@ class EarlyStartMatchmaking(Matchmaking):
             until = max(until, get_dht_time() + timeouts.group_search)
         if step.scheduled_time < until < step.deadline:
             step.scheduled_time = until
-        helpers = [asyncio.create_task(self.look_again()), asyncio.create_task(self.start_when_triggered(step))]
+        helpers = [asyncio.create_task(self.search_again()), asyncio.create_task(self.start_when_triggered(step))]
         try:
             return await super().look_for_group(step)
         finally:
             for helper in helpers:
                 helper.cancel()
 
-    async def look_again(self) -> None:
+    async def search_again(self) -> None:
         """Look for new leaders periodically, also below a peer that ranks below this one, unlike hivemind (note 82)."""
         while True:
-            await asyncio.sleep(LOOK_PERIOD)
+            await asyncio.sleep(SEARCH_INTERVAL)
             self.potential_leaders.update_triggered.set()
 
     async def start_when_triggered(self, step: StepControl) -> None:

@@ -29,8 +29,8 @@ from utils import find_peer_id
 logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
-LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
-LOOK_SHARE = 0.1  # the minimum between two looks, as a share of the time since the last change
+REFRESH_TIMEOUT = 5.0  # seconds for a refresh that the caller waits for; the DHT gives up on a peer after 3
+REFRESH_SHARE = 0.1  # minimum time between two refreshes, as a share of the time since the last change
 DRIFT_PEERS, DRIFT_RATE = 3, 0.2  # peers that may join within an epoch, and the same as a share of the swarm
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -93,7 +93,7 @@ class PeerTracker:
                 if self._active_epoch >= self.view.epoch - 1:
                     self._store(self.local_progress.dict())
             if request is None and now >= self._next_read:
-                self._next_read = math.inf  # first, because the loop may ask for the next look at any moment
+                self._next_read = math.inf  # first, because the loop may schedule the next refresh at any moment
                 read_at, request = time.monotonic(), self.dht.get(self.key, latest=True, return_future=True)
                 request.add_done_callback(lambda _: self._wake.set())
             if request is not None and request.done():
@@ -306,11 +306,11 @@ class PeerTracker:
             self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
         self.ping_silent_peers(absent)
 
-    # --- looks at the swarm
+    # --- refreshes of the view
 
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Look at the swarm only if `schedule_refresh` asks for it, and do not count the time for this peer's speed."""
+        """Refresh the view only if `schedule_refresh` asks for it, and do not count the time for this peer's speed."""
         self._is_paused = True
         try:
             with self.performance_ema.pause():
@@ -320,17 +320,17 @@ class PeerTracker:
             self.schedule_refresh(0.0)
 
     def schedule_refresh(self, seconds: float) -> None:
-        """Look at the swarm again after this time."""
+        """Refresh the view after this time."""
         with self.lock:
             self._next_read = time.monotonic() + seconds
         self._wake.set()
 
     def refresh_now(self) -> None:
-        """Look at the swarm, and wait for the DHT's answer unless it is late."""
+        """Refresh the view, and wait for the DHT's answer unless it is late."""
         asked_at = time.monotonic()
         self.schedule_refresh(0.0)
         with self.performance_ema.pause(), self._has_read:
-            self._has_read.wait_for(lambda: self.view.read_at >= asked_at, LOOK_TIMEOUT)
+            self._has_read.wait_for(lambda: self.view.read_at >= asked_at, REFRESH_TIMEOUT)
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
         """Update the view by the DHT's answer to this request."""
@@ -364,7 +364,7 @@ class PeerTracker:
         self.trust.update(self.others)
 
     def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
-        """Update the view by what the DHT has answered, and schedule the next look. The caller holds the lock."""
+        """Update the view by what the DHT has answered, and schedule the next refresh. The caller holds the lock."""
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
@@ -389,8 +389,8 @@ class PeerTracker:
         count, options = len(present) + 1, self.averaging
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
-            self._changed_at = read_at  # of a swarm that waits, the looks become rare
-        period = max(seconds_left * count / max_count, LOOK_SHARE * (read_at - self._changed_at))
+            self._changed_at = read_at  # without changes, refreshes become rare
+        period = max(seconds_left * count / max_count, REFRESH_SHARE * (read_at - self._changed_at))
         period = min(max(period, options.min_refresh_period), options.max_refresh_period)
         period = period if entry else options.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period

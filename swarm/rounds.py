@@ -24,7 +24,7 @@ from swarm.progress import PeerTracker
 logger = logging.getLogger("swarm")
 
 POLL_INTERVAL, MAX_POLL_INTERVAL = 0.02, 0.5  # seconds; while nothing happens, each pause is 2 % longer
-LOOK_INTERVAL = 2.0  # seconds between two looks at the swarm while this peer waits for a group
+CHECK_INTERVAL = 2.0  # seconds between two checks of the swarm while this peer waits for a group
 ANNOUNCE_INTERVAL = 3.0  # seconds between two signs of life while this peer waits for a round
 STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or gone, until a round is given up
 MAX_STOP_TIMEOUT = 30.0  # seconds after a stop request until any round is given up
@@ -242,7 +242,7 @@ class RoundWait:
         self.started, self.started_in_dht = time.monotonic(), get_dht_time()
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
-        self.first_look = self.next_look = self.started + min(LOOK_INTERVAL, timeouts.matchmaking / 2)
+        self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
@@ -263,8 +263,8 @@ class RoundWait:
                 self.next_announcement = now + ANNOUNCE_INTERVAL
                 self.tracker.announce()
             if stage == AveragingStage.LOOKING_FOR_GROUP:
-                self.look_at_swarm()
-            # also for the averaging of parameters, which may still look for a group since the last epoch (note 72)
+                self.check_swarm()
+            # also for the averaging of parameters, whose search for a group may have begun in the last epoch (note 72)
             self.rounds.expect_group(awaits_all=self.waited_since is None)
             pause = min(1.02 * pause, MAX_POLL_INTERVAL)
             concurrent.futures.wait([self.control], pause)
@@ -276,7 +276,7 @@ class RoundWait:
                 self.rounds.stats.matchmaking_seconds += seconds
         return self.control.result()
 
-    def look_at_swarm(self) -> None:
+    def check_swarm(self) -> None:
         """While no group has formed, find out which peers are there. Raise an AllreduceException if the others have
         stepped, or if too few of them are there."""
         now = time.monotonic()
@@ -285,12 +285,12 @@ class RoundWait:
             self.tracker.stop_waiting_for_stragglers(self.epoch)
             if self.rounds.is_synchronous():  # if there are more idle peers, they may be busy with long steps
                 self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)
-        if now >= self.next_look:
-            self.next_look = now + LOOK_INTERVAL
+        if now >= self.next_check:
+            self.next_check = now + CHECK_INTERVAL
             if all(ping.done() for ping in self.tracker.pings):
                 self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
             self.tracker.schedule_refresh(0.0)
-        if self.tracker.view.read_at < self.first_look:
+        if self.tracker.view.read_at < self.first_check:
             return
         if self.rounds.is_synchronous() and self.tracker.view.epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")

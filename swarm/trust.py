@@ -168,7 +168,7 @@ class PeerTrust:
         for peer_id, absence in list(self.absent.items()):
             record = records.get(peer_id)
             if min(record.time if record else now, now) > absence.until:
-                self.absent.pop(peer_id, None)  # a round in the background may look at the records as well
+                self.absent.pop(peer_id, None)  # a round in the background may do this as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
 
