@@ -281,7 +281,7 @@ class StateDownload:
                 if donor := self.parse_description(peer, metadata, request.epoch):
                     donors.append(donor)
             except Exception as e:  # untrusted bytes and a broken network can raise any exception
-                self.note_failure(peer, e)
+                self.record_failure(peer, e)
                 if peer in self.voters:
                     ping = partial(ping_peers, peer_ids=[peer.to_bytes()])
                     is_alive = await self.averager.dht.run_coroutine(ping, return_future=True)
@@ -342,7 +342,7 @@ class StateDownload:
             raise ValueError("the state is not finite")
         return Donor(peer, metadata, infos, digests, self.rank(peer))
 
-    def note_failure(self, peer: PeerID, error: Exception) -> None:
+    def record_failure(self, peer: PeerID, error: Exception) -> None:
         """Count the failure of a peer, and log it."""
         self.failures[peer] += 1
         reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -350,12 +350,12 @@ class StateDownload:
 
     async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
-        download = BlockDownload(group, self.averager, self.note_failure)
+        download = BlockDownload(group, self.averager, self.record_failure)
         await download.run(self.timeout)
         if not download.missing:
             return download.tensors
         for donor in download.donors:  # those that have not failed
-            self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
+            self.record_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
             self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
         return None
 
@@ -363,9 +363,9 @@ class StateDownload:
 class BlockDownload:
     """A download of one state from several donors that have it."""
 
-    def __init__(self, donors: Sequence[Donor], averager: StateServer, note_failure: Callable):
+    def __init__(self, donors: Sequence[Donor], averager: StateServer, record_failure: Callable):
         self.donors, self.infos = list(donors), donors[0].infos
-        self.averager, self.note_failure = averager, note_failure
+        self.averager, self.record_failure = averager, record_failure
         self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
         numbers = donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist()
         #: the donors that are sending each missing block; blocks of zeros, as a new momentum has, are known
@@ -389,7 +389,7 @@ class BlockDownload:
                     requests.create_task(self.work(donor, 1 - 0.4 * i))
         except Exception as e:  # untrusted bytes and a broken network can raise any exception
             self.donors.remove(donor)
-            self.note_failure(donor.peer, e.exceptions[0] if isinstance(e, ExceptionGroup) else e)
+            self.record_failure(donor.peer, e.exceptions[0] if isinstance(e, ExceptionGroup) else e)
 
     @property
     def max_silence(self) -> float:

@@ -140,7 +140,7 @@ class StateSnapshot:
         """Return the numbers of one block."""
         return self.tensors[index].view(-1)[start:stop]
 
-    def give(self, numbers: Sequence[int], compression: CompressionBase, peer: PeerID) -> Iterator[DownloadData]:
+    def serve(self, numbers: Sequence[int], compression: CompressionBase, peer: PeerID) -> Iterator[DownloadData]:
         """Yield messages with these blocks for a peer."""
         for index, start, stop in (self.blocks[number] for number in numbers):
             if not self.tensors:
@@ -287,7 +287,7 @@ class StateServer(VerifyingAverager):
         if not snapshots or max(numbers) >= len(snapshots[0].blocks):
             yield DownloadData(metadata=self.serializer.dumps({"gone": True}))
             return
-        for message in snapshots[0].give(numbers, self.state_compression, peer):
+        for message in snapshots[0].serve(numbers, self.state_compression, peer):
             yield message
 
     async def _find_snapshot(self, peer: PeerID, epoch: int, step_key: str) -> StateSnapshot | None:

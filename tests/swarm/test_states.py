@@ -368,7 +368,7 @@ def test_removed_copy_is_not_held_by_stream():
     donor, tensor = make_donor([]), torch.randn(5)
     copy, kept = StateSnapshot(dict(epoch=3, lineage="a"), [tensor], make_infos(tensor), 60.0), weakref.ref(tensor)
     donor._snapshots.append(copy)
-    messages = copy.give([0, 0], NoCompression(), PeerID(b"a"))
+    messages = copy.serve([0, 0], NoCompression(), PeerID(b"a"))
     assert next(messages).tensor_part.buffer
     donor._remove(copy)
     del tensor
@@ -387,7 +387,7 @@ def test_peer_with_few_requests_does_not_hold_old_states():
         ]
         donor._snapshots.extend(copies)
         for copy in copies:
-            list(copy.give([0], NoCompression(), PeerID(b"a")))
+            list(copy.serve([0], NoCompression(), PeerID(b"a")))
         first = await ask(donor, 0)
         copies[0].taken -= 70.0
         return first, await ask(donor, 0)
@@ -478,7 +478,7 @@ def download(tensors: list[torch.Tensor], delays: dict[bytes, float]) -> tuple[B
     async def answer(peer: PeerID, request: StateRequest):
         requested.update((peer.to_bytes(), number) for number in request.blocks)
         await asyncio.sleep(delays[peer.to_bytes()])
-        for message in snapshot.give(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
+        for message in snapshot.serve(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
             yield message
 
     snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
