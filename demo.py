@@ -170,7 +170,7 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
         scripts.pause(0.1)
         text = scripts.log("monitor").read_text()
     join, page = found
-    print(f"\nThe run's page, until it ends: http://127.0.0.1:{page[1]}")
+    print(f"\nThe status page, until the run ends: http://127.0.0.1:{page[1]}")
     return join.group()
 
 

@@ -42,7 +42,7 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
     assert all(summary["final_loss"] < entropy - 0.1 for summary in summaries)
     assert all(abs(weights[0][name] - weights[1][name]).max() <= 1e-6 for name in weights[0])
 
-    assert re.search(r"(?m)^The run's page, until it ends: http://127\.0\.0\.1:\d+$", demo.text)
+    assert re.search(r"(?m)^The status page, until the run ends: http://127\.0\.0\.1:\d+$", demo.text)
     *figures, _, heading = demo.text.splitlines()[-12:-3]
     sentences = demo.text.splitlines()[-3:]
     assert heading == "Three texts by the trained model:"
