@@ -68,7 +68,7 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
         try:
             pretrained.tokenizer = load_tokenizer(args.arch)
             if pretrained.tokenizer.get_vocab() != own.get_vocab():
-                raise ValueError(f"its {len(pretrained.tokenizer):,} pieces differ from the run's {len(own):,}")
+                raise ValueError(f"its {len(pretrained.tokenizer):,} tokens differ from the run's {len(own):,}")
         except (OSError, ValueError, KeyError) as e:
             raise UserError(
                 f"--arch {args.arch} is not the tokenizer of this run ({first_line(e)}): give lean_albert"

@@ -52,11 +52,11 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
 
     :raises UserError: if a source yields no text
     """
-    found = read_sources(args.sources)
-    for source in found:
+    sources = read_sources(args.sources)
+    for source in sources:
         if problem := source.find_problem():
             raise UserError(f"--sources {args.sources}: {source.name} yields no text: {problem}")
-    return TrainingDataset(found, tokenizer, kind, args.max_sequence_length, SHUFFLE_BUFFER)
+    return TrainingDataset(sources, tokenizer, kind, args.max_sequence_length, SHUFFLE_BUFFER)
 
 
 def choose_tokenizer(fetched: Path | None, args: ModelArguments) -> str | Path:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from arguments import ModelArguments
 from common.console import UserError
 from experiment.objectives import OBJECTIVES, Objective, find_head, select_labelled_positions, sum_token_losses
-from models.build import build_model, digest, is_text_alone, keeps_documents_apart, load_config, take_over_tokens
+from models.build import build_model, copy_special_tokens, digest, is_text_alone, keeps_documents_apart, load_config
 
 logger = logging.getLogger("model")
 
@@ -35,14 +35,14 @@ def find_objective(args: ModelArguments) -> Objective:
     if not is_text_alone(config):
         cure = "choose another model, or the part that reads text, if it has its own configuration"
         raise UserError(f"the model type {config.model_type} needs more than one text to train on: {cure}")
-    found = {name: objective for name, objective in OBJECTIVES.items() if find_class(objective, config)}
-    if not found:
+    available = {name: objective for name, objective in OBJECTIVES.items() if find_class(objective, config)}
+    if not available:
         raise UserError(
             f"the model type {config.model_type} is not a language model of transformers: choose another model"
         )
-    if args.objective and args.objective not in found:
-        raise UserError(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(found)}")
-    return found[args.objective or next(iter(found))]
+    if args.objective and args.objective not in available:
+        raise UserError(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(available)}")
+    return available[args.objective or next(iter(available))]
 
 
 def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -> PreTrainedModel:
@@ -56,7 +56,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     """
     config, objective = load_config(args), find_objective(args)
     vocab_size = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
-    take_over_tokens(config, tokenizer, vocab_size, objective.is_causal)
+    copy_special_tokens(config, tokenizer, vocab_size, objective.is_causal)
     model = build_model(find_class(objective, config), config, args, vocab_size)
     model.objective = objective
     model.sum_token_losses = sum_token_losses

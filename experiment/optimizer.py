@@ -66,8 +66,8 @@ def make_param_groups(model: nn.Module, separate_hidden: bool = False) -> list[d
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of this one, and singular values of about 1.
 
-    It makes the Newton-Schulz iterations of torch.optim.Muon, which always uses bfloat16. The host uses float32,
-    because many processors emulate bfloat16: an AVX2 core takes 18 to 46 times as long.
+    It runs the Newton-Schulz iterations of torch.optim.Muon, which always uses bfloat16. The host uses float32, because
+    many processors emulate bfloat16: an AVX2 core takes 18 to 46 times as long.
     """
     is_tall = len(matrix) > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # its product with its transpose is the smaller one
@@ -80,7 +80,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the first parameter group, the hidden matrices, and AdamW for all others.
+    """An optimizer that uses Muon for the first parameter group, the hidden matrices, and AdamW for all others.
 
     Both share this optimizer's groups and state, which peers exchange by position. Muon's steps
     (kellerjordan.github.io/posts/muon) are scaled to the size of AdamW's (arxiv.org/abs/2502.16982), so that one
@@ -102,7 +102,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make a step of both optimizers. If the device fails, as without free memory, the host makes the rest."""
+        """Make a step of both optimizers. If the device fails, as when out of memory, the host computes the rest."""
         params = self.param_groups[0]["params"]
         device = self.find_device() if self.find_device else params[0].device
         for param in [param for param in params if param.grad is not None]:

@@ -355,7 +355,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
         records = {split: read_file(task, path) for split, path in files.items()}
     else:
         records = load_from_hub(task, data_dir)
-    examples = {split: make_examples(task, found) for split, found in records.items()}
+    examples = {split: make_examples(task, rows) for split, rows in records.items()}
     if "in_domain" in examples:
         domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}
         for domain, part in domains.items():
@@ -368,8 +368,8 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
             raise UserError(f"{where} is empty: get it from {task.address}")
         for example in part:
             if example.right is None and split != "test":
-                found = ", ".join(map(str, example.record))
-                raise UserError(f"{where} has a record without {task.label_column}, with {found}: is it the test data?")
+                names = ", ".join(map(str, example.record))
+                raise UserError(f"{where} has a record without {task.label_column}, with {names}: is it the test data?")
     return examples
 
 
@@ -421,8 +421,8 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
         if missing := [split for split in task.files if not records[split]]:
             raise ValueError(f"no {' and '.join(missing)} data of {name}")
     return {
-        split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(found)]
-        for split, found in records.items()
+        split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(rows)]
+        for split, rows in records.items()
     }
 
 
@@ -471,8 +471,8 @@ def load_task_file(path: str | Path) -> Task:
         raise UserError(f"{what} ({reason}): the fields are {TASK_FILE_FIELDS}, see docs/finetuning.md") from e
     if not task.labels:
         records = [record for _, record in read_file(task, paths["train"]) if isinstance(record, dict)]
-        found = [record.get(task.label_column) for record in records]
-        labels = sorted({str(label) for label in found if label not in (None, "")})
+        values = [record.get(task.label_column) for record in records]
+        labels = sorted({str(label) for label in values if label not in (None, "")})
         if len(labels) == 1:
             raise UserError(f"{paths['train']} has {labels[0]} as its only {task.label_column}: two labels are needed")
         task = replace(task, labels=tuple(labels))

@@ -90,7 +90,7 @@ def find_causal_class(config: PreTrainedConfig) -> type | None:
     return transformers.AutoModelForCausalLM if has_class and is_causal else None
 
 
-def take_over_tokens(
+def copy_special_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, vocab_size: int, is_causal: bool
 ) -> None:
     """Copy the tokenizer's special token ids (RoBERTa's positions need them); if it is a number, remove invalid ids."""

@@ -62,7 +62,7 @@ class DynamicQuantizer:
 
 
 class Lamb8bit(torch.optim.Optimizer):
-    """LAMB with 8-bit moments for tensors of at least `min_8bit_size` elements, and 32-bit ones for smaller tensors.
+    """A LAMB optimizer with 8-bit moments, or 32-bit ones for tensors of fewer than `min_8bit_size` elements.
 
     :param clamp_value: the upper bound of the weight norm in the trust ratio
     """

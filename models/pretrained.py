@@ -59,11 +59,11 @@ def load_old_checkpoint(path: Path) -> Pretrained:
 
 def check_tokenizer(pretrained: Pretrained) -> None:
     """Raise a UserError if the tokenizer does not fit the model."""
-    pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
+    tokens, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
     # other models may have rounded the size of the vocabulary up
-    if pieces > rows or (pieces < rows and pretrained.config.model_type == "lean_albert"):
+    if tokens > rows or (tokens < rows and pretrained.config.model_type == "lean_albert"):
         raise UserError(
-            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, use the "
+            f"{pretrained.name} has {rows:,} tokens, its tokenizer {tokens:,}: they do not belong together, use the "
             "tokenizer that it was trained with"
         )
     if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:

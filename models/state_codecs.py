@@ -25,7 +25,7 @@ from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 
 
 class Scaled16bit(CompressionBase):
-    """A codec of float16 shares of the largest number, with relative errors up to 2.4e-4 down to 1/16,000 of it."""
+    """A codec of float16 fractions of the largest number, with relative errors up to 2.4e-4 down to 1/16,000 of it."""
 
     compression_type = runtime_pb2.FLOAT16
 
@@ -45,7 +45,7 @@ class Scaled16bit(CompressionBase):
         return (torch.frombuffer(data, dtype=torch.float16, offset=4).float() * scale).view(shape)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Return the size in terms of the tensor's."""
+        """Return the compressed size as a share of the tensor's."""
         return 0.5
 
 
@@ -78,7 +78,7 @@ class Dynamic8bit(CompressionBase):
         return (numbers.square_() if is_root else numbers).view(shape)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Return the size in terms of the tensor's."""
+        """Return the compressed size as a share of the tensor's."""
         return (1 + 4 / BLOCK_SIZE) / 4
 
 

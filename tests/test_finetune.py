@@ -498,7 +498,7 @@ def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path):
     toys.write_lidirus(tmp_path)
     look("-t terra", "-m", tmp_path)
     toys.write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
-    look("pieces differ from the run's", "-m", run, "-a", tmp_path / "other")
+    look("tokens differ from the run's", "-m", run, "-a", tmp_path / "other")
     look("not the tokenizer of this run", "-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
     toys.write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
     look("LiDiRus is empty", "-m", run)
