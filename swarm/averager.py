@@ -44,7 +44,7 @@ class StateDivergedError(AllreduceException):
 
 
 class PeersBehindError(AllreduceException):
-    """All other peers of the group have an older state than this peer."""
+    """The error that all other peers of the group have an older state than this peer."""
 
 
 class PeersSilentError(AllreduceException):
@@ -93,7 +93,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.wait_until_ready()
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
-        """Start a round without hivemind's retries: the failed round has partly averaged the tensors (note 55)."""
+        """Start a round without hivemind's retries: a failed round leaves the tensors partly averaged (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
@@ -204,7 +204,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 runner.silent = silent
                 return runner.end(awaited[silent[0]], PeersSilentError(silent))
 
-    # --- the only judge of rounds; swarm/trust.py has the rules
+    # --- the verdict on a round; swarm/trust.py has the rules
 
     async def _check_failed_round(self, runner: FailFastAllReduceRunner, watch: asyncio.Task) -> None:
         """Raise an error that names the peers that have made a round fail, if they are known."""

@@ -44,7 +44,7 @@ TRANSITIONS[EpochState.MATCHMAKING] = TRANSITIONS[EpochState.ACCUMULATING]
 
 @dataclass(frozen=True)
 class EpochInputs:
-    """The knowledge of a peer about the swarm between two of its steps."""
+    """A peer's view of the swarm between two of its steps."""
 
     swarm_epoch: int  # that most known peers have reached
     read_at: float  # when the swarm's progress was asked for last
@@ -60,7 +60,7 @@ class EpochInputs:
 
 @dataclass
 class SyncBackoff:
-    """When a peer may load the swarm's state again, after downloads that failed or came too late."""
+    """The backoff of a peer that loads the swarm's state, after downloads that failed or came too late."""
 
     not_before: float = -math.inf
     min_epoch: int = 0  # of the swarm
@@ -107,8 +107,8 @@ class Epoch:
         self.state = state
 
     def has_missed_step(self, inputs: EpochInputs) -> bool:
-        """Whether the others have stepped without this peer. A step with its own gradients alone would part it from
-        them: the averaging of parameters does not bring the optimizer's moments together."""
+        """Return whether the others have stepped without this peer. If it then stepped with its own gradients alone, it
+        would diverge from them: the averaging of parameters does not average the optimizer's moments."""
         return inputs.is_synchronous and inputs.swarm_epoch > self.number
 
     def compare_with_swarm(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
@@ -123,14 +123,14 @@ class Epoch:
         return inputs.swarm_epoch > self.number + 1
 
     def should_search(self, inputs: EpochInputs) -> bool:
-        """Whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is alone
-        does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
+        """Return whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is
+        alone does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
         return inputs.has_others and inputs.seconds_left <= inputs.matchmaking_time and not inputs.is_searching
 
     def is_over(self, inputs: EpochInputs) -> bool:
-        """Whether the swarm has the samples of this epoch. A group that waits for this peer may count more of them."""
+        """Return whether the swarm has the samples of this epoch. A group that waits for this peer may know of more."""
         return inputs.has_batch or inputs.has_group
 
     def can_average(self, inputs: EpochInputs) -> bool:
-        """Whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""
+        """Return whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""
         return inputs.read_at >= self.retry_at and not inputs.lacks_quorum

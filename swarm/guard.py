@@ -27,7 +27,7 @@ NO_WEIGHT = 1e-9  # weight of a part that was not sent; with 0, an average of su
 
 
 class ProtocolViolation(AllreduceException):
-    """Data that no correct peer can send."""
+    """The error that a peer has sent data that no correct peer can send."""
 
 
 class MaliciousPeersError(AllreduceException):

@@ -1,6 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-`swarm/epoch.py` has the states of an epoch. Each transition is one method here, whose text begins with the new state.
+The states of an epoch are in `swarm/epoch.py`. Each transition is one method here: its docstring names the new state.
 """
 
 import logging

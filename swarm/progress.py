@@ -49,7 +49,7 @@ class SwarmView:
 
 
 class PeerTracker:
-    """Publishes this peer's progress, and reads that of the others; in a thread of its own until `shutdown`."""
+    """A tracker that publishes this peer's progress and reads that of the others, in a thread of its own."""
 
     def __init__(self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust):
         self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust

@@ -58,7 +58,7 @@ class RoundStats:
 
 
 class Rounds:
-    """The last round of gradients, whose group is searched for in advance, and the last round of parameters."""
+    """The rounds of a peer: the last one of gradients, whose group forms in advance, and the last one of parameters."""
 
     def __init__(self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager):
         self.tracker, self.state_averager, self.grad_averager = tracker, state_averager, grad_averager
@@ -128,7 +128,7 @@ class Rounds:
             self.stats.record_step(self.grad_averager.finish(None), group_size=1)
             self.stats.members = (self.tracker.dht.peer_id.to_bytes(),)
             return None
-        # otherwise the search in advance has failed, or was that of the last epoch
+        # None if the search in advance has failed, or has served the last epoch
         searched = self.gradient_round if self.is_searching() else None
         self.gradient_round = self.grad_averager.begin(searched)
         finish = partial(self._finish, self.gradient_round, self.state_averager.local_epoch)

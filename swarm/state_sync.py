@@ -21,7 +21,7 @@ PROGRESS_PERIOD = 5.0  # seconds between two log lines about a running download
 
 
 class StateSync:
-    """Loads what this peer lacks of the swarm's state, and decides when it may try again."""
+    """The downloads of a peer that has fallen behind, and the backoff between them."""
 
     def __init__(self, tracker: PeerTracker, state_averager: StateAverager):
         self.tracker, self.state_averager = tracker, state_averager

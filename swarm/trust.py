@@ -49,7 +49,7 @@ class Absence:
 
 
 class PeerTrust:
-    """The knowledge of a peer about the others: which have worked, and which do not count for a while."""
+    """A peer's record of the others: which have worked, and which do not count for a while."""
 
     def __init__(self, uplink: Uplink, attested: Iterable[bytes] = (), is_auxiliary: bool = False):
         self.uplink, self.is_auxiliary = uplink, is_auxiliary
@@ -65,7 +65,7 @@ class PeerTrust:
     # --- records to believe
 
     def is_known(self, peer_id: bytes) -> bool:
-        """Return whether this peer is known to have worked."""
+        """Return whether this peer is a known contributor (docs/design.md#words)."""
         return peer_id in self.partners or peer_id in self.attested
 
     def select_known(self, records: Records) -> Records:
@@ -174,7 +174,7 @@ class PeerTrust:
 
 
 class RoundTrust:
-    """The knowledge of an averager, in a process of its own, about the peers in its rounds."""
+    """An averager's record of the peers in its rounds; it lives in the averager's process."""
 
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)

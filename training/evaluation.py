@@ -69,7 +69,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Measures a trainer's model on the validation split, and keeps the newest result."""
+    """The evaluations of a trainer's model on the validation split, and the newest result."""
 
     def __init__(self, state: TrainerState, autocast: AbstractContextManager):
         self.state, self.autocast = state, autocast

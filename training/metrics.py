@@ -22,7 +22,7 @@ MAX_DATA_WAIT = 0.1  # share of an epoch that the device may wait for data befor
 
 
 class MetricsReporter:
-    """Measures, publishes and writes the epochs of a trainer."""
+    """The metrics of a trainer's epochs, which it measures, publishes and writes to history.jsonl."""
 
     def __init__(self, state: TrainerState):
         self.state, self.swarm, self.optimizer, self.stats = state, state.swarm, state.optimizer, state.stats

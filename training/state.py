@@ -79,7 +79,7 @@ class TrainerStats:
 
 @dataclass
 class TrainerState:
-    """What a trainer works with: its place in the swarm, the model, optimizer, data, arguments and counters."""
+    """All objects of a trainer: its place in the swarm, the model, optimizer, data, arguments and counters."""
 
     swarm: Swarm
     optimizer: CollaborativeOptimizer
