@@ -155,25 +155,25 @@ def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
 
 
 def select_agreed(
-    groups: Sequence[list[Donor]], voters: Sequence[PeerID], is_synchronous: bool = True
+    groups: Sequence[list[Donor]], witnesses: Sequence[PeerID], is_synchronous: bool = True
 ) -> list[list[Donor]]:
-    """Return the groups with a state that more than half of the voters confirm; without voters, all groups.
+    """Return the groups with a state that more than half of the witnesses confirm; without witnesses, all groups.
 
-    A voter confirms the state that it describes. If the peers do not all step together, it also confirms those of other
-    voters that are near: each peer may have a state of its own then. The most central one comes first, because a
+    A witness confirms the state that it describes. If the peers do not all step together, each may have a state of its
+    own, and a witness also confirms those of other witnesses that are near. The most central one comes first, because a
     malicious one can be as far from the others as the limit allows.
     """
-    if not voters:
+    if not witnesses:
         return list(groups)
-    ballots = [donor for group in groups for donor in group if donor.peer in voters]
+    testimonies = [donor for group in groups for donor in group if donor.peer in witnesses]
 
     def measure_majority(group: list[Donor]) -> float:
-        """Return the distance from this state within which those of more than half of the voters are."""
-        own = [donor for donor in ballots if donor in group]
+        """Return the distance from this state within which those of more than half of the witnesses are."""
+        own = [donor for donor in testimonies if donor in group]
         distances = [0.0] * len(own)
         if own and not is_synchronous:
-            distances += [donor.measure_distance(own[0]) for donor in ballots if donor not in own]
-        return statistics.median_high(distances + [math.inf] * (len(voters) - len(distances)))
+            distances += [donor.measure_distance(own[0]) for donor in testimonies if donor not in own]
+        return statistics.median_high(distances + [math.inf] * (len(witnesses) - len(distances)))
 
     measured = sorted(((measure_majority(group), group) for group in groups), key=lambda pair: pair[0])
     return [group for distance, group in measured if distance <= 1.0]
@@ -195,17 +195,17 @@ class StateDownload:
     # peers that accept no connections, and their epochs; they can be called only by peers that they have called
     clients: dict[PeerID, int] = dataclasses.field(default_factory=dict)
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
-    voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
+    witnesses: list[PeerID] = dataclasses.field(default_factory=list)  # trusted peers, of which a majority decides
 
     async def fetch_step(self, epoch: int, lineage: str) -> tuple[dict, list[torch.Tensor]] | None:
         """Return the description and the averaged gradients of the step that other peers made from this state."""
         epochs = await self.find_peers(epoch + 1)
-        others = [peer for peer in epochs if epochs[peer] > epoch and peer not in self.voters]
+        others = [peer for peer in epochs if epochs[peer] > epoch and peer not in self.witnesses]
         others = [peer for peer in others if peer.to_bytes() not in self.avoid]
         random.shuffle(others)
         step = StateRequest(epoch, self.averager.make_step_key(lineage))
-        donors = await self.ask_for_descriptions([*self.voters, *others], step)
-        for group in select_agreed(group_donors(donors), self.voters):
+        donors = await self.ask_for_descriptions([*self.witnesses, *others], step)
+        for group in select_agreed(group_donors(donors), self.witnesses):
             metadata = group[0].metadata
             if group[0].key != (step.epoch, step.lineage) or type(metadata.get("group")) is not bytes:
                 continue
@@ -224,12 +224,12 @@ class StateDownload:
             peers.sort(key=lambda peer: (self.rank(peer), epochs[peer], random.random()), reverse=True)
             if not peers and attempt >= 3:
                 break  # no peer can serve a state
-            if peers and not self.voters:  # untrusted peers that claim the highest epochs may keep all others waiting
+            if peers and not self.witnesses:  # untrusted peers that claim the highest epochs may block all others
                 start = MAX_DONORS * attempt % len(peers)
                 peers = peers[start:] + peers[:start]
             donors = await self.ask_for_descriptions(peers, StateRequest(first_epoch))
-            for group in select_agreed(group_donors(donors), self.voters, self.is_synchronous):
-                if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
+            for group in select_agreed(group_donors(donors), self.witnesses, self.is_synchronous):
+                if not self.witnesses and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
                     continue
                 for donor in donors:
                     if donor.key == group[0].key and donor not in group:
@@ -240,13 +240,13 @@ class StateDownload:
         return None
 
     async def find_peers(self, min_epoch: int) -> dict[PeerID, float]:
-        """Return the peers that declare a state, and its epoch. Choose the voters, and a relay for each client. Unknown
-        clients are left out if another peer has at least the epoch before `min_epoch`."""
+        """Return the peers that declare a state, and its epoch. Choose the witnesses, and a relay for each client.
+        Exclude unknown clients if another peer has at least the epoch before `min_epoch`."""
         averager, declared = self.averager, await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
-        voters = [peer for peer in epochs if peer.to_bytes() in self.trusted]
-        self.voters = random.sample(voters, min(MAX_DONORS, len(voters)))
+        witnesses = [peer for peer in epochs if peer.to_bytes() in self.trusted]
+        self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if averager.client_mode and not relays:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
@@ -260,13 +260,13 @@ class StateDownload:
     def rank(self, peer: PeerID) -> tuple:
         """Return a sort key of the peers that may have the state; better ones are larger."""
         peer_id = peer.to_bytes()
-        trust = peer in self.voters, -self.failures[peer], peer_id in self.trusted, peer_id not in self.avoid
+        trust = peer in self.witnesses, -self.failures[peer], peer_id in self.trusted, peer_id not in self.avoid
         return *trust, peer not in self.clients
 
     async def ask_for_descriptions(self, peers: Sequence[PeerID], request: StateRequest) -> list[Donor]:
         """Return those of the first MAX_DONORS peers that describe the requested state. Once a peer has described it,
-        the others get as much time again, and at least 1 s. With voters, more than half of them must have described it
-        first, because a malicious peer may be quick."""
+        the others get as much time again, and at least 1 s. If there are witnesses, more than half of them must have
+        described it first, because a malicious peer may be quick."""
         donors = []
 
         async def ask(peer: PeerID) -> None:
@@ -282,12 +282,12 @@ class StateDownload:
                     donors.append(donor)
             except Exception as e:  # untrusted bytes and a broken network can raise any exception
                 self.record_failure(peer, e)
-                if peer in self.voters:
+                if peer in self.witnesses:
                     ping = partial(ping_peers, peer_ids=[peer.to_bytes()])
                     is_alive = await self.averager.dht.run_coroutine(ping, return_future=True)
-                    # a dead voter would count against each state; without any voter, untrusted peers would decide
-                    if not is_alive and len(self.voters) > 1:
-                        self.voters.remove(peer)
+                    # a dead witness would count against each state; without any witness, untrusted peers would decide
+                    if not is_alive and len(self.witnesses) > 1:
+                        self.witnesses.remove(peer)
 
         loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers[:MAX_DONORS]]
         start = loop.time()
@@ -295,7 +295,7 @@ class StateDownload:
             async with asyncio.timeout(None) as limit:
                 for answer in asyncio.as_completed(tasks):
                     await answer
-                    if donors and select_agreed([donors], self.voters) and limit.when() is None:
+                    if donors and select_agreed([donors], self.witnesses) and limit.when() is None:
                         limit.reschedule(loop.time() + max(1.0, loop.time() - start))
         for task in tasks:
             task.cancel()

@@ -157,18 +157,18 @@ def test_similar_states_confirm_each_other(start):
 )
 def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
     """Letters are states, x is a peer without an answer. Three unknown peers with state B do not count."""
-    voters = [PeerID(bytes([number])) for number in range(len(agreeing))]
+    witnesses = [PeerID(bytes([number])) for number in range(len(agreeing))]
     groups = {state: [] for state in agreeing}
-    for peer, state in zip(voters, agreeing, strict=True):
+    for peer, state in zip(witnesses, agreeing, strict=True):
         groups[state].append(Donor(peer, {}, [], torch.zeros(0, 1 + NUM_SUMS)))
     groups.pop("x", None)
     if "B" in groups:
         groups["B"] += [
             Donor(PeerID(bytes([100 + number])), {}, [], torch.zeros(0, 1 + NUM_SUMS)) for number in range(3)
         ]
-    agreed = select_agreed(list(groups.values()), voters)
-    assert [[donor.peer for donor in group if donor.peer in voters] for group in agreed] == [
-        [peer for peer, state in zip(voters, agreeing, strict=True) if state in chosen]
+    agreed = select_agreed(list(groups.values()), witnesses)
+    assert [[donor.peer for donor in group if donor.peer in witnesses] for group in agreed] == [
+        [peer for peer, state in zip(witnesses, agreeing, strict=True) if state in chosen]
     ] * bool(chosen)
     assert len(select_agreed(list(groups.values()), [])) == len(groups)
 
@@ -207,7 +207,7 @@ def describe(
 
 
 def test_state_within_limit_loses_to_central_one():
-    """One of four voters names a later epoch, and scales its parameters by about as much as the limit allows."""
+    """One of four witnesses names a later epoch, and scales its parameters by about as much as the limit allows."""
     honest = [describe(scale, peer=bytes([int(100 * scale)]), lineage=f"{scale}") for scale in (1, 0.99, 1.02)]
 
     def select(hostile: Donor) -> list[Donor]:
