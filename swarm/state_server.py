@@ -306,8 +306,8 @@ class StateServer(VerifyingAverager):
             if len(self._snapshots) >= MAX_SNAPSHOTS:
                 oldest = min(self._snapshots, key=lambda it: it.last_use)
                 if time.monotonic() - oldest.last_use <= IN_USE:
-                    states = [None, *(it for it in self._snapshots if not it.is_step)]
-                    return None if step_key else states[-1]
+                    states = [it for it in self._snapshots if not it.is_step]
+                    return states[-1] if states and not step_key else None
                 self._remove(oldest)
             self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()
