@@ -119,7 +119,7 @@ class Swarm:
         authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
         data = authority.issue(self.prefix, peer_id, name, time.time() + 86400.0)
-        Invitation(key, data, authority.public_key).save("out", path)
+        Invitation(key, data, authority.public_key).save(path)
         return path
 
     def start_trainer(self, name: str, *more: object) -> Script:

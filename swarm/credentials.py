@@ -106,7 +106,7 @@ class Authority:
         key, expires = RSAPrivateKey(), get_dht_time() + lifetime
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
         with self.open_run(prefix) as run:
-            Invitation(key, self.issue(prefix, peer_id, username, expires), self.public_key).save("out", path)
+            Invitation(key, self.issue(prefix, peer_id, username, expires), self.public_key).save(path)
             run["members"][str(PeerID(peer_id))] = {"username": username, "expires": expires, "revoked": False}
 
     def read_members(self) -> dict[str, dict]:
@@ -161,12 +161,12 @@ class Invitation:
     credential: bytes
     authority: bytes  # the authority's public key
 
-    def save(self, setting: str, path: str | Path) -> None:
+    def save(self, path: Path) -> None:
         """Write the file as one line of text, which can be pasted as a notebook's secret."""
         identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=self.key.to_bytes()).SerializeToString()
         parts = {"key": identity, "pass": self.credential, "authority": self.authority}
         text = json.dumps({name: base64.b64encode(part).decode() for name, part in parts.items()})
-        write_private(setting, Path(path), text + "\n")
+        write_private("out", path, text + "\n")
 
 
 def read_key(data: bytes) -> RSAPrivateKey:

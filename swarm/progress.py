@@ -339,6 +339,7 @@ class PeerTracker:
             self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
             return
         with self.lock:
+            # keep a refresh that was scheduled meanwhile; after an answer from before this epoch, refresh at once
             scheduled, is_fresh = self._next_read, read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
             self._next_read = min(scheduled, self._next_read if is_fresh else time.monotonic())

@@ -72,7 +72,7 @@ def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0,
     if changes:
         invitation = load_invitation(path)
         content = vars(parse_credential(invitation.credential, invitation.authority)) | changes
-        Invitation(invitation.key, authority.sign(b"pass", content.values()), authority.public_key).save("out", path)
+        Invitation(invitation.key, authority.sign(b"pass", content.values()), authority.public_key).save(path)
     return str(path)
 
 
