@@ -220,7 +220,7 @@ def make_optimizer(
     It starts helper processes. Build it before any CUDA context and DataLoader worker, for the CPU model with loaded
     weights. Then move the model and call `optimizer.accumulate_on(device)`.
 
-    :param folder: a folder of this peer's key, for what it has voted for in rounds of local steps
+    :param folder: a folder that belongs to this peer's key, for the updates and votes of local steps
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)

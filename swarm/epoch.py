@@ -8,8 +8,8 @@ RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that
 SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
 MAX_SYNC_PAUSE = 300.0  # seconds
 MAX_STALE_DOWNLOADS = 3  # in a row; from this number on, each pause between downloads is longer
-# Epochs after a futile wait for a straggler, until a round waits for one again. A peer that is one epoch behind makes
-# the step of the others while they accumulate the next one: without a wait it would come too late forever.
+# Epochs after a futile wait for a straggler, until a round waits for one again. A peer that is one epoch behind replays
+# the missed step while the others accumulate the next batch: without a wait, it would be late for each round.
 WAIT_RETRY_EPOCHS = 5
 
 

@@ -234,7 +234,7 @@ class CollaborativeOptimizer:
     def _advance(self, inputs: EpochInputs) -> None:
         """Take the epoch as far as it can go now."""
         self.grad_averager.round_state = self.local_epoch, inputs.is_synchronous, self.state_averager.lineage
-        # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
+        # including peers that are missing now: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
         if self.epoch.should_search(inputs):
             self._search_group()
@@ -399,7 +399,7 @@ class AveragingHelper(CollaborativeOptimizer):
 
     def _follow_trainers(self) -> None:
         """Go to the highest epoch that more than half of the trainers have reached: forward if they have stepped
-        without this peer; back if they have lost a round that it took for averaged."""
+        without this peer; back if a round failed for them that succeeded here."""
         records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
         if len(records) < 2:
             return

@@ -61,7 +61,7 @@ class PeerTracker:
         dht.add_validators([signature])
 
         self.local_progress = self._make_record(0, 0)
-        #: newest records of the other peers that can be true, by peer id
+        #: the newest plausible records of the other peers, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}
         #: pings in flight, and the last request for attestations: without a reference, MPFuture forgets the callbacks
         self.pings: list[MPFuture] = []
@@ -146,7 +146,7 @@ class PeerTracker:
             self.report_local_progress(epoch, samples)
 
     def set_swarm_epoch(self, epoch: int) -> None:
-        """Take this for the swarm's epoch, also if it is a lower one."""
+        """Set the swarm's epoch, even to a lower one."""
         with self.lock:
             self.view = replace(self.view, epoch=epoch)
 
@@ -212,7 +212,7 @@ class PeerTracker:
 
     @property
     def _min_epoch(self) -> int:
-        # a peer that is one epoch behind makes the others' step just now; worth waiting for, once
+        # a peer that is one epoch behind may be replaying the missed step: worth waiting for, once
         epoch = self.local_progress.epoch
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
@@ -247,8 +247,8 @@ class PeerTracker:
             self.patient_from = epoch + WAIT_RETRY_EPOCHS
 
     def refresh_trusted_peers(self) -> None:
-        """Ask the initial peers once more for the contributors that they know, without waiting: a peer that came early
-        has heard of few, believes the others little, and so comes late to each round."""
+        """Ask the initial peers again for the contributors that they know, without waiting: a peer that joined early
+        knows few of them, discounts the reports of the others, and so is late for each round."""
 
         def apply(done: MPFuture) -> None:
             if not done.cancelled() and not done.exception():

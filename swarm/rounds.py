@@ -108,7 +108,7 @@ class Rounds:
         """Look for a group in the background."""
         self._ban_malicious_peers(self.gradient_round)
         self.gradient_round = self.grad_averager.schedule_step()
-        # when the epoch ends, it is known which of them are dead; a new peer finds records of long dead ones
+        # so that dead peers are known when the epoch ends: the DHT keeps the records of dead peers for a while
         self.tracker.ping_silent_peers(self.tracker.present)
 
     # --- a round of gradients
@@ -135,7 +135,7 @@ class Rounds:
         return finish if self.overlap and not self.is_auxiliary else finish()
 
     def _finish(self, control: StepControl, epoch: int) -> None:
-        """Wait for the averaged gradients of this epoch, which are the optimizer's then, see `average`."""
+        """Wait for the averaged gradients of this epoch, and leave them to the optimizer, see `average`."""
         wait = RoundWait(self, control, epoch)
         try:
             group = wait.run()

@@ -254,8 +254,8 @@ class StateServer(VerifyingAverager):
             logger.debug(f"could not relay the state of {request.client}: {e!r}")
 
     def _admit(self, peer: PeerID, num_blocks: int) -> bool:
-        """Count this peer among those that are served, and return whether it is. If these are enough for the uplink, it
-        replaces the slowest one, or asks another donor, or retries. So peers that hardly fetch keep out no other."""
+        """Count this peer among those that are served, and return whether it is. If there are enough of them, it
+        replaces the slowest one, or asks another donor, or retries. So peers that hardly fetch block no others."""
         if not num_blocks:  # it wants a description, which costs little
             return True
         now = time.monotonic()
@@ -276,7 +276,7 @@ class StateServer(VerifyingAverager):
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
         epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
         if not numbers:
-            # an invented step must not cost a copy; the main process may be making that from the current state
+            # an invented step must not cost a copy; the main process may be making the step from the current state
             steps = [self.make_step_key(it) for it in (self._last_lineage.value.decode(), self.lineage)]
             is_here = self.state_sharing_priority >= epoch and lineage in ("", *steps)
             snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_here else None

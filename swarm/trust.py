@@ -73,7 +73,7 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in records.items() if self.is_known(peer_id)} or records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
-        """Return the records that can be true. Any peer can sign "epoch 10**9" with a new key."""
+        """Return the plausible records. Any peer can sign "epoch 10**9" with a new key."""
         believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
         if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
@@ -147,7 +147,7 @@ class PeerTrust:
             if peer_id in self.absent and self.absent[peer_id].reason != BANNED:
                 del self.absent[peer_id]
         for peer_id, record in absent.items():
-            # a peer that is behind may be making the step of the others; a busy one reports nothing
+            # a peer that is behind may be replaying the missed step; a busy one reports nothing
             if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
                 self.missed_rounds[peer_id] += 1
             if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
