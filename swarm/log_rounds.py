@@ -113,7 +113,7 @@ class LogRounds:
         self.dht, self.tracker, self.is_auxiliary = tracker.dht, tracker, tracker.trust.is_auxiliary
         self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
-        self.trusted = {get_peer_id(str(maddr)).to_bytes() for maddr in self.dht.initial_peers or ()}
+        self.initial_peers = {get_peer_id(str(maddr)).to_bytes() for maddr in self.dht.initial_peers or ()}
         self.log: Log | None = None
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
@@ -131,7 +131,7 @@ class LogRounds:
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
-        self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not trusted
+        self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not initial peers
         self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
         #: a client and its log, for an auxiliary peer that has none
@@ -344,7 +344,7 @@ class LogRounds:
     def _take_helpers(self, entry: object) -> None:
         if isinstance(entry, ValueWithExpiration):  # otherwise, no peer has answered
             found = [peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY]
-            found.sort(key=lambda peer: (peer not in self.trusted, peer))
+            found.sort(key=lambda peer: (peer not in self.initial_peers, peer))
             self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
 
     def can_call(self, peer: bytes) -> bool:
@@ -408,7 +408,7 @@ class LogRounds:
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
         if peer in self.helpers:
-            self.helpers[peer] = envelope.mbits if peer in self.trusted else 0.0
+            self.helpers[peer] = envelope.mbits if peer in self.initial_peers else 0.0
             if envelope.request and self.log is not None:  # it cannot call this peer
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state and peer in self.tracker.trust.select_known(self.tracker.others):

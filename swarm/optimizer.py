@@ -63,7 +63,7 @@ class CollaborativeOptimizer:
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
-        :param compressions: of gradients, averaged and served (load_state) states; and the sparse codec of local_steps
+        :param compressions: the codecs of `gradients`, of states in rounds and in downloads, and of `local_steps`
         """
 
         def make_outer(groups: list[dict]) -> OuterOptimizer:
@@ -372,7 +372,7 @@ class CollaborativeOptimizer:
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         self.tracker.announce()
         if self.rounds.is_synchronous():
-            self.tracker.refresh_trusted_peers()
+            self.tracker.refresh_attested_peers()
         self.sync.check_staleness()
         return True
 

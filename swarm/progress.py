@@ -246,7 +246,7 @@ class PeerTracker:
         if epoch >= self.patient_from and len(self.peers_at_epoch) < count:
             self.patient_from = epoch + WAIT_RETRY_EPOCHS
 
-    def refresh_trusted_peers(self) -> None:
+    def refresh_attested_peers(self) -> None:
         """Ask the initial peers again for the contributors that they know, without waiting: a peer that joined early
         knows few of them, discounts the reports of the others, and so is late for each round."""
 

@@ -188,14 +188,14 @@ class StateDownload:
     params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes
     optimizer: torch.optim.Optimizer | None  # of this peer; the donors' state must match it. None to download a step
     # ids of known contributors, most of which must describe the state; if none serves one, the largest group decides
-    trusted: Sequence[bytes] = ()
+    contributors: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
     timeout: float = 600.0  # seconds for a whole state
     is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
     # peers that accept no connections, and their epochs; they can be called only by peers that they have called
     clients: dict[PeerID, int] = dataclasses.field(default_factory=dict)
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
-    witnesses: list[PeerID] = dataclasses.field(default_factory=list)  # trusted peers, of which a majority decides
+    witnesses: list[PeerID] = dataclasses.field(default_factory=list)  # contributors, of which a majority decides
 
     async def fetch_step(self, epoch: int, lineage: str) -> tuple[dict, list[torch.Tensor]] | None:
         """Return the description and the averaged gradients of the step that other peers made from this state."""
@@ -245,14 +245,14 @@ class StateDownload:
         averager, declared = self.averager, await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
-        witnesses = [peer for peer in epochs if peer.to_bytes() in self.trusted]
+        witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if averager.client_mode and not relays:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
         clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
-            clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.trusted}
+            clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.contributors}
         needs_relay = relays and averager.mode != AveragingMode.AUX  # an auxiliary peer can call the clients itself
         averager.relays = {peer: random.choice(relays) for peer in clients} if needs_relay else {}
         return epochs | clients
@@ -260,7 +260,7 @@ class StateDownload:
     def rank(self, peer: PeerID) -> tuple:
         """Return a sort key of the peers that may have the state; better ones are larger."""
         peer_id = peer.to_bytes()
-        trust = peer in self.witnesses, -self.failures[peer], peer_id in self.trusted, peer_id not in self.avoid
+        trust = peer in self.witnesses, -self.failures[peer], peer_id in self.contributors, peer_id not in self.avoid
         return *trust, peer not in self.clients
 
     async def ask_for_descriptions(self, peers: Sequence[PeerID], request: StateRequest) -> list[Donor]:

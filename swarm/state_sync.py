@@ -55,12 +55,12 @@ class StateSync:
         return None
 
     def download(
-        self, min_epoch: int, trusted: Sequence[bytes], is_step: bool = False, **options
+        self, min_epoch: int, contributors: Sequence[bytes], is_step: bool = False, **options
     ) -> tuple[dict, list] | None:
         """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it or at a stop."""
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
-        own = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), clients=self.tracker.list_clients())
+        own = dict(contributors=contributors, avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients())
         future = averager.start_download(min_epoch, is_step, timeout=longest, **own, **options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():

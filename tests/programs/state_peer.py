@@ -71,7 +71,7 @@ with clean_end():
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
         own = {name: options[name] for name in ("is_synchronous",) if name in options}
         started = time.monotonic()
-        future = averager.start_download(min_epoch=3, trusted=known, **own)
+        future = averager.start_download(min_epoch=3, contributors=known, **own)
         while not future.done():
             print_facts(received=averager.download_progress.bytes)
             time.sleep(0.1)

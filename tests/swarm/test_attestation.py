@@ -202,14 +202,14 @@ def test_early_peer_learns_contributors_later(peers):
     try:
         tell(monitor, early, RunAttestation(prefix=PREFIX, workers=[b"a", b"b"]))
         assert not tracker.trust.attested
-        tracker.refresh_trusted_peers()
+        tracker.refresh_attested_peers()
         wait_until(lambda: tracker.trust.attested == {b"a", b"b"}, 20, "the workers")
         tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
-        tracker.refresh_trusted_peers()
+        tracker.refresh_attested_peers()
         wait_until(tracker._attestations.done, 20, "an answer about another run")
         tell(monitor, early, RunAttestation(prefix=PREFIX, workers=[b"d"]))
         assert tracker.trust.attested == {b"a", b"b"}
-        tracker.refresh_trusted_peers()
+        tracker.refresh_attested_peers()
         wait_until(lambda: tracker.trust.attested == {b"d"}, 20, "the newest")
     finally:
         tracker.shutdown()

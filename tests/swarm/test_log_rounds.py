@@ -133,16 +133,16 @@ def test_store_keeps_whole_first_state(tmp_path, monkeypatch):
 def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
     """A source that fails costs time, and any peer can call itself an auxiliary peer with a fast uplink."""
     with run_rounds(tmp_path, say_nothing) as (rounds, peers, _):
-        assert rounds.trusted == {*peers}
-        *strangers, trusted = [bytes([number]) * len(rounds.identity.peer) for number in range(10)]
-        rounds.trusted = {trusted}
-        declared = {peer: ValueWithExpiration(RELAY, get_dht_time() + 60) for peer in (*strangers, trusted)}
+        assert rounds.initial_peers == {*peers}
+        *untrusted, initial = [bytes([number]) * len(rounds.identity.peer) for number in range(10)]
+        rounds.initial_peers = {initial}
+        declared = {peer: ValueWithExpiration(RELAY, get_dht_time() + 60) for peer in (*untrusted, initial)}
         with rounds._lock:
             rounds._take_helpers(ValueWithExpiration(declared, get_dht_time() + 60))
-            for peer in (*strangers, trusted):
+            for peer in (*untrusted, initial):
                 rounds._read(peer, Envelope(b"", 0, mbits=100.0))
             rounds._take_helpers(None)  # no answer
-            assert len(rounds.helpers) == MAX_HELPERS and rounds.helpers.pop(trusted) == 100.0
+            assert len(rounds.helpers) == MAX_HELPERS and rounds.helpers.pop(initial) == 100.0
             assert set(rounds.helpers.values()) == {0.0}
 
 
