@@ -306,8 +306,7 @@ class StateServer(VerifyingAverager):
             if len(self._snapshots) >= MAX_SNAPSHOTS:
                 oldest = min(self._snapshots, key=lambda it: it.last_use)
                 if time.monotonic() - oldest.last_use <= IN_USE:
-                    states = [it for it in self._snapshots if not it.is_step]
-                    return states[-1] if states and not step_key else None
+                    return None if step_key else next((it for it in self._snapshots[::-1] if not it.is_step), None)
                 self._remove(oldest)
             self._wanted.value = STEP if step_key else STATE
             metadata, tensors, infos = await self._get_current_state_from_host_process()

@@ -127,7 +127,8 @@ class PeerTrust:
         self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
-        """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
+        """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
+        last one, unless FORGIVEN_AFTER times its duration has passed since it ended."""
         for peer, violation in violations.items():
             peer_id, now = peer.to_bytes(), get_dht_time()
             last, ended = self.last_bans.get(peer_id, (0.0, 0.0))
