@@ -189,14 +189,14 @@ def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
     """
     words = [match.span() for match in re.finditer(r"\w+(?:-\w+)*", text)] or [(0, len(text))]
 
-    def likeness(place: tuple[int, int]) -> int:
+    def count_common_prefix(place: tuple[int, int]) -> int:
         return len(os.path.commonprefix([text[slice(*place)].lower(), word.lower()]))
 
     touched = [place for place in words if place[0] < end and start < place[1]]
     # half of the word is enough, because inflected forms differ in their ends
-    if any(2 * likeness(place) >= len(word) for place in touched):
-        return max(touched, key=likeness)
-    return max(words, key=lambda place: (likeness(place), -abs(place[0] - start)))
+    if any(2 * count_common_prefix(place) >= len(word) for place in touched):
+        return max(touched, key=count_common_prefix)
+    return max(words, key=lambda place: (count_common_prefix(place), -abs(place[0] - start)))
 
 
 def read_gap(record: dict, task: "Task") -> Example:
@@ -204,7 +204,7 @@ def read_gap(record: dict, task: "Task") -> Example:
     require(record["idx"], ("passage", "query"))
     # each entity once, because a passage may name it several times
     entities, answers = (
-        list(dict.fromkeys(filter(None, map(trim, record.get(name) or ())))) for name in ("entities", "answers")
+        list(dict.fromkeys(filter(None, map(strip_entity, record.get(name) or ())))) for name in ("entities", "answers")
     )
     record = record | {"entities": entities, "answers": answers}
     gap = record["query"].find("@placeholder")
@@ -219,8 +219,8 @@ def read_gap(record: dict, task: "Task") -> Example:
     return Example(record, [(record["passage"], record["query"])], right if answers else None, spans)
 
 
-def trim(entity: str) -> str:
-    """Remove characters that no metric counts. The Hub's entities have one too many: "Абхазии ", "Спартак»"."""
+def strip_entity(entity: str) -> str:
+    """Strip whitespace and punctuation, which no metric counts; the Hub has "Абхазии " and "Спартак»"."""
     entity = entity.strip(string.whitespace + string.punctuation)
     return entity if "«" in entity else entity.rstrip("»")
 
@@ -522,8 +522,8 @@ class SpanModel(nn.Module):
     """An encoder, and a head over the average hidden states of spans.
 
     With `num_labels`, it classifies two spans by both, their difference and product, and the first token, similar to
-    Sentence-BERT (Reimers and Gurevych, 2019, arXiv:1908.10084). Without it, it chooses the span that belongs into the
-    first one, a gap, and scores each by both and their product.
+    Sentence-BERT (Reimers and Gurevych, 2019, arXiv:1908.10084). Without it, it chooses the span that fills the first
+    one, a gap, and scores each by both and their product.
     """
 
     def __init__(self, encoder: nn.Module, num_labels: int | None, dropout: float):
