@@ -235,7 +235,9 @@ class Uplink:
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
             fresh = {peer: asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
-            await asyncio.wait(asking.values(), timeout=POLL_INTERVAL)
+            daemon = asyncio.create_task(measure_lag(node))
+            await asyncio.wait({daemon, *asking.values()}, timeout=POLL_INTERVAL)
+            lag = daemon.result() if daemon.done() else POLL_INTERVAL
             waits = []
             for peer, answer in fresh.items():
                 if answer.done() and (seconds := answer.result()) is not None:
@@ -244,7 +246,7 @@ class Uplink:
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
                     waits.append(seconds - shortest[peer])
             if has_traffic:
-                delays.append(min(waits, default=POLL_INTERVAL))
+                delays.append(max(0.0, min(waits, default=POLL_INTERVAL) - lag))  # busy cores are no queue
                 queue, most = min(delays[-2], delays[-1]), max(most, share)  # a lost packet makes one answer late
                 # QUIC keeps a short queue itself, and then sends less
                 is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
@@ -325,6 +327,13 @@ class Uplink:
             self.record_rtt(time.monotonic() - start)
             return answer.dht_time - sent if math.isfinite(answer.dht_time) else None
         return None
+
+
+async def measure_lag(node: DHTNode) -> float:
+    """Return the seconds that this machine itself takes to answer: it may be busy."""
+    start = time.monotonic()
+    await node.protocol.p2p.list_peers()
+    return time.monotonic() - start
 
 
 def count_left() -> float:

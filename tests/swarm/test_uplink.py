@@ -352,6 +352,23 @@ class SilentNode:
         return dht_pb2.PingResponse(dht_time=get_dht_time())
 
 
+class BusyNode(SilentNode):
+    """The same with one peer, which answers each ping after some seconds, as this machine's own daemon does."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.ping, self.lag, self.p2p, self.looks = 0.0, 0.0, self, 0
+
+    async def rpc_ping(self, _: dht_pb2.PingRequest) -> dht_pb2.PingResponse:
+        self.looks += 1
+        await asyncio.sleep(self.ping)
+        return dht_pb2.PingResponse(dht_time=get_dht_time())
+
+    async def list_peers(self) -> list:
+        await asyncio.sleep(self.lag)
+        return []
+
+
 async def drain(uplink: Uplink, monkeypatch, seconds: float, sent: float, leaving: float) -> None:
     """Drain a queue in these seconds, after a second of sending.
 
@@ -385,6 +402,33 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, sent
         return uplink.mbits
 
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
+
+
+@pytest.mark.parametrize("lag, is_lowered", [(0.4, False), (0.0, True)], ids=["busy cores", "queue"])
+def test_uplink_of_busy_cores_keeps_rate(lag, is_lowered):
+    """Issue 42: late answers on busy cores lowered the rate of 24 Mbit/s to 1.8 within ten seconds."""
+    uplink, node = Uplink(), BusyNode()
+    uplink.set_bandwidth(20, is_fixed=False)
+
+    async def send() -> None:
+        while True:
+            await uplink.pace(20_000, is_round=True)
+
+    async def run() -> None:
+        jobs = [asyncio.create_task(send()), asyncio.create_task(uplink.watch(node))]
+        await wait_for_looks(3)
+        node.ping, node.lag = 0.4, lag
+        await wait_for_looks(9)
+        for job in jobs:
+            job.cancel()
+
+    async def wait_for_looks(count: int) -> None:
+        async with asyncio.timeout(60):
+            while node.looks < count or uplink._is_paused.value:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert (uplink.mbits < 15) == is_lowered
 
 
 def test_peer_with_many_ids_is_pinged_once():
