@@ -17,6 +17,7 @@ a peer costs is bounded: one block and one piece for each stream, and `_admit` l
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -58,6 +59,7 @@ MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a s
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
+KNOWN_BLOBS = 256  # whose hashes stay in memory: the log asks for all blobs of an epoch at each message
 UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
@@ -78,6 +80,7 @@ class BlobStore:
     def __init__(self, folder: str | Path, max_bytes: int):
         self.folder, self.max_bytes = Path(folder), max_bytes
         self._lock = threading.Lock()
+        self.list_hashes = functools.lru_cache(KNOWN_BLOBS)(self._read_hashes)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
 
@@ -126,10 +129,10 @@ class BlobStore:
     def has(self, blob: bytes) -> bool:
         """Return whether all blocks of a blob are here."""
         with contextlib.suppress(KeyError):  # damaged, or just deleted
-            return all(map(self.has_file, self.list_hashes(blob)))
+            return self.has_file(blob) and all(map(self.has_file, self.list_hashes(blob)))
         return False
 
-    def list_hashes(self, blob: bytes) -> list[bytes]:
+    def _read_hashes(self, blob: bytes) -> list[bytes]:
         """Return the hashes of a blob's blocks, or raise a KeyError."""
         hashes = self.get(blob)
         return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]

@@ -304,7 +304,16 @@ def test_store_keeps_newest_and_drops_damaged(tmp_path):
     assert not store.has(blobs[-1])
     assert store.has(blobs[-2])
     (tmp_path / blobs[-2].hex()).write_bytes(b"")  # the power failed
-    assert not store.has(blobs[-2])
+    assert not BlobStore(tmp_path, 10**7).has(blobs[-2])
+
+
+def test_store_reads_hashes_of_blob_once(tmp_path):
+    """The log asks for all blobs of an epoch at each message, which read 15 files."""
+    store = BlobStore(tmp_path, 10**7)
+    blob = store.add(make_blocks())
+    hashes = store.list_hashes(blob)
+    (tmp_path / blob.hex()).unlink()
+    assert store.has(blob) and store.list_hashes(blob) == hashes
 
 
 def test_relays_share_blob_of_one_owner():
