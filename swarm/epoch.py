@@ -113,8 +113,7 @@ class Epoch:
 
     def compare_with_swarm(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
         """Compare this epoch with the swarm's, and return whether this peer has to load the swarm's state before it
-        continues. Once in an epoch any difference counts; after that, one epoch does not, because the other peers may
-        just be the first."""
+        continues. Once in an epoch any difference counts; after that, one epoch does not: others may just be faster."""
         if not backoff.allows(self.number, inputs, now):
             return False
         if not self.is_compared and inputs.read_at >= self.began:

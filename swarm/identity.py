@@ -51,13 +51,10 @@ def load_key(path: str | Path) -> RSAPrivateKey:
         return key
     except Exception as e:  # the key decoder raises many types for a damaged key
         reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-        raise SwarmError(
-            f"{path} is not a key file ({reason}): remove it, or pass another one as `identity_path`"
-        ) from e
+        raise SwarmError(f"{path} is not a key file ({reason}): remove it, or change `identity_path`") from e
 
 
 def keep_identity(config: SwarmConfig, path: Path) -> None:
     """Save the key in this file for the next start, unless `invite` or `identity_path` already stores it."""
     if not (config.invite or config.identity_path or path.exists()):
-        key = RSAPrivateKey.process_wide().to_bytes()
-        write_file(path, key, mode=0o600)
+        write_file(path, RSAPrivateKey.process_wide().to_bytes(), mode=0o600)

@@ -141,8 +141,7 @@ class Swarm:
     def warn_of_local_addresses(self) -> None:
         """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
         best, *_ = maddrs = self.list_maddrs()
-        ips = map(get_ip, self.config.host_maddrs)
-        listens_everywhere = any(ip is not None and ip.is_unspecified for ip in ips)
+        listens_everywhere = any(ip is not None and ip.is_unspecified for ip in map(get_ip, self.config.host_maddrs))
         if listens_everywhere and not self.dht.client_mode and not any(map(is_public, maddrs)):
             logger.warning(
                 f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "

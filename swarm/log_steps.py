@@ -49,8 +49,7 @@ class LogSteps:
     def __init__(self, optimizer, codec: TopKCompression, folder: Path | None):
         self.optimizer, self.codec = optimizer, codec
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
-        numbers = Numbers(list_params(optimizer.opt))
-        self.rounds = LogRounds(self.tracker, numbers, codec, folder)
+        self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._last_offer: Offer | None = None
         #: whether this peer takes part in a log, or other peers do
         self.exists = False

@@ -28,8 +28,7 @@ def filter_hivemind_log(record: logging.LogRecord) -> bool:
     # A new identity is normal, as is a caller that breaks off. The optimizer reports failed rounds in the background.
     usual = "Generating new identity", "Exception while receiving", "Aborted StateAverager.step", "a round has failed"
     text = str(record.msg)
-    is_expected = text.startswith(usual) or "Matchmaking._request_join_potential_leaders()" in text
-    return not STOPPING.value and not is_expected
+    return not (STOPPING.value or text.startswith(usual) or "Matchmaking._request_join_potential_leaders()" in text)
 
 
 def quiet_hivemind_logs() -> None:

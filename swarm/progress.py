@@ -256,8 +256,7 @@ class PeerTracker:
                 self.trust.attested = {worker for it in attestations for worker in it.workers} or self.trust.attested
 
         if peers := select_attesters(map(str, self.dht.initial_peers or ())):
-            request = partial(request_in_dht, peers=peers)
-            self._attestations = self.dht.run_coroutine(request, return_future=True)
+            self._attestations = self.dht.run_coroutine(partial(request_in_dht, peers=peers), return_future=True)
             self._attestations.add_done_callback(apply)
 
     def mark_silent(self, peer_ids: Iterable[bytes]) -> None:

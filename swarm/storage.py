@@ -110,8 +110,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
         if self.node_id in queries:  # at the start: only the routing table needs it, and it takes seconds
             self.first_search = asyncio.create_task(search)  # a reference: asyncio holds tasks weakly (note 81)
             return {}
-        nearest = await search
-        return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}
+        return {DHTID(key ^ 1): nodes for key, nodes in (await search).items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
         """Return the records that arrive within the response timeout (note 77), without those of revoked members."""

@@ -110,8 +110,7 @@ class PeerTrust:
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
         """Return how many peers a round takes, this one included: most of the known contributors at this epoch, and two
-        trainers. A peer that has just fallen silent still counts: if the network is cut in two, the smaller half may
-        not step."""
+        trainers. A peer that has just fallen silent still counts: the smaller part of a split swarm must not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
         counted = self.select_present(records).keys() | just_silent & records.keys()

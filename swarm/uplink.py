@@ -235,9 +235,7 @@ class Uplink:
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
             fresh = {peer: asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
-            daemon = asyncio.create_task(measure_lag(node))
-            await asyncio.wait({daemon, *asking.values()}, timeout=POLL_INTERVAL)
-            lag = daemon.result() if daemon.done() else POLL_INTERVAL
+            lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=POLL_INTERVAL))
             waits = []
             for peer, answer in fresh.items():
                 if answer.done() and (seconds := answer.result()) is not None:
