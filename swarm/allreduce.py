@@ -186,8 +186,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         return list(awaited - {self.peer_id})
 
     def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
-        """Return the peers that hold up this peer's part of the round; with `are_reducers`, also unfinished reducers,
-        which may be waiting for a sender themselves."""
+        """Return the peers that hold up this peer's part of the round; with `are_reducers`, unfinished reducers too."""
         reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():
             return awaited if are_reducers else []

@@ -70,8 +70,7 @@ async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) ->
 
 
 async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
-    """Return the attestations of the peers that answer. Raise a SwarmError if there are none, and a peer denied access
-    because this one is not a member of its run."""
+    """Return the attestations of the peers that answer. Raise a SwarmError if one denies access and none answers."""
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
         answer = await p2p.call_protobuf_handler(peer, RPC_ATTEST, BytesValue(), BytesValue)
@@ -196,8 +195,7 @@ async def find_problem(p2p: P2P, maddr: str) -> str | None:
 async def contact_initial_peers(
     maddrs: list[str], membership: Membership | None
 ) -> tuple[dict[PeerID, RunAttestation], str | None]:
-    """Return the attestations of the peers that answer, and one line about those that cannot be reached, or None. Raise
-    a SwarmError as `request_attestations` does."""
+    """Return what `request_attestations` does, and one line about the peers that cannot be reached, or None."""
     maddrs = [maddr for maddr in maddrs if not maddr.startswith("/p2p/")]
     async with open_client(membership) as p2p:
         problems = dict(zip(maddrs, await asyncio.gather(*(find_problem(p2p, maddr) for maddr in maddrs)), strict=True))

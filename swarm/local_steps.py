@@ -75,8 +75,7 @@ class LocalSteps:
         self.taken: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
 
     def step(self) -> None:
-        """Make a local step with the model's gradients, at the swarm's learning rate; the first one with the moments of
-        the steps that all peers made together."""
+        """Make a local step at the swarm's learning rate; the first one with the moments of the joint steps."""
         if self.inner is None:
             self.load_inner_state(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):

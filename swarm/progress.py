@@ -170,8 +170,7 @@ class PeerTracker:
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """Let the others continue without this peer while it does other work between two steps: its record names an old
-        epoch. The time does not count for its speed."""
+        """Let the others continue without this peer, whose record names an old epoch; its speed does not suffer."""
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
@@ -294,8 +293,7 @@ class PeerTracker:
             self.schedule_refresh(0.0)
 
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
-        """Record which peers were in the round that has just succeeded, see PeerTrust.record_round. Of the others at
-        this epoch, the silent ones no longer count."""
+        """Record the peers of a round, see PeerTrust.record_round. Silent others at this epoch no longer count."""
         with self.lock:
             present, quiet_since = self.present, get_dht_time() - PING_DELAY
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}

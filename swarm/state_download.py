@@ -181,8 +181,7 @@ def select_agreed(
 
 @dataclasses.dataclass(eq=False)
 class StateDownload:
-    """The search for a state, or for a step, and the download from all peers that have it (note 25), of which any may
-    fail. Runs in the averager's process."""
+    """The search for a state or step, and its download from all peers with it (note 25); in the averager's process."""
 
     averager: StateServer
     params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes

@@ -1,8 +1,7 @@
 """Serving states to other peers: a donor describes its state, and keeps that copy while any peer downloads its blocks.
 
 Peers of one epoch and lineage have the same state except for the last bits, so that hashes could not compare them.
-Instead, each block has a digest: its norm, and its sums with several patterns of random signs. Digests differ as much
-as the blocks themselves.
+Instead, each block has a digest: its norm, and its sums with patterns of random signs. Digests differ as blocks do.
 """
 
 import asyncio

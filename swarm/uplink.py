@@ -101,8 +101,7 @@ class RoundTimeouts:
 
 
 class Uplink:
-    """The pacer of this peer, with what it and its helpers, forked later, have measured. Rates are of payload, in
-    bytes/s; the values are in shared memory."""
+    """The pacer of this peer. Its values are shared with helpers forked later; rates are bytes/s of payload."""
 
     def __init__(self):
         self.lock = multiprocessing.Lock()

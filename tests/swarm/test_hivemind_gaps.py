@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import threading
+import uuid
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -397,6 +398,37 @@ def test_late_answer_keeps_control_client_alive():
     assert steady == b"answer"
     install()
     assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is ResilientControlClient
+
+
+async def count_cancelled(client: ControlClient, requests: int) -> int:
+    """Return how many tasks a client keeps after the callers of these requests of 100 kB have cancelled them: every
+    second one at once, and the others when the handler runs."""
+    wire, started, forever = Wire(), asyncio.Queue(), asyncio.Event()
+
+    async def handle(data: bytes, _) -> None:
+        started.put_nowait(len(data))
+        await forever.wait()
+
+    client.unary_handlers["question"] = handle
+    listening = asyncio.create_task(client._read_from_persistent_conn(wire.reader))
+    request = p2pd_pb2.CallUnaryRequest(peer=b"peer", proto="question", data=bytes(100_000))
+    for number in range(requests):
+        call_id = uuid.UUID(int=number).bytes
+        await write_pbmsg(wire, p2pd_pb2.PersistentConnectionResponse(callId=call_id, requestHandling=request))
+        if number % 2:
+            assert await started.get() == 100_000
+        await write_pbmsg(wire, p2pd_pb2.PersistentConnectionResponse(callId=call_id, cancel=p2pd_pb2.Cancel()))
+    wire.reader.feed_eof()
+    await listening
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+    await asyncio.sleep(0)  # until the callbacks of the last task have run
+    return len(client._handler_tasks)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(ControlClient, 20), (ResilientControlClient, 0)])
+def test_hivemind_keeps_cancelled_requests(kind, kept):
+    """Note 96; HandlerTasks in swarm/patches.py."""
+    assert asyncio.run(count_cancelled(kind(None, _initialized_with_create=True), 20)) == kept
 
 
 def test_hivemind_crashes_by_nested_tuples():
