@@ -10,6 +10,7 @@ import psutil
 from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
 from common.files import write_file
+from common.memory import collect_garbage, settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.page import StatusServer, TrainerPage
@@ -56,6 +57,7 @@ class CollaborativeCallback:
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Load the state that this trainer has saved, log its address, evaluate, and catch up with the swarm."""
+        settle_memory()  # first, so that a loaded state is no part of it
         optimizer, tracker, final_epoch = self.optimizer, self.optimizer.tracker, self.state.final_epoch
         optimizer.accumulate_on(self.state.model.device)
         if saved_state:
@@ -149,6 +151,7 @@ class CollaborativeCallback:
             self.display.log_epoch(line, is_first=self.stats.epochs == 1)
         if self.is_due(self.args.save_steps):
             self.state.save()
+        collect_garbage()
 
     def is_due(self, period: int) -> bool:
         """Return whether a multiple of `period` was reached; a loaded state may have skipped the exact epoch."""

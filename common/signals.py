@@ -5,7 +5,6 @@ A thread receives each signal at once, also while the main thread waits in nativ
 """
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -13,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+from common.memory import settle_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HELPER_TIMEOUT = 1.0  # seconds for helpers to end after SIGTERM
@@ -69,8 +70,7 @@ def init_helper_process() -> None:
         signal.signal(number, signal.SIG_IGN)  # drops a signal that the group has just received
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_fork()
-    # the imports' memory is shared with the parent until a garbage collection writes to it
-    gc.freeze()
+    settle_memory()
     exit_with_parent()
 
 

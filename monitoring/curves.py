@@ -1,10 +1,10 @@
 """Plots of a run's learning curve."""
 
-import gc
 from pathlib import Path
 
 from common.console import format_count
 from common.files import write_file
+from common.memory import collect_garbage
 from monitoring.history import History
 
 
@@ -46,5 +46,5 @@ def save_figure(figure, path: Path) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
     is_written = write_file(path, lambda file: figure.savefig(file, dpi=130, format="png"))
     # a figure has reference cycles: without a collection, each drawing would leave 2 to 4 MB
-    gc.collect()
+    collect_garbage()
     return is_written

@@ -8,6 +8,7 @@ from collections import deque
 from arguments import ArchiveArguments, SwarmArguments
 from common.console import UserError
 from common.flags import describe_shared, find_typed
+from common.memory import settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.report import RunReport
 from swarm.contract import RunContract, require_same
@@ -43,6 +44,7 @@ class RunReader:
 
     def start(self) -> None:
         """Start to read, until the end of this role."""
+        settle_memory()
         self.reading = concurrent.futures.ThreadPoolExecutor(1, "read metrics").submit(self.read_until_stopped)
 
     def read_until_stopped(self) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import gc
 import logging
 import math
 import multiprocessing
@@ -20,6 +19,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter, azip
 
 from common.console import format_number
+from common.memory import collect_garbage
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
@@ -129,7 +129,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         finally:
             watch.cancel()
             # a finished round and its tensors form a reference cycle (note 79)
-            asyncio.get_running_loop().call_later(1.0, gc.collect)
+            asyncio.get_running_loop().call_later(1.0, collect_garbage)
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
         """Run an all-reduce, like hivemind, but with our plan, pacing, timeouts and runner."""
