@@ -84,8 +84,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     async def read_averages(self, messages: AsyncIterator, peer_id: PeerID):
         """Yield a reducer's messages, with a difference of zero for each part whose average was not requested."""
         parts = list(self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer_id)])
-        messages = self.record_activity(messages, peer_id)
-        async for number, message in aenumerate(messages):
+        async for number, message in aenumerate(self.record_activity(messages, peer_id)):
             if message.code != averaging_pb2.AVERAGED_PART:
                 await self.check_blame(message, peer_id)
             elif not message.tensor_part.buffer and number < len(parts):
@@ -101,8 +100,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         if context.remote_id in self.active_senders:  # each part would count twice, and that of another peer too late
             self.violations[context.remote_id] = "sent its parts in two streams"
             raise ProtocolViolation(self.violations[context.remote_id])
-        stream = self.record_activity(stream, context.remote_id)
-        averages = super().rpc_aggregate_part(stream, context)
+        averages = super().rpc_aggregate_part(self.record_activity(stream, context.remote_id), context)
         try:
             async for message in self.uplink.send(averages, is_round=not self.settings.are_parameters):
                 if message.code != averaging_pb2.AVERAGED_PART and self.cause:

@@ -42,7 +42,8 @@ class MembershipCredential:
 
 
 def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
-    """Return the content of data that are signed with its kind; with another signature, raise a ValueError first."""
+    """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid. The kind
+    of the content is part of the signed bytes."""
     if len(data) > max_bytes:
         raise ValueError("it is too long")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
@@ -179,8 +180,7 @@ def load_invitation(path: str) -> Invitation:
     """Read and check an invitation file, or raise a SwarmError."""
     try:
         with open(path, "rb") as file:
-            content = json.loads(file.read(2**14))
-        parts = {name: base64.b64decode(part, validate=True) for name, part in content.items()}
+            parts = {name: base64.b64decode(it, validate=True) for name, it in json.loads(file.read(2**14)).items()}
         key = read_key(crypto_pb2.PrivateKey.FromString(parts["key"]).data)
         credential = parse_credential(parts["pass"], parts["authority"])
         if credential.peer_id != find_peer_id(RecordValidator(key).local_public_key):

@@ -235,7 +235,6 @@ def find_outliers(sketches: Sequence[Sequence[float]]) -> list[int]:
         return []
     numbers = torch.tensor(sketches, dtype=torch.float64)
     middle = numbers.sort(dim=0).values[len(numbers) // 2]
-    distances = (numbers - middle).norm(dim=1)
-    is_near = distances <= MAX_PARAM_DEVIATION * middle[0]  # false for NaN
+    is_near = (numbers - middle).norm(dim=1) <= MAX_PARAM_DEVIATION * middle[0]  # false for NaN
     outliers = torch.nonzero(~is_near).flatten().tolist()
     return outliers if 2 * len(outliers) < len(sketches) else []

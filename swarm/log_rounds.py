@@ -85,7 +85,8 @@ class Identity:
         self.sign, self.find_key = key.sign, self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
-        """Return whether a signature is a known key's, in its only spelling: by another, offers would differ."""
+        """Return whether a signature is that of a peer with a known key, in its only spelling: by another one, a leader
+        would change the offers of others."""
         with contextlib.suppress(ValueError):
             if base64.b64encode(base64.b64decode(signature)) == signature:
                 return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)

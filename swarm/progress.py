@@ -170,7 +170,8 @@ class PeerTracker:
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """Let the others continue without this peer, whose record names an old epoch; its speed does not suffer."""
+        """Let the others continue without this peer while it does other work between two steps: its record names an old
+        epoch. The time does not count for its speed."""
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet

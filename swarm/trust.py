@@ -122,8 +122,7 @@ class PeerTrust:
 
     def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
-        now = get_dht_time()
-        self.absent |= {peer_id: Absence(SILENT, now) for peer_id in peer_ids}
+        self.absent |= dict.fromkeys(peer_ids, Absence(SILENT, get_dht_time()))
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
