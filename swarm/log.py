@@ -541,13 +541,15 @@ class Log:
         return {(proposal.attempt, proposal.commit.hash): proposal for proposal in self.select(Proposal)}
 
     def choose(self, offers: Iterable[Offer]) -> list[Offer]:
-        """Return as many offers as a commit may have: late ones, then those whose owners were not counted for longest.
+        """Return as many offers as a commit may have, first of owners that were not counted for longest.
 
-        A quarter is for other peers than voters, and not more, because new keys cost nothing.
+        Late ones whose owners have newer ones come last, or soon all offers of more than MAX_OFFERS peers would be
+        late. A quarter is for other peers than voters, and not more, because new keys cost nothing.
         """
         head, newest = self.head.head, {peer: at for at, peers in enumerate(self.head.owners) for peer in peers}
         ranked = list({offer.key: offer for offer in offers}.values())
-        ranked.sort(key=lambda it: (it.base == head, newest.get(it.peer, -1), compute_hash(head, it.peer)))
+        new, hashes = {it.peer for it in ranked if it.base == head}, {it: compute_hash(head, it.peer) for it in ranked}
+        ranked.sort(key=lambda it: (it.base != head and it.peer in new, newest.get(it.peer, -1), hashes[it]))
         voters = [offer for offer in ranked if offer.peer in self.head.voters]
         others = [offer for offer in ranked if offer.peer not in self.head.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
@@ -586,10 +588,14 @@ class Log:
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has two thirds of the voters' offers that are here: no leader may decide alone. It must
-        have late ones that were here in time, or hostile leaders could omit a voter until it loses its vote."""
+        have late ones that were here in time, or in a long list newer ones of their owners. Otherwise, hostile leaders
+        could omit a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
-        expected, listed = [offer.key for offer in self.choose(offers)], {offer.key for offer in commit.offers}
-        return 3 * len(listed & {*expected}) >= 2 * len(expected) and self.owed & {*expected[:MAX_OWED]} <= listed
+        expected, listed = self.choose(offers), {offer.key for offer in commit.offers}
+        owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
+        first = [it for it in expected[:MAX_OWED] if it in omitted]
+        owed = {it.key if it.peer in owners else self.head.parent + it.peer for it in first} & self.owed
+        return 3 * len(omitted) <= len(expected) and not owed
 
     def settle(self) -> None:
         """Take all steps that the records allow."""

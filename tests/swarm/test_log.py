@@ -292,6 +292,36 @@ def test_list_must_have_late_offer_that_was_here_in_time():
         assert log.head.head == commit.hash and [log.is_fair(it) for it in lists] == [not is_here, True]
 
 
+def test_long_list_must_have_owner_of_late_offer():
+    """Of nine or more offers, a newer one of this owner is enough: a leader may have no room for both."""
+    state = make_state(12)
+    offers = [make_offer(peer, state.head, blob=peer.ljust(32)) for peer in PEERS[:12]]
+    log = make_log(state=state)
+    log.receive(1e6, PEERS[2], encode(*offers))
+    commit = Commit(state.head, 1, (offers[0], *offers[2:]), (), ())
+    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[2:9])
+    log.receive(1e6, PEERS[2], encode(replace(commit, votes=votes)))
+    current = [make_offer(peer, commit.hash) for peer in PEERS[:12]]
+    for offer in current:
+        log.receive(1e6, PEERS[2], encode(offer))
+    assert log.head.head == commit.hash and log.owed == {offers[1].key}
+    lists = current, [current[0], *current[2:]], [offers[1], current[0], *current[2:]]
+    assert [log.is_fair(Commit(commit.hash, 2, tuple(it), (), ())) for it in lists] == [True, False, True]
+
+
+def test_commits_of_many_voters_have_newest_offers():
+    """Otherwise, the more offers have no place, the more are late for the next commit, until all are."""
+    state, late = make_state(20), []
+    for _ in range(10):
+        log = make_log(state=state)
+        offers = [*late, *(make_offer(peer, state.head) for peer in PEERS[:20])]
+        chosen = log.choose(filter(state.fits, offers))
+        assert {offer.base for offer in chosen} == {state.head}
+        late = [offer for offer in offers if offer not in chosen]
+        state = state.advance(Commit(state.head, state.epoch + 1, tuple(chosen), (), ()))
+    assert state.voters == tuple(PEERS[:20])
+
+
 def test_list_does_not_choose_next_leaders():
     """Otherwise, a leader would choose among several lists the one after which it leads again."""
     states = [advance(make_state(8), PEERS[: 8 - omitted]) for omitted in range(3)]
