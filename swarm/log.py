@@ -263,6 +263,7 @@ class Log:
         #: the first epoch for whose commit this peer knows all votes that it has given
         self.voting_epoch = math.inf if memory is None else max((item.epoch for item in memories), default=0)
         self.records: dict[bytes, object] = {}  # of the next commit, by name
+        self.turns: dict[bytes, int] = {}  # the epoch since which each owner of an offer waits for its turn
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
         #: this peer's offers that no commit will count, for the residual; the caller takes them
         self.returned: list[Offer] = []
@@ -406,12 +407,17 @@ class Log:
             self.identity.add_key(record.peer, record.key)
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
-        """Keep a valid offer, the first one for each key. Another peer may keep another one; a commit has one."""
-        offers, expected = self.select(Offer), self.head.participants
+        """Keep a valid offer, the first one for each key, and of new peers the first ones in turn. Another peer may keep
+        another one; a commit has one."""
+        offers, expected = self.select(Offer), {*self.head.participants, self.me}
         is_known = offer.key in {other.key for other in offers}
-        is_full = offer.peer not in expected and sum(other.peer not in expected for other in offers) >= MAX_POOL
+        pool = [other for other in offers if other.peer not in expected and offer.peer not in expected]
+        out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
+        is_full = out and self.find_turn(out[0]) <= self.find_turn(offer)
         if not is_known and not is_full and self.head.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
+            for other in out:
+                del self.records[compute_hash(other)[:8]]
 
     def take_notice(self, sender: bytes, record: Leave | Proof) -> None:
         """Keep a valid leave record or proof, one for each peer."""
@@ -449,7 +455,9 @@ class Log:
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
         self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
-        self.records = {}
+        turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
+        counted = {peer: state.epoch + at for at, peers in enumerate(state.owners, 1 - WINDOW) for peer in peers}
+        self.records, self.turns = {}, turns | counted
         for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values()), *self.memory.choice):
             self.add_record(record)
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
@@ -546,14 +554,17 @@ class Log:
         Late ones whose owners have newer ones come last, or soon all offers of more than MAX_OFFERS peers would be
         late. A quarter is for other peers than voters, and not more, because new keys cost nothing.
         """
-        head, newest = self.head.head, {peer: at for at, peers in enumerate(self.head.owners) for peer in peers}
-        ranked = list({offer.key: offer for offer in offers}.values())
-        new, hashes = {it.peer for it in ranked if it.base == head}, {it: compute_hash(head, it.peer) for it in ranked}
-        ranked.sort(key=lambda it: (it.base != head and it.peer in new, newest.get(it.peer, -1), hashes[it]))
+        ranked, head = list({offer.key: offer for offer in offers}.values()), self.head.head
+        new = {it.peer for it in ranked if it.base == head}
+        ranked.sort(key=lambda it: (it.base != head and it.peer in new, self.find_turn(it)))
         voters = [offer for offer in ranked if offer.peer in self.head.voters]
         others = [offer for offer in ranked if offer.peer not in self.head.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
+
+    def find_turn(self, offer: Offer) -> tuple[int, bytes]:
+        """Return the turn of an owner: since when it has not counted, and of new keys, which come last, a random one."""
+        return self.turns.get(offer.peer, self.head.epoch + 1), compute_hash(self.head.head, offer.peer)
 
     def make_list(self) -> Commit | None:
         """Return a list of all offers and notices that this peer holds, or None without offers. Only the first attempt

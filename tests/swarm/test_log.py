@@ -642,13 +642,28 @@ def test_late_offer_alone_makes_no_commit():
 
 def test_turns_reserve_room_for_voters():
     log = make_log(20)
-    offers = [make_offer(peer, log.head.head) for peer in PEERS[:40]]
-    chosen = {offer.peer for offer in log.choose(offers)}
+    log.receive(1e6, PEERS[1], encode(*(make_offer(peer, log.head.head) for peer in PEERS[:36])))
+    chosen = {offer.peer for offer in log.choose(log.select(Offer))}
     assert len(chosen) == 16 and len(chosen & set(PEERS[:20])) == 12
-    state = log.head.advance(Commit(log.head.head, 1, tuple(it for it in offers if it.peer in chosen), (), ()))
-    other = make_log(state=state)
-    again = {offer.peer for offer in other.choose(make_offer(peer, state.head) for peer in PEERS[:40])}
+    log.add_commit(make_commit(log.head, chosen))
+    again = {offer.peer for offer in log.choose(make_offer(peer, log.head.head) for peer in PEERS[:40])}
     assert set(PEERS[:20]) - chosen <= again and len(again & chosen & set(PEERS[20:])) == 0
+
+
+@pytest.mark.parametrize("withholds", [False, True])
+def test_new_peer_next_to_new_keys_becomes_voter(withholds):
+    """Forty new keys offer first, others in each epoch, or sixteen whose updates no peer gets in all epochs."""
+    log, epoch = make_log(4), 0
+    log.identity.known, log.holds = {*PEERS, b"new"}, lambda blob: blob == bytes(32)
+    while b"new" not in log.head.voters:
+        epoch += 1
+        names = [b"%d %d" % (number, 0 if withholds else epoch) for number in range(16 if withholds else 40)]
+        log.identity.known |= {*names}
+        for peer in (*names, *PEERS[:4], b"new"):
+            blob = bytes(31) + b"x" if withholds and peer in names else bytes(32)
+            log.take_offer(peer, make_offer(peer, log.head.head, blob))
+        assert len(log.select(Offer)) <= 4 + 2 * MAX_POOL and epoch < 20
+        log.add_commit(log.make_list())
 
 
 def test_next_leader_replaces_crashed_one():
