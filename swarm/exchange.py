@@ -42,9 +42,8 @@ from swarm.errors import SwarmError
 
 logger = logging.getLogger("swarm")
 
-HASH_BYTES = 32
 REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
-HASHES = -1  # the number of the hashes in a header
+HASH_BYTES, HASHES = 32, -1  # of a block; the number of the hashes in a header
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
 # Limits of a participant: at once, and in PERIOD seconds. All other peers together have the same limits. The third
@@ -57,16 +56,14 @@ MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
-RETRY_PAUSE = 1.0  # seconds until all holders are tried again
-REQUEST_TIMEOUT = 10.0  # seconds in which a stream has to begin with a request
+RETRY_PAUSE, REQUEST_TIMEOUT = 1.0, 10.0  # seconds until all holders are tried again; for the request of a stream
 KNOWN_BLOBS = 256  # whose hashes stay in memory: the log asks for all blobs of an epoch at each message
 UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
 
-#: failures of a peer or of the network
-PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)
+PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)  # or of the network
 
 
 class BlobStore:
@@ -211,8 +208,7 @@ class Download:
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
         self.clients: set[PeerID] = set()  # which serve a block only if no holder does
-        #: set when a block arrives, and then replaced
-        self.arrival = asyncio.Event()
+        self.arrival = asyncio.Event()  # set when a block arrives, and then replaced
 
     def list_sources(self, number: int, own_id: PeerID) -> list[PeerID]:
         """Return the peers from which this one may fetch a block, the best one first. Two clients cannot connect."""

@@ -82,11 +82,9 @@ MAX_VOTES, MAX_PROPOSALS = 8, MAX_VOTERS  # kept: of one voter, answers included
 MIN_COUNTED, MIN_AWAITED = 4, 7  # of the last WINDOW commits, with an owner's offer; to be a voter; to be waited for
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
-SLOT = 15.0  # seconds of an attempt; all peers must agree
+SLOT, STATUS_INTERVAL = 15.0, 5.0  # seconds of an attempt, the same on all peers; between two statuses
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
-STATUS_INTERVAL = 5.0  # seconds
-LATE_SHARE = 1 / 8  # of the usual time between commits, for which a list waits for the last voters
-MAX_LATE = 16  # times this wait, for most voters
+LATE_SHARE, MAX_LATE = 1 / 8, 16  # of the usual epoch, to wait for the last voters; times this wait, for most voters
 
 
 @dataclass(frozen=True)
@@ -265,8 +263,7 @@ class Log:
         self.records: dict[bytes, object] = {}  # of the next commit, by name
         self.turns: dict[bytes, int] = {}  # the epoch since which each owner of an offer waits for its turn
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
-        #: this peer's offers that no commit will count, for the residual; the caller takes them
-        self.returned: list[Offer] = []
+        self.returned: list[Offer] = []  # those that no commit will count, for the residual; the caller takes them
         self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
         self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
@@ -296,7 +293,7 @@ class Log:
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; call this about once a second."""
-        self.now, self.traffic = now, {}
+        self.now, self.traffic, self.num_ticks = now, {}, self.num_ticks + 1
         if not 0 <= now - self.status_time < STATUS_INTERVAL:  # the clock may jump
             self.status_time, self.missing_keys, self.is_dirty = now, set(), True
         if self.is_dirty:
@@ -407,14 +404,13 @@ class Log:
             self.identity.add_key(record.peer, record.key)
 
     def take_offer(self, sender: bytes, offer: Offer) -> None:
-        """Keep a valid offer, the first one for each key, and of new peers the first ones in turn. Another peer may keep
-        another one; a commit has one."""
-        offers, expected = self.select(Offer), {*self.head.participants, self.me}
-        is_known = offer.key in {other.key for other in offers}
-        pool = [other for other in offers if other.peer not in expected and offer.peer not in expected]
+        """Keep a valid offer, the first one for each key, and of new peers the first ones in turn. Another peer may
+        keep another one; a commit has one."""
+        offers, expected = {it.key: it for it in self.select(Offer)}, {*self.head.participants, self.me}
+        pool = [it for it in offers.values() if it.peer not in expected and offer.peer not in expected]
         out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
         is_full = out and self.find_turn(out[0]) <= self.find_turn(offer)
-        if not is_known and not is_full and self.head.fits(offer) and self.is_signed(offer):
+        if offer.key not in offers and not is_full and self.head.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
             for other in out:
                 del self.records[compute_hash(other)[:8]]
@@ -451,7 +447,7 @@ class Log:
     def start_height(self, state: State) -> None:
         """Start the choice of the commit after a state."""
         self.head = state
-        self.since, self.is_dirty = self.now, True
+        self.since, self.is_dirty, self.num_ticks = self.now, True, 0
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
         self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
@@ -563,7 +559,7 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def find_turn(self, offer: Offer) -> tuple[int, bytes]:
-        """Return the turn of an owner: since when it has not counted, and of new keys, which come last, a random one."""
+        """Return the turn of an owner: since when it has not counted; new keys come last, in a random order."""
         return self.turns.get(offer.peer, self.head.epoch + 1), compute_hash(self.head.head, offer.peer)
 
     def make_list(self) -> Commit | None:
@@ -598,9 +594,8 @@ class Log:
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:
-        """Return whether a list has two thirds of the voters' offers that are here: no leader may decide alone. It must
-        have late ones that were here in time, or in a long list newer ones of their owners. Otherwise, hostile leaders
-        could omit a voter until it loses its vote."""
+        """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
+        time, or if it is long, newer ones of their owners. Or leaders could omit a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
         expected, listed = self.choose(offers), {offer.key for offer in commit.offers}
         owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
@@ -738,6 +733,5 @@ def rank(entries: list[Entry], fork: State) -> tuple:
     return -len(owners & {*fork.voters}), entries[0].commit.hash
 
 
-# for each of KINDS
 TAKERS = [Log.take_status, Log.take_key, Log.take_commit, Log.take_offer, Log.take_notice, Log.take_notice]
-TAKERS += [Log.take_proposal, Log.take_vote]
+TAKERS += [Log.take_proposal, Log.take_vote]  # for each of KINDS

@@ -49,12 +49,10 @@ logger = logging.getLogger("swarm")
 
 TICK = 0.5  # seconds between two calls of `Log.tick`
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
-POLLED_PEERS = 3
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
-MAX_ASKED = 16  # peers that a joining peer asks for their log
-MAX_HELPERS = 4  # auxiliary peers that get all messages
-HELPERS_INTERVAL = 10.0  # seconds between two searches for them
+POLLED_PEERS, MAX_ASKED = 3, 16  # that a client calls at once; that a joining peer asks for their log
+MAX_HELPERS, HELPERS_INTERVAL = 4, 10.0  # auxiliary peers that get all messages; seconds between two searches for them
 RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
 MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
@@ -134,8 +132,7 @@ class LogRounds:
         self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not initial peers
         self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
-        #: a client and its log, for an auxiliary peer that has none
-        self.offered: tuple[bytes, bytes, State] | None = None
+        self.offered: tuple[bytes, bytes, State] | None = None  # a client and its log, for an auxiliary peer
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
         self.exchange = Exchange(self.dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
         self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")

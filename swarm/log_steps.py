@@ -23,7 +23,7 @@ from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.log import State, make_genesis
 from swarm.log_records import Commit, Offer
-from swarm.log_rounds import NEWEST, LogRounds
+from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
@@ -51,17 +51,13 @@ class LogSteps:
         self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._last_offer: Offer | None = None
-        #: whether this peer takes part in a log, or other peers do
-        self.exists = False
-        #: the log that has ended for this peer, but perhaps not yet for others
-        self._ended = b""
+        self.exists = False  # whether this peer takes part in a log, or other peers do
+        self._ended = b""  # the log that has ended for this peer, but perhaps not yet for others
         #: leaders whose first state has not arrived, and the last such state, with its leader
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._stuck_at = 0.0
-        self._newest, self._commit_at = b"", 0.0  # the last commit, and when it came, by a clock that sleeps as well
-        #: whether each of an owner's last updates had any weight, by owner
-        self.counted: dict[bytes, deque[bool]] = {}
+        self.counted: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
     # --- the state
 
@@ -162,6 +158,8 @@ class LogSteps:
             if self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
                 self.optimizer.begin_epoch()
             return False
+        if found[0] == self._ended:
+            self.optimizer.grad_averager.drop_pending()  # it may have counted updates since this peer has left it
         (log_id, state), self._ended = found, b""
         if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
             if self._take_genesis(*self._late):
@@ -170,8 +168,8 @@ class LogSteps:
             self.rounds.open(log_id, state)
             self.optimizer.begin_epoch()
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
-        elif self.optimizer.load_state_from_peers():
-            self._next_join = 0.0
+        elif self.optimizer.load_state_from_peers(self.tracker.trust.find_swarm_epoch(self.tracker.present, 0)):
+            self._next_join = 0.0  # also a state before this peer's checkpoint
         return True
 
     # --- an epoch
@@ -194,9 +192,8 @@ class LogSteps:
         """Load the state if this peer is too far behind, and leave the log if it has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         log, newest, now = self.rounds.log, self.rounds.log.head, time.monotonic()
-        if newest.head != self._newest:
-            self._newest, self._commit_at = newest.head, now
-            self._silent.clear()
+        if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
+            longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
         if self.head == newest.head:
             self._stuck_at = 0.0
         elif not self._stuck_at:
@@ -205,8 +202,8 @@ class LogSteps:
             self._load_state("the log has forked")
         elif 0 < self._stuck_at < now or newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND:
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
-        elif now > self._commit_at + longest:
-            logger.warning(f"no commit for {longest:.0f} s: the peers that are there begin a new log")
+        elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
+            logger.warning(f"no commit for {longest:.0f} s: leaving the log")
             self._ended = self.rounds.log_id
             self._close()
 
@@ -214,7 +211,7 @@ class LogSteps:
         """Leave the log; updates that no commit contains stay pending."""
         for offer in self.rounds.close():
             self._take_back(offer)
-        self._newest, self._next_join, self._stuck_at = b"", 0.0, 0.0
+        self._next_join = self._stuck_at = 0.0
 
     def _load_state(self, reason: str) -> None:
         """Load a state of this log, and continue with it once its commit is known."""
@@ -304,6 +301,7 @@ class LogSteps:
         owners = {it.peer for it in commit.offers}
         optimizer.stats.record_step(own_samples, group_size=len(owners))
         optimizer.stats.last_group = frozenset(owners & {*before.voters} - {me})  # new keys cost nothing
+        self._silent.clear()
         optimizer.begin_epoch()
         self.tracker.record_round(optimizer.stats.last_group, None)
         return True

@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--client_mode", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
+    parser.add_argument("--begin_at", type=int, help="this epoch, with a state of its own, as from a checkpoint")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
     parser.add_argument(
         "--download_from", type=int, default=0, help="epoch of the swarm: before, it takes over no state"
@@ -257,6 +258,8 @@ def main() -> None:
     optimizer.state_averager.start_download = lambda *own, **more: (
         time.sleep(args.slow_downloads) or start_download(*own, **more)
     )
+    if args.begin_at:
+        optimizer.load_training_state(optimizer.training_state() | {"local_epoch": args.begin_at, "lineage": 32 * "ab"})
     stop = handle_stop_signals()
     print_facts(maddrs=list_maddrs(dht))
     epoch = steps = 0

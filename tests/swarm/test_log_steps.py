@@ -161,6 +161,17 @@ def test_frozen_peer_replays_commits(start):
 
 
 @pytest.mark.slow
+def test_peer_with_newer_checkpoint_loads_older_state(start):
+    """The others have begun again from an older checkpoint, and reach its epoch hours later."""
+    swarm = Peers(start, (), ())
+    swarm.wait(*swarm.all, more=1)
+    three = swarm.add("--begin_at", 90)
+    wait_until(lambda: sum(epoch < 90 for epoch in epochs(three)) > 3, 120, "epochs before that of its checkpoint")
+    stop(*swarm.all)
+    assert_same_bytes(*swarm.all)
+
+
+@pytest.mark.slow
 def test_remaining_half_begins_new_log(start):
     swarm = Peers(start, *[("--silence", 10)] * 4)
     one, two, *killed = swarm.all
