@@ -37,6 +37,7 @@ from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm.addresses import get_peer_id
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
+from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -47,13 +48,12 @@ from utils import RecordValidator, find_peer_id
 
 logger = logging.getLogger("swarm")
 
-TICK = 0.5  # seconds between two calls of `Log.tick`
+TICK, RECENT = 0.5, 30.0  # seconds between two calls of `Log.tick`; for which a peer's message tells its log
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
 POLLED_PEERS, MAX_ASKED = 3, 16  # that a client calls at once; that a joining peer asks for their log
 MAX_HELPERS, HELPERS_INTERVAL = 4, 10.0  # auxiliary peers that get all messages; seconds between two searches for them
-RECENT = 30.0  # seconds for which the last message of a peer tells which log it has
 MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
@@ -395,7 +395,7 @@ class LogRounds:
             self.tracker.ban({PeerID(offer.peer): "has sent an invalid update"})
         elif error is not None:
             logger.info(f"no update of peer {PeerID(offer.peer)}: {error!r:.200}")
-            if self.log is not None:  # it requests the blob again as long as it lacks it
+            if self.log is not None and not isinstance(error, SwarmError):  # a full disk waits for the next commit
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
             if not self.is_auxiliary:  # it applies none

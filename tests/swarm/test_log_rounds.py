@@ -15,9 +15,10 @@ from processes import wait_until
 from records import make_tracker, run_dhts
 
 from swarm.aggregation import Numbers
+from swarm.errors import SwarmError
 from swarm.exchange import BlobStore, Exchange
 from swarm.log import Action, make_genesis
-from swarm.log_records import pack
+from swarm.log_records import Offer, pack
 from swarm.log_rounds import MAX_HELPERS, NEWEST, Envelope, Identity, LogRounds
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY
@@ -128,6 +129,21 @@ def test_store_keeps_whole_first_state(tmp_path, monkeypatch):
             rounds.store.put(number.to_bytes(4000, "little"))
         blob = rounds.store.add(bytes([number]) * 4000 for number in range(100))
         assert rounds.store.has(blob)
+
+
+def test_full_disk_requests_update_after_next_commit(tmp_path):
+    """The other peers would otherwise send it the same update several times in a minute."""
+    with run_rounds(tmp_path, say_nothing) as (rounds, [peer], _), rounds._lock:
+        state, blob = make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer)), bytes([1]) * 32
+        rounds.open(state.head, state)
+        offer = Offer(state.head, bytes(32), peer, 8, blob, 100, True, 20.0, b"")
+        rounds.log.add_record(offer)
+        results = []
+        for error in (SwarmError("the disk is full"), TimeoutError()):
+            rounds.log.fetch()
+            rounds._take_blob(error, offer)
+            results.append(blob in rounds.log.fetching)
+        assert results == [True, False]
 
 
 def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
