@@ -39,11 +39,8 @@ class MaliciousPeersError(AllreduceException):
 
 def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the factor for each sender's gradient: below 1 if its norm is larger than the median (of two senders, than
-    the smaller norm); with three or more senders, 0 if it points away from the sum of all others.
-
-    :param products: the scalar products of all parts sent so far, of shape (senders, senders)
-    :param counts: the number of elements that each sender has sent
-    """
+    the smaller norm); with three or more senders, 0 if it points away from the sum of all others. The products are
+    those of all parts sent so far, of shape (senders, senders), and the counts are the elements of each sender."""
     factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
         return factors
@@ -188,20 +185,15 @@ class VerifyingContainer(TensorPartContainer):
         super().register_processed_part(peer_index, part_index, part)
 
     def estimate_contribution(self, own_weight: float, peer_indices: Iterable[int]) -> float:
-        """Return the share of this peer's gradient in the averages of these peers, relative to the expected one.
-
-        :param own_weight: the expected weight of this peer's gradient in the average
-        :returns: 1 for at least the expected share, 0 for none, -1 for the reversed gradient
-        """
+        """Return the share of this peer's gradient in the averages of these peers, relative to its expected weight: 1
+        for at least this share, 0 for none, -1 for the reversed gradient."""
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios and own_weight else 1.0
 
     def estimate_contributions(self, own_weight: float) -> dict[int, float]:
-        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`.
-
-        :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Only those if this
-            peer's own average hardly contains its gradient, because it may be the outlier; none without an own average
-        """
+        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`, by
+        peer index: FAR_TOO_LONG if the norm is too large for an average. Only those if this peer's own average hardly
+        contains its gradient, because it may be the outlier; none without an own average."""
         own, average, _, _ = self.sums.T
         if not own[self.own_index]:
             return {}

@@ -89,9 +89,7 @@ class NonBlockingKeyManager(GroupKeyManager):
         self.declared_until = -math.inf
         self.next_lookup, self.lookup_interval = -math.inf, MIN_LOOKUP_INTERVAL
 
-    async def declare_averager(
-        self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group: bool = True
-    ) -> bool:
+    async def declare_averager(self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group=True):
         """Declare the end of a search in the background, unlike hivemind, so that the round starts at once."""
         self.declared_until = max(self.declared_until, expiration_time)
         declared = super().declare_averager(group_key, peer_id, expiration_time, looking_for_group)
@@ -109,10 +107,8 @@ class NonBlockingKeyManager(GroupKeyManager):
 
 
 class EarlyStartMatchmaking(Matchmaking):
-    """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined.
-
-    Only trainers count towards the group size (notes 11, 22 and 66).
-    """
+    """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined. Only
+    trainers count towards the group size (notes 11, 22 and 66)."""
 
     def __init__(self, *args, **kwargs):
         #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
@@ -133,9 +129,8 @@ class EarlyStartMatchmaking(Matchmaking):
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
         # otherwise, the DHT would keep the record of the search before (note 82)
-        until = max(step.scheduled_time, self.group_key_manager.declared_until + 1e-3)
-        if self.min_peers > 1:
-            until = max(until, get_dht_time() + timeouts.group_search)
+        in_step = get_dht_time() + timeouts.group_search if self.min_peers > 1 else -math.inf
+        until = max(step.scheduled_time, self.group_key_manager.declared_until + 1e-3, in_step)
         if step.scheduled_time < until < step.deadline:
             step.scheduled_time = until
         helpers = [asyncio.create_task(self.search_again()), asyncio.create_task(self.start_when_triggered(step))]
@@ -263,7 +258,7 @@ class EarlyStartMatchmaking(Matchmaking):
 
     async def leader_assemble_group(self) -> GroupInfo | None:
         """Assemble the group without excluded followers, which would make the round fail."""
-        if not self.has_epoch_ended:  # hivemind would start a full group
+        if not self.step_control.triggered:  # hivemind would start a full group
             return None
         for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.excluded]:
             del self.current_followers[follower]
@@ -274,11 +269,6 @@ class EarlyStartMatchmaking(Matchmaking):
         min_peers = self.min_peers if self.min_peers > 1 else len(self.expected) + 1
         is_full = self.target_group_size is not None and len(self.current_followers) + 1 >= self.target_group_size
         return is_full or bool(self.expected) and self.num_expected_joined >= min_peers
-
-    @property
-    def has_epoch_ended(self) -> bool:
-        """Whether this peer's epoch has ended."""
-        return self.step_control is not None and self.step_control.triggered
 
     @property
     def num_expected_joined(self) -> int:
@@ -300,7 +290,7 @@ class EarlyStartMatchmaking(Matchmaking):
     @property
     def min_group_size(self) -> int:
         """The minimum group size, above the current one while expected peers are missing or the epoch goes on."""
-        if self.num_expected_joined < self.min_peers or not self.has_epoch_ended:
+        if self.num_expected_joined < self.min_peers or not (self.step_control and self.step_control.triggered):
             return len(self.current_followers) + 2
         return self._min_group_size
 

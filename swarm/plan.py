@@ -23,11 +23,8 @@ MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; 
 def choose_fractions(
     fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
 ) -> tuple[float, ...]:
-    """Return what each peer averages, in proportion: at least MIN_FRACTION, with which a peer checks the averages of
-    the others, and at most MAX_FRACTION. A peer with fewer than min_vector_size elements averages none (note 59).
-
-    :param fractions: the number of elements that each peer would average in hivemind
-    """
+    """Return what each peer averages, given the numbers in hivemind: at least MIN_FRACTION, with which it checks the
+    averages of the others, at most MAX_FRACTION, and nothing with fewer than min_vector_size elements (note 59)."""
     least = MIN_FRACTION * sum(fractions)
     fractions = [max(part, least) if mode == NODE else part for part, mode in zip(fractions, modes, strict=True)]
     positive = sorted(filter(None, fractions))
@@ -65,12 +62,9 @@ def plan_allreduce(
     bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
 ) -> AllReducePlan:
     """Plan a round that does not wait long for a peer with a much slower uplink (note 20): such a peer averages
-    nothing, and sends as many of its parts as it can in the time that the others need.
-
-    :param bits: the compressed size of the tensors, in bits
-    :param fractions: the fraction of the tensors that each peer would average
-    :param bandwidths: the uplink bandwidth of each peer, in Mbit/s; None if unknown, which counts as fast
-    """
+    nothing, and sends as many of its parts as it can in the time that the others need. The bits are those of the
+    compressed tensors. Each peer would average these fractions of them, and has this bandwidth of its uplink, in
+    Mbit/s; None if unknown, which counts as fast."""
     senders = sum(mode != AUX for mode in modes)
     rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]
     sender_rates = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AUX) or rates
@@ -78,12 +72,9 @@ def plan_allreduce(
     usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
     own_seconds = [0.0 if mode == AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
-    num_partitions = tuple(
-        min(math.ceil(UNCERTAINTY * seconds / usual_seconds), MAX_PARTITIONS)
-        if usual_seconds and seconds > max_seconds
-        else 1
-        for seconds in own_seconds
-    )
+    slow = (UNCERTAINTY * seconds if usual_seconds and seconds > max_seconds else 0.0 for seconds in own_seconds)
+    counts = (math.ceil(seconds / (usual_seconds or 1.0)) for seconds in slow)
+    num_partitions = tuple(min(max(1, count), MAX_PARTITIONS) for count in counts)
     of_fast_peers = tuple(part if count == 1 else 0.0 for part, count in zip(fractions, num_partitions, strict=True))
     fractions = of_fast_peers if any(of_fast_peers) else fractions
     # hivemind does not pass on the modes: an auxiliary peer would send all of its tensors with a weight of zero

@@ -106,14 +106,9 @@ class PeerTracker:
     # --- this peer
 
     def _make_record(self, epoch: int, samples: int) -> LocalTrainingProgress:
-        return LocalTrainingProgress(
-            peer_id=self.dht.peer_id.to_bytes(),
-            epoch=epoch,
-            samples_accumulated=samples,
-            samples_per_second=self.performance_ema.samples_per_second,
-            time=get_dht_time(),
-            client_mode=self.dht.client_mode,
-        )
+        own = dict(peer_id=self.dht.peer_id.to_bytes(), client_mode=self.dht.client_mode, time=get_dht_time())
+        own["samples_per_second"] = self.performance_ema.samples_per_second
+        return LocalTrainingProgress(epoch=epoch, samples_accumulated=samples, **own)
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
         """Record the number of samples that this peer has of its epoch. It is published at once, or min_refresh_period
@@ -269,8 +264,7 @@ class PeerTracker:
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
-        """Do not count peers that have not reported since this time, while others waited for them, although they answer
-        pings; if there are more than this number, all of them count."""
+        """Do not count peers that answer pings, but have not reported since this time; more than this number count."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
             self.mark_silent(idle)
@@ -279,13 +273,11 @@ class PeerTracker:
         """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         quiet = [it for p in peer_ids if (it := present.get(p)) and not it.client_mode and it.time < quiet_since]
-        pinged = {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}
-        if pinged:
-            future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
-            self.pings = [ping for ping in self.pings if not ping.done()] + [future]
-            future.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self.mark_silent(pinged - done.result())
-            )
+        asked = {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}
+        if asked:
+            ping = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
+            self.pings = [*(other for other in self.pings if not other.done()), ping]
+            ping.add_done_callback(lambda it: it.cancelled() or it.exception() or self.mark_silent(asked - it.result()))
 
     def ban(self, violations: dict[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, see PeerTrust.ban."""

@@ -198,11 +198,8 @@ class Rounds:
         return now > min(self._traffic_at + timeout, self._stop_seen_at + MAX_STOP_TIMEOUT)
 
     def leave(self, timeout: float, is_excluded: bool = False) -> None:
-        """Let a round of gradients whose group has formed go on, without data of this peer, and wait for its end.
-
-        :param timeout: the seconds to wait at most
-        :param is_excluded: whether the group would exclude this peer: then the round is left before it starts
-        """
+        """Let a round of gradients whose group has formed go on, without data of this peer, and wait for its end, these
+        seconds at most. If the group would exclude this peer, leave the round before it starts."""
         control = self.gradient_round
         if control is None or control.done():
             return

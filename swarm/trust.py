@@ -200,11 +200,9 @@ class RoundTrust:
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
         """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average:
-        from 1 for all of it to -1 for the contrary, see swarm/guard.py. Its weight in the average is from 0 to 1.
-
-        :raises MaliciousPeersError: some peers' averages have for some rounds not been what they should
-        :raises AllreduceException: an average points away from what was sent for it
-        """
+        from 1 for all of it to -1 for the contrary, see swarm/guard.py. Its weight in the average is from 0 to 1. Raise
+        a MaliciousPeersError if some peers' averages have for some rounds not been what they should, and another
+        AllreduceException if an average points away from what was sent for it."""
         for peer, share in shares.items():
             self.scores[peer] += TRUST_EMA_ALPHA * weight * (share - self.scores[peer])
         if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:
