@@ -13,8 +13,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 
 def get_peer_id(maddr: str) -> PeerID:
-    """Return the peer id of a multiaddr; without a valid id, the parser raises exceptions of many types."""
-    return PeerID.from_base58(Multiaddr(maddr)["p2p"])
+    """Return the id of the peer, not of its relay, in a multiaddr; without one, exceptions of many types are raised."""
+    return PeerID.from_base58([value for kind, value in Multiaddr(maddr).items() if kind.name == "p2p"][-1])
 
 
 def to_quic(maddr: str) -> str:

@@ -19,6 +19,7 @@ from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm.addresses import add_quic, get_host_port, list_shareable_maddrs
+from swarm.attestation import select_attesters
 from swarm.reachability import (
     DIAL_BACK,
     MAX_CALLERS,
@@ -113,6 +114,16 @@ def test_quic_is_added_at_tcp_ports():
     assert add_quic([public, own]) == [public, own]
     assert list_shareable_maddrs([local, quic, public, own]) == [own, public]
     assert [get_host_port(maddr)[2] for maddr in (public, quic)] == [2, 2]
+
+
+def test_relayed_initial_peer_is_trusted_itself():
+    """Not its relay, which any peer may be."""
+    relay, peer = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
+    maddr = f"/ip4/203.0.113.7/tcp/1/p2p/{relay}/p2p-circuit/p2p/{peer}"
+    assert select_attesters([maddr, f"/ip4/203.0.113.7/tcp/1/p2p/{relay}"]) == [peer, relay]
+    check_multiaddrs("--initial_peers", [maddr], needs_peer_id=True)
+    with pytest.raises(UserError):
+        check_multiaddrs("--initial_peers", ["/ip4/203.0.113.7/tcp/1"], needs_peer_id=True)
 
 
 @pytest.mark.parametrize(
