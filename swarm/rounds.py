@@ -20,6 +20,7 @@ from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
 from swarm.progress import PeerTracker
+from utils import MAX_WORKERS
 
 logger = logging.getLogger("swarm")
 
@@ -77,8 +78,10 @@ class Rounds:
     def is_synchronous(self) -> bool:
         """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
         be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
-        trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
-        return trainers <= self.averaging.target_group_size and not self.overlap
+        trust, trainers = self.tracker.trust, self.tracker.peers_at_epoch
+        if trust.partners or len(trust.attested) < MAX_WORKERS:  # otherwise, many contributors may be unknown
+            trainers = list(filter(trust.is_known, trainers)) or trainers  # new keys cost nothing
+        return len(trainers) + (not self.is_auxiliary) <= self.averaging.target_group_size and not self.overlap
 
     def has_others(self) -> bool:
         """Return whether a round can have two peers with gradients."""

@@ -28,6 +28,7 @@ from swarm.trust import (
     RoundTrust,
 )
 from swarm.uplink import Uplink
+from utils import MAX_WORKERS
 
 NAMES = [b"a", b"b", b"c", b"d"]
 
@@ -290,6 +291,23 @@ def test_group_without_most_contributors_is_recognized(dhts):
         assert [tracker.is_most(group) for group in groups] == [False, False, True, True]
         tracker.trust.mark_silent([b"c", b"d"])
         assert [tracker.is_most(group) for group in groups] == [False, True, True, True]
+
+
+def test_records_of_new_keys_leave_peers_in_step(dhts):
+    """Otherwise, as with several groups, a peer forgets its contributors after the next round, and believes all."""
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.lock:
+        tracker.update_epoch(5)
+        new, trust, rounds = [b"new%d" % number for number in range(300)], tracker.trust, Rounds(tracker, None, None)
+        tracker.others = make_records(*NAMES, *new)
+        assert not rounds.is_synchronous(), "no contributor is known"
+        trust.attested = {*NAMES}
+        assert rounds.is_synchronous()
+        trust.attested = {*new[:MAX_WORKERS]}
+        assert not rounds.is_synchronous(), "there may be more contributors than the initial peers can name"
+        trust.partners = {*NAMES}
+        assert rounds.is_synchronous()
+        trust.partners = {*new}
+        assert not rounds.is_synchronous()
 
 
 def test_commit_does_not_raise_speed(dhts):
