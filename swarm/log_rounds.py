@@ -341,7 +341,7 @@ class LogRounds:
     def _take_helpers(self, entry: object) -> None:
         if isinstance(entry, ValueWithExpiration):  # otherwise, no peer has answered
             found = [peer for peer, epoch in parse_epochs(entry, self.identity.peer).items() if epoch == RELAY]
-            found.sort(key=lambda peer: (peer not in self.initial_peers, peer))
+            found.sort(key=lambda peer: (peer not in self.initial_peers, peer not in self.helpers, peer))
             self.helpers = {peer: self.helpers.get(peer, 0.0) for peer in found[:MAX_HELPERS]}
 
     def can_call(self, peer: bytes) -> bool:
