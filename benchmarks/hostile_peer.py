@@ -216,6 +216,19 @@ class HostileLeader(EarlyStartMatchmaking):
         return await super().leader_assemble_group()
 
 
+class MuteLeader(HostileLeader):
+    """A leader that starts first, accepts each follower, and never begins the round."""
+
+    async def rpc_join_group(self, *_):
+        note("accepts a follower, and begins no round")
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        await asyncio.sleep(3600)
+
+
+def lead_without_rounds() -> None:
+    swarm.patches.EarlyStartMatchmaking = MuteLeader
+
+
 def lead() -> None:
     swarm.patches.EarlyStartMatchmaking = HostileLeader
     poison_state()
@@ -327,6 +340,7 @@ TRAINERS = {
     **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip", "skew")},
     "free_rider": ride_free,
     "leader": lead,
+    "leader_mute": lead_without_rounds,
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
     "ahead_1e9": lambda: announce_progress(10**9),

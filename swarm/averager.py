@@ -109,6 +109,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._matchmaking.set_expected_peers(*expected)
         await self._matchmaking.start_when_complete()
 
+    def avoid_leader(self) -> None:
+        """Leave the leader that this peer follows, if any, see EarlyStartMatchmaking."""
+        self._outer_pipe.send(("_avoid_leader", [], {}))
+
+    async def _avoid_leader(self) -> None:
+        self._matchmaking.avoid_leader()
+
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members of a new group that average together; all members must select the same ones."""
         return group_info

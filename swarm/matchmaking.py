@@ -32,6 +32,7 @@ SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 MIN_LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL = 0.2, 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
+MAX_SEARCHES_APART = 16  # without a leader that has begun no round; at first 1, then 4: it may have been cut off
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ class EarlyStartMatchmaking(Matchmaking):
         #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
         self.requested_leader: PeerID | None = None
         self.request_limit: asyncio.Timeout | None = None
+        self.num_searches = 0
+        #: for how many searches each leader that had begun no round was not asked, and the last of them
+        self.avoided: dict[PeerID, tuple[int, int]] = {}
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
@@ -125,6 +129,7 @@ class EarlyStartMatchmaking(Matchmaking):
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network."""
         self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
+        self.num_searches += 1
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
@@ -173,7 +178,8 @@ class EarlyStartMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
-        if leader.to_bytes() in self.excluded:
+        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
+        if is_avoided or leader.to_bytes() in self.excluded:
             return None
         self.requested_leader, started = leader, time.monotonic()
         try:
@@ -188,6 +194,15 @@ class EarlyStartMatchmaking(Matchmaking):
             pause = min(max(ASK_AGAIN_AFTER, 2 * (time.monotonic() - started)), self.request_timeout)
             asyncio.get_running_loop().call_later(pause, self.allow_to_ask, leader)
         return group
+
+    def avoid_leader(self) -> None:
+        """Leave the leader, which should have begun by now, and do not ask it to lead in the next searches."""
+        if self.requested_leader is not None and (leader := self.current_leader):
+            self.request_limit.reschedule(0.0)
+            self.requested_leader = None
+            count = min(4 * self.avoided.get(leader, (0, 0))[0] or 1, MAX_SEARCHES_APART)
+            self.avoided[leader] = count, self.num_searches + count
+            logger.info(f"peer {leader} has begun no round: not asking it to lead again (searches={count})")
 
     def allow_to_ask(self, leader: PeerID) -> None:
         """Let the search ask this leader again: it was slow, or was asking another peer (note 83)."""

@@ -221,6 +221,11 @@ class PeerTracker:
         """Whether too few peers are at this epoch for a round."""
         return 1 + len(self.peers_at_epoch) < self.count_min_group_size(awaits_all=False)
 
+    def has_quorum_reported(self, since: float) -> bool:
+        """Return whether enough known contributors for a round have reported since this time of the DHT."""
+        known = [it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= self._min_epoch]
+        return 1 + sum(record.time > since for record in known) >= self.count_min_group_size(awaits_all=False)
+
     def is_most(self, group: Iterable[bytes]) -> bool:
         """Return whether this group has, with this peer, most known contributors: a leader may omit any."""
         known = set(filter(self.trust.is_known, self.peers_at_epoch))

@@ -244,6 +244,7 @@ class RoundWait:
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
         self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
+        self.lacked_quorum_at = self.started
         self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
             self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
@@ -292,6 +293,13 @@ class RoundWait:
             self.tracker.schedule_refresh(0.0)
         if self.tracker.view.read_at < self.first_check:
             return
+        timeouts = self.rounds.uplink.timeouts
+        recently = get_dht_time() - ANNOUNCE_INTERVAL - 2 * LOOK_INTERVAL  # a peer in a long step has not reported
+        if not self.tracker.has_quorum_reported(max(self.started_in_dht, recently)):
+            self.lacked_quorum_at = now
+        elif now > self.lacked_quorum_at + timeouts.matchmaking + 2 * timeouts.request:
+            self.lacked_quorum_at = now
+            self.rounds.grad_averager.avoid_leader()
         if self.rounds.is_synchronous() and self.tracker.view.epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:

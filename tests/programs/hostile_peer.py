@@ -8,6 +8,7 @@ import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.proto import averaging_pb2
 
 from common.console import clean_end, setup_logging
 from swarm.averager import FailFastAllReduceRunner
@@ -65,6 +66,18 @@ def lead(_: str) -> None:
     EarlyStartMatchmaking.leader_assemble_group = forge
 
 
+def lead_without_rounds(_: str) -> None:
+    """Accept each follower at once, and never begin the round."""
+
+    async def hold(self, request, context):
+        print("lying", flush=True)
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        await asyncio.sleep(3600)
+
+    lead("mute")
+    EarlyStartMatchmaking.rpc_join_group = hold
+
+
 def stay_away(_: str) -> None:
     async def find_nobody(self, step):
         print("lying", flush=True)
@@ -86,6 +99,7 @@ def claim_a_slow_line(_: str) -> None:
 
 
 HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line}
+UNNAMED = {"mute": lead_without_rounds}  # no peer can prove that they do harm
 
 
 def lie_as_sender(kind: str) -> None:
@@ -128,7 +142,7 @@ def lie_as_reducer(kind: str) -> None:
 
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
-    HOLDS_UP.get(kind, lie_as_sender if kind in SENT else lie_as_reducer)(kind)
+    (HOLDS_UP | UNNAMED).get(kind, lie_as_sender if kind in SENT else lie_as_reducer)(kind)
     setup_logging("hostile")
     with clean_end():
         gradient_peer.main()

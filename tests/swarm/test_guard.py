@@ -13,7 +13,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import as_aiter
 from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
-from swarms import epochs, start_peer
+from swarms import epochs, start_peer, stop
 
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.guard import (
@@ -272,3 +272,22 @@ def test_hostile_peer_of_four_cannot_bend_round(start, kind):
         assert set(re.findall(r"peer (\w+) .*: no rounds with it", peer.text)) <= {hostile}
         peer.interrupt()
         peer.assert_clean_end()
+
+
+@pytest.mark.slow
+def test_mute_leader_of_four_costs_one_wait(start):
+    """Its followers leave it within their round, do without it for some rounds, and do not ban it."""
+    prefix, options = make_prefix(), ("--group_size", 8, "--averaging_timeout", 20)
+    peers = [start_peer(start, "a", prefix, 1.0, 16, flags=(*options, "--others", 2))]
+    peers += [start_peer(start, name, prefix, 1.0, 16, peers[:1], (*options, "--others", 2)) for name in "bc"]
+    wait_until(lambda: min(max(epochs(peer), default=0) for peer in peers) >= 2, 90, "two epochs of all")
+    liar = start_peer(start, "liar", prefix, 1.0, 16, peers[:1], options, ("tests.programs.hostile_peer", "mute"))
+    liar.wait_for("lying", 90)
+    before = max(map(max, map(epochs, peers)))
+    wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 5, 200, "five epochs of all")
+    hostile = liar.json_lines()[0]["maddrs"][0].rpartition("/")[2]
+    for peer in peers:
+        avoided = re.findall(r"peer (\w+) has begun no round: .* \(searches=(\d+)\)", peer.text)
+        assert avoided in ([(hostile, "1")], [(hostile, "1"), (hostile, "4")])
+        assert "it took too long" not in peer.text and "no rounds with it" not in peer.text
+    stop(*peers)

@@ -310,6 +310,18 @@ def test_records_of_new_keys_leave_peers_in_step(dhts):
         assert not rounds.is_synchronous()
 
 
+def test_quorum_of_known_contributors_waits(dhts):
+    with run_trackers(dhts[:1], 40) as [tracker], tracker.lock:
+        tracker.update_epoch(5)
+        new = make_records(*(b"new%d" % number for number in range(9)))
+        tracker.others = make_records(b"a", b"b") | make_records(b"c", b"d", ago=20.0) | new
+        tracker.trust.attested = {*NAMES}
+        assert tracker.has_quorum_reported(get_dht_time() - 10.0)
+        assert not tracker.has_quorum_reported(get_dht_time() + 10.0)
+        tracker.others |= make_records(b"b", ago=20.0)
+        assert not tracker.has_quorum_reported(get_dht_time() - 10.0)
+
+
 def test_commit_does_not_raise_speed(dhts):
     """The samples since the offer, of several steps, are no work of the first step after the commit."""
     with run_trackers(dhts[:1], 400) as [tracker]:
