@@ -32,6 +32,7 @@ SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 MIN_LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL = 0.2, 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
+MAX_REDIRECTS = 2  # in a row: leaders that redirect this peer to each other would keep it forever (note 97)
 MAX_SEARCHES_APART = 16  # without a leader that has begun no round; at first 1, then 4: it may have been cut off
 
 
@@ -119,7 +120,7 @@ class EarlyStartMatchmaking(Matchmaking):
         #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
         self.requested_leader: PeerID | None = None
         self.request_limit: asyncio.Timeout | None = None
-        self.num_searches = 0
+        self.num_searches = self.num_redirects = 0
         #: for how many searches each leader that had begun no round was not asked, and the last of them
         self.avoided: dict[PeerID, tuple[int, int]] = {}
         super().__init__(*args, **kwargs)
@@ -178,8 +179,9 @@ class EarlyStartMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
+        self.num_redirects = self.num_redirects + 1 if self.requested_leader else 0
         is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
-        if is_avoided or leader.to_bytes() in self.excluded:
+        if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.requested_leader, started = leader, time.monotonic()
         try:

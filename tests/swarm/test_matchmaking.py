@@ -4,12 +4,13 @@ import asyncio
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
-from swarm.matchmaking import MAX_SEARCHES_APART, EarlyStartMatchmaking
+from swarm.matchmaking import MAX_REDIRECTS, MAX_SEARCHES_APART, EarlyStartMatchmaking
 from swarm.uplink import Uplink
 
 LEADER = PeerID(b"leader")
@@ -61,6 +62,28 @@ async def search(follower: EarlyStartMatchmaking, seconds: float = 0.0) -> None:
         await asyncio.sleep(seconds)
         follower.avoid_leader()
         assert await asyncio.wait_for(request, 10) is None and follower.current_leader is None
+
+
+def test_hivemind_follows_redirects_until_stack_is_full():
+    """Note 97; EarlyStartMatchmaking._request_join_group."""
+
+    async def follow() -> None:
+        follower = make_matchmaking(UselessLeader(redirects=True), Matchmaking)
+        async with follower.looking_for_group(make_step()):
+            await follower._request_join_group(LEADER)
+
+    with pytest.raises(RecursionError):
+        asyncio.run(follow())
+
+
+def test_leader_redirecting_to_itself_is_left():
+
+    async def follow() -> int:
+        leader = UselessLeader(redirects=True)
+        await search(make_matchmaking(leader))
+        return leader.requests
+
+    assert asyncio.run(follow()) == 1 + MAX_REDIRECTS
 
 
 def test_leader_without_round_is_avoided_for_some_searches():
