@@ -145,6 +145,8 @@ class EarlyStartMatchmaking(Matchmaking):
         finally:
             for helper in helpers:
                 helper.cancel()
+            self.was_accepted_to_group.set()  # each request has left a task that waits for this (note 98)
+            self.was_accepted_to_group.clear()
 
     async def search_again(self) -> None:
         """Look for new leaders periodically, also below a peer that ranks below this one, unlike hivemind (note 82)."""

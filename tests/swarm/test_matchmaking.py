@@ -1,4 +1,4 @@
-"""Followers of leaders that begin no round, without a network."""
+"""Followers of leaders that begin no round, and leaders of followers that leave, without a network."""
 
 import asyncio
 from functools import partial
@@ -100,3 +100,40 @@ def test_leader_without_round_is_avoided_for_some_searches():
         return asked_in
 
     assert asyncio.run(follow()) == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
+
+
+def test_hivemind_keeps_task_of_each_join():
+    """Note 98; EarlyStartMatchmaking.look_for_group."""
+
+    async def join(followers: int) -> int:
+        leader, tasks = make_matchmaking(None, Matchmaking), len(asyncio.all_tasks())
+        leader.potential_leaders.declared_group_key = key = leader.group_key_manager.current_key
+        leader.potential_leaders.declared_expiration_time = get_dht_time() + 30.0
+        request = averaging_pb2.JoinRequest(schema_hash=b"schema", expiration=get_dht_time() + 60.0, group_key=key)
+        async with leader.looking_for_group(make_step()):
+            for number in range(followers):
+                messages = leader.rpc_join_group(request, SimpleNamespace(remote_id=PeerID(bytes([number]))))
+                assert (await anext(messages)).code == averaging_pb2.ACCEPTED
+                answer = asyncio.create_task(anext(messages))
+                await asyncio.sleep(0.01)
+                answer.cancel()
+                await asyncio.wait([answer])
+        return len(asyncio.all_tasks()) - tasks
+
+    assert asyncio.run(join(5)) == 5
+
+
+def test_tasks_of_joins_end_with_search(monkeypatch):
+    async def wait(matchmaking, _) -> None:
+        matchmaking.waiting = asyncio.create_task(matchmaking.was_accepted_to_group.wait())
+        await asyncio.sleep(0.01)
+
+    async def search() -> bool:
+        matchmaking = make_matchmaking(None)
+        matchmaking.group_key_manager.declared_until = 0.0
+        await matchmaking.look_for_group(make_step())
+        await asyncio.wait([matchmaking.waiting], timeout=5)
+        return matchmaking.waiting.done() and not matchmaking.was_accepted_to_group.is_set()
+
+    monkeypatch.setattr(Matchmaking, "look_for_group", wait)
+    assert asyncio.run(search())
