@@ -36,8 +36,7 @@ PREFETCH = 4  # parts to compress and to receive ahead, while the current part w
 
 
 class StateDivergedError(AllreduceException):
-    """The group continues without this peer, which must load the group's state. Arguments: the epoch of that state, and
-    the ids (bytes) of the peers that have it, and of all trainers of the group."""
+    """The group continues from another state. Arguments: its epoch, the ids of its peers, and those of all trainers."""
 
     def __str__(self) -> str:
         return f"the group continues from another state, that of epoch {self.args[0]}"

@@ -38,9 +38,9 @@ class MaliciousPeersError(AllreduceException):
 
 
 def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the factor for each sender's gradient: below 1 if its norm is larger than the median (of two senders, than
-    the smaller norm); with three or more senders, 0 if it points away from the sum of all others. The products are
-    those of all parts sent so far, of shape (senders, senders), and the counts are the elements of each sender."""
+    """Return the factor for each sender's gradient: below 1 if its norm is above the median (of two, above the smaller
+    norm); of three or more, 0 if it points away from the sum of all others. The products are those of all parts sent so
+    far, of shape (senders, senders), and the counts are the elements of each sender."""
     factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
         return factors
@@ -70,8 +70,7 @@ class RoundSettings:
 
 
 class RobustReducer(TensorPartReducer):
-    """A reducer that averages parts so that no single sender can skew the result. Gradients are clipped. Parameters are
-    the same on all peers except for rounding errors, so the median of each number is used."""
+    """A reducer that lets no sender skew an average: gradients are clipped, and the median of each parameter counts."""
 
     def configure(self, settings: RoundSettings) -> None:
         """Set up the checks of a round; call this once, before it starts."""

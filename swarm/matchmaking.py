@@ -123,6 +123,7 @@ class EarlyStartMatchmaking(Matchmaking):
         self.num_searches = self.num_redirects = 0
         #: for how many searches each leader that had begun no round was not asked, and the last of them
         self.avoided: dict[PeerID, tuple[int, int]] = {}
+        self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
@@ -182,9 +183,11 @@ class EarlyStartMatchmaking(Matchmaking):
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
         self.num_redirects = self.num_redirects + 1 if self.requested_leader else 0
-        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
+        count, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
+        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1] or time.monotonic() < not_before
         if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
+        self.silent.pop(leader, None)
         self.requested_leader, started = leader, time.monotonic()
         try:
             async with asyncio.timeout(None) as self.request_limit:
@@ -195,7 +198,11 @@ class EarlyStartMatchmaking(Matchmaking):
             self.requested_leader = None
         if group is None:
             # no peer can join this one during a request: these take at most a third of the time
-            pause = min(max(ASK_AGAIN_AFTER, 2 * (time.monotonic() - started)), self.request_timeout)
+            seconds = time.monotonic() - started
+            pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
+            if self.request_timeout <= seconds < 2 * self.request_timeout:  # otherwise, it has answered
+                pause *= 2 ** min(count, 6)  # up to some minutes
+                self.silent[leader] = count + 1, time.monotonic() + pause
             asyncio.get_running_loop().call_later(pause, self.allow_to_ask, leader)
         return group
 

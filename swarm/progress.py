@@ -165,8 +165,7 @@ class PeerTracker:
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """Let the others continue without this peer while it does other work between two steps: its record names an old
-        epoch. The time does not count for its speed."""
+        """Let the others continue without this peer for a while: its record names an old epoch, and its speed stays."""
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
@@ -247,8 +246,7 @@ class PeerTracker:
             self.patient_from = epoch + WAIT_RETRY_EPOCHS
 
     def refresh_attested_peers(self) -> None:
-        """Ask the initial peers again for the contributors that they know, without waiting: a peer that joined early
-        knows few of them, discounts the reports of the others, and so is late for each round."""
+        """Ask the initial peers again for contributors, without waiting: a peer that joined early knows few of them."""
 
         def apply(done: MPFuture) -> None:
             if not done.cancelled() and not done.exception():

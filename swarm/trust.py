@@ -187,9 +187,8 @@ class RoundTrust:
             self.rounds[peer] += 1
 
     def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
-        """Record a round that has failed, which may be chance; raise MaliciousPeersError if a peer has broken several
-        in a row. Of two suspects, one blames the other: the one with fewer rounds behind it counts, so that a new
-        attacker cannot turn honest peers against each other."""
+        """Record a round that has failed, which may be chance; raise MaliciousPeersError after several in a row. Of two
+        suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other."""
         if not suspects:
             return
         peer = min(suspects, key=lambda peer: self.rounds[peer])

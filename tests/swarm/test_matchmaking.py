@@ -1,6 +1,7 @@
 """Followers of leaders that begin no round, and leaders of followers that leave, without a network."""
 
 import asyncio
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -100,6 +101,37 @@ def test_leader_without_round_is_avoided_for_some_searches():
         return asked_in
 
     assert asyncio.run(follow()) == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
+
+
+def test_silent_leader_is_asked_less_and_less():
+    """No peer can join this one during a request, and a leader can declare itself again at any time."""
+
+    class SilentLeader(UselessLeader):
+        async def rpc_join_group(self, _):
+            self.requests += 1
+
+            async def answer():
+                await asyncio.sleep(60)
+                yield None
+
+            return answer()
+
+    async def follow() -> list[float]:
+        leader, pauses = SilentLeader(redirects=False), []
+        follower = make_matchmaking(leader)
+        follower.request_timeout = 0.5
+        async with follower.looking_for_group(make_step()):
+            follower.potential_leaders.search_end_time = get_dht_time() + 30.0
+            for number in range(1, 4):
+                for _ in range(5):  # it has declared itself again
+                    assert await follower._request_join_group(LEADER) is None
+                count, until = follower.silent[LEADER]
+                assert leader.requests == count == number
+                pauses.append(until - time.monotonic())
+                follower.silent[LEADER] = count, 0.0  # the pause is over
+        return pauses
+
+    assert asyncio.run(follow()) == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
 def test_hivemind_keeps_task_of_each_join():
