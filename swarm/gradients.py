@@ -33,8 +33,7 @@ class GradientAverager(VerifyingAverager):
         self.last_step: tuple[int, str, bytes] | None = None
         #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
-        #: the samples of the pending gradients that have not been in a round
-        self.samples = 0
+        self.samples = 0  # the samples of the pending gradients that have not been in a round
         # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
         self._behind, self._next_partition = [0], 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0

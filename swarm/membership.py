@@ -68,8 +68,7 @@ class Membership:
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
         self.credential, self.public_key, self.issuer = credential, public_key, issuer
-        #: the beginning of each call
-        self.greeting = len(credential).to_bytes(2, "big") + credential
+        self.greeting = len(credential).to_bytes(2, "big") + credential  # the beginning of each call
         self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
         # for the next warning, in each process
         self._num_rejected, self._next_warning = 0, 0.0

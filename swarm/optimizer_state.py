@@ -43,8 +43,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         # the optimizer sets these four
         #: the id of the group whose gradients the next step applies, or of this peer if it is alone
         self.group_id = b""
-        #: the lineage after the next step, if it applies a commit of the log
-        self.next_lineage: str | None = None
+        self.next_lineage: str | None = None  # the lineage after the next step, if it applies a commit of the log
         #: the averager whose last step is served to peers that missed it
         self.grad_averager: GradientAverager | None = None
         #: the local steps, by which the model is ahead of the parameters here, or None

@@ -70,8 +70,7 @@ class PeerTracker:
         self.impatient_epoch, self.patient_from = -1, 0
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
         self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
-        #: held by a thread that changes the view or the trust in peers
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held by a thread that changes the view or the trust in peers
         self._has_read = threading.Condition(self.lock)
         self._is_ending, self._wake, self._is_paused = threading.Event(), threading.Event(), False
         self._reported_at = self._next_report = self._next_read = -math.inf

@@ -294,7 +294,7 @@ class RoundWait:
         if self.tracker.view.read_at < self.first_check:
             return
         timeouts = self.rounds.uplink.timeouts
-        recently = get_dht_time() - ANNOUNCE_INTERVAL - 2 * LOOK_INTERVAL  # a peer in a long step has not reported
+        recently = get_dht_time() - ANNOUNCE_INTERVAL - 2 * CHECK_INTERVAL  # a peer in a long step has not reported
         if not self.tracker.has_quorum_reported(max(self.started_in_dht, recently)):
             self.lacked_quorum_at = now
         elif now > self.lacked_quorum_at + timeouts.matchmaking + 2 * timeouts.request:

@@ -161,9 +161,9 @@ def test_only_trusted_auxiliary_peers_are_fast_sources(tmp_path):
             assert len(rounds.helpers) == MAX_HELPERS and rounds.helpers.pop(initial) == 100.0
             assert set(rounds.helpers.values()) == {0.0}
             before = set(rounds.helpers)
-            declared |= {bytes(len(peer) - 1) + peer[:1]: declared[peer] for peer in strangers}  # lower ids
+            declared |= {bytes(len(peer) - 1) + peer[:1]: declared[peer] for peer in untrusted}  # lower ids
             rounds._take_helpers(ValueWithExpiration(declared, get_dht_time() + 60))
-            assert set(rounds.helpers) == {*before, trusted}, "new keys displace no auxiliary peer"
+            assert set(rounds.helpers) == {*before, initial}, "new keys displace no auxiliary peer"
 
 
 def test_signature_has_one_spelling():
