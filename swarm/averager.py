@@ -91,6 +91,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.start()
         self.wait_until_ready()
 
+    def _send(self, method: str, *args, **options) -> None:
+        """Call a coroutine method in the averager's process, without waiting for it."""
+        self._outer_pipe.send((method, [*args], options))
+
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: a failed round leaves the tensors partly averaged (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
@@ -101,7 +105,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         included; 1 to wait for all of them), and those of silent or banned peers, for which no group waits."""
         if (expected := (frozenset(peer_ids), min_peers, frozenset(excluded))) != self._expected:
             self._expected = expected
-            self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
+            self._send("_set_expected_peers", *expected)
 
     async def _set_expected_peers(self, *expected) -> None:
         # runs in the averager's process
@@ -110,7 +114,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     def avoid_leader(self) -> None:
         """Leave the leader that this peer follows, if any, see EarlyStartMatchmaking."""
-        self._outer_pipe.send(("_avoid_leader", [], {}))
+        self._send("_avoid_leader")
 
     async def _avoid_leader(self) -> None:
         self._matchmaking.avoid_leader()

@@ -8,7 +8,7 @@ from hivemind.optim.progress_tracker import TrainingProgressSchema
 from pydantic.v1 import BaseModel, confloat, constr, root_validator
 
 from swarm.errors import SwarmError
-from utils import Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
+from utils import FETCH_TIMEOUT, Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
 
 MAX_CONTRACT_BYTES = 9000  # an attestation carries it through a hivemind pipe, which breaks at 16 KB
 
@@ -35,9 +35,9 @@ class RunSchema(MetricSchema, TrainingProgressSchema):
     run: dict[PublicKeyBytes, RunContract | None]
 
 
-def fetch_contracts(dht: DHT, prefix: str) -> dict[bytes, RunContract]:
+def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
     """Return the contracts of live trainers by their public keys, see `fetch_dictionary`."""
-    return {key: contract for key, (contract, _) in fetch_dictionary(dht, f"{prefix}_run", RunContract).items()}
+    return {key: it for key, (it, _) in fetch_dictionary(dht, f"{prefix}_run", RunContract, timeout).items()}
 
 
 def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:

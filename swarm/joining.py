@@ -38,8 +38,7 @@ class Swarm:
         """:param public_key: the subkey of the records that this peer signs"""
         self.config, self.dht, self.public_key = config, dht, public_key
         self.prefix = config.experiment_prefix
-        #: the contract that this peer trains by, and publishes
-        self.contract: RunContract | None = None
+        self.contract: RunContract | None = None  # the contract that this peer trains by, and publishes
         #: by name, the last record of this peer on its way to the DHT
         self.stores: dict[str, MPFuture] = {}
 

@@ -46,8 +46,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         self.next_lineage: str | None = None  # the lineage after the next step, if it applies a commit of the log
         #: the averager whose last step is served to peers that missed it
         self.grad_averager: GradientAverager | None = None
-        #: the local steps, by which the model is ahead of the parameters here, or None
-        self.local = None
+        self.local = None  # the local steps, by which the model is ahead of the parameters here, or None
         self.download_progress = multiprocessing.Value(DownloadProgress)
         super().__init__(*args, **kwargs)
         self.optimizer.register_step_post_hook(self.record_step)
@@ -106,7 +105,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         lowest_epoch = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
         request = (self.local_epoch, self.lineage) if is_step else (min_epoch, lowest_epoch)
         future = MPFuture()
-        self._outer_pipe.send(("_download", [future, is_step, request], options))
+        self._send("_download", future, is_step, request, **options)
         return future
 
     async def _download(self, future: MPFuture, is_step: bool, request: tuple, **options) -> None:

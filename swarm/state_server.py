@@ -168,10 +168,9 @@ class StateServer(VerifyingAverager):
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
         self._served: dict[PeerID, Service] = {}
-        #: the auxiliary peer through which this peer calls each client
-        self.relays: dict[PeerID, PeerID] = {}
+        self.relays: dict[PeerID, PeerID] = {}  # the auxiliary peer through which this peer calls each client
         super().__init__(*args, **kwargs)
-        self._outer_pipe.send(("_renew_declaration", [], {}))
+        self._send("_renew_declaration")
 
     @staticmethod
     def make_step_key(lineage: str) -> str:
@@ -198,14 +197,14 @@ class StateServer(VerifyingAverager):
         epoch = RELAY if self.mode == AveragingMode.AUX else epoch
         if epoch != self.state_sharing_priority:
             self._state_sharing_priority.value = epoch
-            self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
+            self._send("_trigger_declare_load_state")
 
     def serve_state(self) -> None:
         """Start to serve a client's state to the peers that it has called; or, on an auxiliary peer, start to relay."""
         if self.mode == AveragingMode.AUX:
             self.state_sharing_priority, self.allow_state_sharing = RELAY, True
         else:
-            self._outer_pipe.send(("_serve_state_as_client", [], {}))
+            self._send("_serve_state_as_client")
 
     async def _serve_state_as_client(self) -> None:
         # runs in the averager's process

@@ -114,8 +114,7 @@ class Uplink:
         self._free_at, self._background_at = shared(c_double), shared(c_double)
         #: when a round last sent; when this peer began to send after a pause
         self._round_at, self._began = shared(c_double), shared(c_double)
-        #: whether nothing is sent until a long queue has drained
-        self._is_paused = shared(c_bool)
+        self._is_paused = shared(c_bool)  # whether nothing is sent until a long queue has drained
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
         # looks at a full uplink since the last queue; looks until it has drained; the last rates; that before a drain

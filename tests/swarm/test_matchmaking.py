@@ -119,7 +119,7 @@ def test_silent_leader_is_asked_less_and_less():
     async def follow() -> list[float]:
         leader, pauses = SilentLeader(redirects=False), []
         follower = make_matchmaking(leader)
-        follower.request_timeout = 0.5
+        follower.request_timeout, follower.num_searches = 0.5, 1
         async with follower.looking_for_group(make_step()):
             follower.potential_leaders.search_end_time = get_dht_time() + 30.0
             for number in range(1, 4):
