@@ -68,8 +68,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
     are_parameters = True
-    #: see RoundSettings; shared with the averager's process
-    residual: torch.Tensor | None = None
+    residual: torch.Tensor | None = None  # see RoundSettings; shared with the averager's process
 
     def __init__(self, *args, max_weight: float | None = None, **kwargs):
         """:param max_weight: see RoundSettings"""

@@ -39,8 +39,7 @@ class Swarm:
         self.config, self.dht, self.public_key = config, dht, public_key
         self.prefix = config.experiment_prefix
         self.contract: RunContract | None = None  # the contract that this peer trains by, and publishes
-        #: by name, the last record of this peer on its way to the DHT
-        self.stores: dict[str, MPFuture] = {}
+        self.stores: dict[str, MPFuture] = {}  # by name, the last record of this peer on its way to the DHT
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":

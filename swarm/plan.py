@@ -72,9 +72,12 @@ def plan_allreduce(
     usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
     own_seconds = [0.0 if mode == AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
-    slow = (UNCERTAINTY * seconds if usual_seconds and seconds > max_seconds else 0.0 for seconds in own_seconds)
-    counts = (math.ceil(seconds / (usual_seconds or 1.0)) for seconds in slow)
-    num_partitions = tuple(min(max(1, count), MAX_PARTITIONS) for count in counts)
+    num_partitions = tuple(
+        min(math.ceil(UNCERTAINTY * seconds / usual_seconds), MAX_PARTITIONS)
+        if usual_seconds and seconds > max_seconds
+        else 1
+        for seconds in own_seconds
+    )
     of_fast_peers = tuple(part if count == 1 else 0.0 for part, count in zip(fractions, num_partitions, strict=True))
     fractions = of_fast_peers if any(of_fast_peers) else fractions
     # hivemind does not pass on the modes: an auxiliary peer would send all of its tensors with a weight of zero

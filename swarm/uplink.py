@@ -106,8 +106,7 @@ class Uplink:
     def __init__(self):
         self.lock = multiprocessing.Lock()
         shared = multiprocessing.RawValue
-        #: bytes of rounds and states so far
-        self._sent, self._received = shared(c_longlong), shared(c_longlong)
+        self._sent, self._received = shared(c_longlong), shared(c_longlong)  # bytes of rounds and states so far
         #: the pace, and its upper bound if the user has set one
         self._rate, self._limit = shared(c_double, 0), shared(c_double, math.inf)
         #: when all data handed over so far has left; when the background may continue
