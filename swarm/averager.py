@@ -107,7 +107,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._send("_set_expected_peers", *expected)
 
     async def _set_expected_peers(self, *expected) -> None:
-        # runs in the averager's process
         self._matchmaking.set_expected_peers(*expected)
         await self._matchmaking.start_when_complete()
 
@@ -238,8 +237,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             # in the averages that this peer has made, if any; an outlier has none
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
-            share_of_all = container.estimate_contribution(own, range(container.group_size))
-            self._trust.record_averages(shares, share_of_all, own)
+            self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
         self._trust.record_round(averaged)
         members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
         turn = settings.num_partitions, settings.partition_index

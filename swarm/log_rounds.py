@@ -353,8 +353,7 @@ class LogRounds:
 
     def _send(self) -> None:
         """Call each member with messages to send, unless its last answer is awaited. Clients get theirs in answers."""
-        members = self._list_members()
-        for peer in self._outbox.keys() - members:
+        for peer in self._outbox.keys() - self._list_members():
             del self._outbox[peer]
         for peer, queue in self._outbox.items():
             if queue and peer not in self._called and self.can_call(peer):

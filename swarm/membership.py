@@ -70,8 +70,7 @@ class Membership:
         self.credential, self.public_key, self.issuer = credential, public_key, issuer
         self.greeting = len(credential).to_bytes(2, "big") + credential  # the beginning of each call
         self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
-        # for the next warning, in each process
-        self._num_rejected, self._next_warning = 0, 0.0
+        self._num_rejected, self._next_warning = 0, 0.0  # for the next warning, in each process
         self.load_revocations()
 
     @classmethod

@@ -132,8 +132,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         # an auxiliary peer has nothing to average and must not wait for the other peers' round
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
         with self.lock_optimizer, averaged, torch.no_grad():
-            settings = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict({"state": state, "param_groups": settings})
+            self.optimizer.load_state_dict(dict(state=state, param_groups=self.optimizer.state_dict()["param_groups"]))
             for target, tensor in zip(list_params(self.optimizer), parameters, strict=True):
                 target.copy_(tensor)
             self.set_epoch(epoch)

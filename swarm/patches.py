@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 from uuid import UUID
@@ -50,6 +51,15 @@ class ResilientControlClient(p2pclient.ControlClient):
         while not reader.at_eof():
             with contextlib.suppress(asyncio.InvalidStateError):
                 await super()._read_from_persistent_conn(reader)
+
+
+class CachingValidator(dht.CompositeValidator):
+    """Validators that check each record once: all nodes that a lookup asks send the same ones (note 100)."""
+
+    def extend(self, validators) -> None:
+        """Add validators. Records that were checked without them are checked again."""
+        super().extend(validators)
+        self.validate = functools.lru_cache(1024)(super().validate)
 
 
 class CancellableStep(StepControl):
@@ -162,7 +172,7 @@ def install() -> None:
     P2P.receive_raw_data = staticmethod(receive_limited)
     P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler
-    averager.StepControl = CancellableStep
+    averager.StepControl, dht.CompositeValidator = CancellableStep, CachingValidator
 
 
 def make_event_loop() -> asyncio.AbstractEventLoop:

@@ -132,8 +132,7 @@ class Rounds:
             self.stats.members = (self.tracker.dht.peer_id.to_bytes(),)
             return None
         # None if the search in advance has failed, or has served the last epoch
-        searched = self.gradient_round if self.is_searching() else None
-        self.gradient_round = self.grad_averager.begin(searched)
+        self.gradient_round = self.grad_averager.begin(self.gradient_round if self.is_searching() else None)
         finish = partial(self._finish, self.gradient_round, self.state_averager.local_epoch)
         return finish if self.overlap and not self.is_auxiliary else finish()
 
@@ -244,8 +243,7 @@ class RoundWait:
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
         self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
-        self.lacked_quorum_at = self.started
-        self.straggler_timeout = 0.0
+        self.lacked_quorum_at, self.straggler_timeout = self.started, 0.0
         if epoch >= self.tracker.patient_from:
             self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
 

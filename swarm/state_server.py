@@ -207,7 +207,6 @@ class StateServer(VerifyingAverager):
             self._send("_serve_state_as_client")
 
     async def _serve_state_as_client(self) -> None:
-        # runs in the averager's process
         name = self._get_handle_name(self.prefix, "rpc_download_state")
         await self._p2p.add_protobuf_handler(name, self.rpc_download_state, BytesValue, stream_output=True)
         self._allow_state_sharing.value = True

@@ -208,6 +208,5 @@ class RoundTrust:
             self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
             raise MaliciousPeersError(dict.fromkeys(banned, "sends averages that own gradients are no part of"))
         reversed_by = [peer for peer, share in shares.items() if share < REVERSED_PART]
-        is_suspected = any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by)
-        if is_suspected or share_of_all < REVERSED_AVERAGE:
+        if share_of_all < REVERSED_AVERAGE or any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by):
             raise AllreduceException("an average points away from what was sent for it")

@@ -29,6 +29,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager, initialize_optimizer_state_
 from hivemind.p2p import P2P, PeerID, p2p_daemon
@@ -44,7 +45,7 @@ from swarm import patches
 from swarm.config import AveragingConfig
 from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
-from swarm.patches import CancellableStep, ResilientControlClient, install
+from swarm.patches import CachingValidator, CancellableStep, ResilientControlClient, install
 from swarm.processes import filter_hivemind_log
 from swarm.state_server import NOTHING, STATE, STEP, StateServer
 from swarm.uplink import RoundTimeouts
@@ -329,6 +330,31 @@ def test_size_of_stream_message_is_limited():
     assert asyncio.run(receive(4)) == b"data"
     with pytest.raises(ValueError, match=f"a message of {2**50} bytes"):
         asyncio.run(receive(2**50))
+
+
+class CountingValidator(RecordValidatorBase):
+    """Accepts short values, and counts the checks."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.checks = max_bytes, 0
+
+    def validate(self, record: DHTRecord) -> bool:
+        self.checks += 1
+        return len(record.value) <= self.max_bytes
+
+
+@pytest.mark.parametrize("kind, checks", [(CompositeValidator, 5), (CachingValidator, 1)])
+def test_hivemind_validates_known_records_again(kind, checks):
+    """Note 100. Validators that are added later check all records."""
+    first, second = CountingValidator(10), CountingValidator(5)
+    validator = kind([first])
+    for _ in range(5):  # the nodes of a lookup
+        record = DHTRecord(b"key", b"subkey", bytes(8), 2.0)
+        assert validator.validate(record)
+    assert first.checks == checks
+    assert validator.validate(DHTRecord(b"key", b"subkey", bytes(8), 3.0)) and first.checks == checks + 1
+    validator.extend([second])
+    assert not validator.validate(record) and second.checks == 1
 
 
 def test_step_stops_before_cancellation():
