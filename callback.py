@@ -57,7 +57,7 @@ class CollaborativeCallback:
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Load the state that this trainer has saved, log its address, evaluate, and catch up with the swarm."""
-        settle_memory()  # first, so that a loaded state is no part of it
+        settle_memory()  # before a state is loaded, which may have to be collected later
         optimizer, tracker, final_epoch = self.optimizer, self.optimizer.tracker, self.state.final_epoch
         optimizer.accumulate_on(self.state.model.device)
         if saved_state:

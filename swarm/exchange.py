@@ -57,13 +57,13 @@ MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a s
 
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
 RETRY_PAUSE, REQUEST_TIMEOUT = 1.0, 10.0  # seconds until all holders are tried again; for the request of a stream
-KNOWN_BLOBS = 256  # whose hashes stay in memory: the log asks for all blobs of an epoch at each message
+KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those of an epoch at each message
 UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
 
-PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)  # or of the network
+PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)  # of a peer or of the network
 
 
 class BlobStore:

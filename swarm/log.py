@@ -28,9 +28,9 @@ no leader could propose. Voters vote for a new list once they hold the updates o
 all but one of the last WINDOW commits. So one late update does not exclude it from the next ones. A voter that
 withholds its updates delays two commits in nine, and new keys delay none. Leaders are *active*, with an offer in one of
 the last two commits. The list must have two thirds of the voters' offers that they hold. The next list must have the
-others. In a fork, the branch wins on which more voters' offers build, then the one with the smaller first hash:
-certificates differ from peer to peer. A peer's votes in both certificates are a proof. A leave record counts from the
-commit that holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+others, or newer ones of their owners. In a fork, the branch with offers of more voters wins, or else the one with the
+smaller first hash. A peer's votes in the certificates of both are a proof. A leave record counts from the commit that
+holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
 messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of

@@ -169,7 +169,7 @@ class LogSteps:
             self.optimizer.begin_epoch()
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
         elif self.optimizer.load_state_from_peers(self.tracker.trust.find_swarm_epoch(self.tracker.present, 0)):
-            self._next_join = 0.0  # also a state before this peer's checkpoint
+            self._next_join = 0.0  # the state may be older than this peer's checkpoint
         return True
 
     # --- an epoch

@@ -275,8 +275,7 @@ class PeerTracker:
         """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         quiet = [it for p in peer_ids if (it := present.get(p)) and not it.client_mode and it.time < quiet_since]
-        asked = {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}
-        if asked:
+        if asked := {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}:
             ping = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
             self.pings = [*(other for other in self.pings if not other.done()), ping]
             ping.add_done_callback(lambda it: it.cancelled() or it.exception() or self.mark_silent(asked - it.result()))

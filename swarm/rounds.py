@@ -81,7 +81,7 @@ class Rounds:
         trust, trainers = self.tracker.trust, self.tracker.peers_at_epoch
         if trust.partners or len(trust.attested) < MAX_WORKERS:  # otherwise, many contributors may be unknown
             trainers = list(filter(trust.is_known, trainers)) or trainers  # new keys cost nothing
-        return len(trainers) + (not self.is_auxiliary) <= self.averaging.target_group_size and not self.overlap
+        return len(trainers) + (0 if self.is_auxiliary else 1) <= self.averaging.target_group_size and not self.overlap
 
     def has_others(self) -> bool:
         """Return whether a round can have two peers with gradients."""
