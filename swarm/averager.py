@@ -107,6 +107,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._send("_set_expected_peers", *expected)
 
     async def _set_expected_peers(self, *expected) -> None:
+        self._matchmaking.rounds_with = self._trust.rounds
         self._matchmaking.set_expected_peers(*expected)
         await self._matchmaking.start_when_complete()
 

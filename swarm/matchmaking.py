@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -124,6 +125,8 @@ class EarlyStartMatchmaking(Matchmaking):
         #: for how many searches each leader that had begun no round was not asked, and the last of them
         self.avoided: dict[PeerID, tuple[int, int]] = {}
         self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
+        #: the rounds with each peer so far; when a leader with which there was none may be asked again
+        self.rounds_with, self.ask_strangers_at = Counter(), 0.0
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
@@ -184,27 +187,41 @@ class EarlyStartMatchmaking(Matchmaking):
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
         self.num_redirects = self.num_redirects + 1 if self.requested_leader else 0
         count, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
-        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1] or time.monotonic() < not_before
+        if not (self.rounds_with[leader] or self.requested_leader):  # new keys cost nothing
+            not_before = max(not_before, self.ask_strangers_at)
+        loop, started, group = asyncio.get_running_loop(), time.monotonic(), None
+        if started < not_before:
+            loop.call_later(not_before - started, self.allow_to_ask, leader)
+        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1] or started < not_before
         if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.silent.pop(leader, None)
-        self.requested_leader, started = leader, time.monotonic()
+        self.requested_leader, is_silent = leader, False
         try:
             async with asyncio.timeout(None) as self.request_limit:
+                unanswered = loop.call_later(self.request_timeout, self.end_unanswered, self.request_limit)
                 group = await super()._request_join_group(leader)
         except TimeoutError:
-            return None
+            is_silent = self.requested_leader is not None  # otherwise, it was excluded, or is avoided
         finally:
+            unanswered.cancel()
             self.requested_leader = None
         if group is None:
             # no peer can join this one during a request: these take at most a third of the time
             seconds = time.monotonic() - started
             pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
-            if self.request_timeout <= seconds < 2 * self.request_timeout:  # otherwise, it has answered
+            if is_silent:
                 pause *= 2 ** min(count, 6)  # up to some minutes
                 self.silent[leader] = count + 1, time.monotonic() + pause
-            asyncio.get_running_loop().call_later(pause, self.allow_to_ask, leader)
+            if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
+                self.ask_strangers_at = time.monotonic() + min(2 * seconds, self.request_timeout)
+            loop.call_later(pause, self.allow_to_ask, leader)
         return group
+
+    def end_unanswered(self, request_limit: asyncio.Timeout) -> None:
+        """End a request that no leader has accepted; hivemind's own limit begins once there is a connection."""
+        if self.current_leader is None and self.request_limit is request_limit:  # it may have led to another request
+            request_limit.reschedule(0.0)
 
     def avoid_leader(self) -> None:
         """Leave the leader, which should have begun by now, and do not ask it to lead in the next searches."""

@@ -93,6 +93,7 @@ def test_leader_without_round_is_avoided_for_some_searches():
     async def follow() -> list[int]:
         leader, asked_in = UselessLeader(redirects=False), []
         follower = make_matchmaking(leader)
+        follower.rounds_with[LEADER] = 1
         for number in range(44):
             requests = leader.requests
             await search(follower, 0.05)
@@ -103,21 +104,30 @@ def test_leader_without_round_is_avoided_for_some_searches():
     assert asyncio.run(follow()) == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
 
 
-def test_silent_leader_is_asked_less_and_less():
+class SilentLeader(UselessLeader):
+    """A leader that does not answer, or to which not even a connection succeeds."""
+
+    def __init__(self, connects: bool = True):
+        super().__init__(redirects=False)
+        self.connects = connects
+
+    async def rpc_join_group(self, _):
+        self.requests += 1
+
+        async def answer():
+            await asyncio.sleep(60)
+            yield None
+
+        await asyncio.sleep(0 if self.connects else 60)
+        return answer()
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_silent_leader_is_asked_less_and_less(connects):
     """No peer can join this one during a request, and a leader can declare itself again at any time."""
 
-    class SilentLeader(UselessLeader):
-        async def rpc_join_group(self, _):
-            self.requests += 1
-
-            async def answer():
-                await asyncio.sleep(60)
-                yield None
-
-            return answer()
-
     async def follow() -> list[float]:
-        leader, pauses = SilentLeader(redirects=False), []
+        leader, pauses = SilentLeader(connects), []
         follower = make_matchmaking(leader)
         follower.request_timeout, follower.num_searches = 0.5, 1
         async with follower.looking_for_group(make_step()):
@@ -128,10 +138,29 @@ def test_silent_leader_is_asked_less_and_less():
                 count, until = follower.silent[LEADER]
                 assert leader.requests == count == number
                 pauses.append(until - time.monotonic())
-                follower.silent[LEADER] = count, 0.0  # the pause is over
+                follower.silent[LEADER], follower.ask_strangers_at = (count, 0.0), 0.0  # the pauses are over
         return pauses
 
     assert asyncio.run(follow()) == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
+
+
+def test_silent_strangers_share_half_of_time():
+    """New keys cost nothing. Of six silent ones, five were asked in a row: no peer could join this one meanwhile."""
+
+    async def follow() -> tuple[int, int, float]:
+        leader, partner = SilentLeader(), PeerID(b"partner")
+        follower = make_matchmaking(leader)
+        follower.request_timeout, follower.num_searches, follower.rounds_with[partner] = 0.5, 1, 1
+        async with follower.looking_for_group(make_step()):
+            follower.potential_leaders.search_end_time = get_dht_time() + 30.0
+            for number in range(6):
+                assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
+            asked, pause = leader.requests, follower.ask_strangers_at - time.monotonic()
+            assert await follower._request_join_group(partner) is None
+        return asked, leader.requests - asked, pause
+
+    asked, partners, pause = asyncio.run(follow())
+    assert (asked, partners) == (1, 1) and pause == pytest.approx(0.5, abs=0.4)
 
 
 def test_hivemind_keeps_task_of_each_join():
