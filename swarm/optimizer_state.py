@@ -1,5 +1,6 @@
 """The parameters and the optimizer's state of a peer: averaged, served, downloaded, saved and restored."""
 
+import asyncio
 import contextlib
 import copy
 import hashlib
@@ -13,6 +14,7 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
 from hivemind.utils import MPFuture, nested_map, nested_pack
 
+from common.memory import collect_garbage
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
 from swarm.state_server import NOTHING, STATE, StateServer, copy_flat, dump_moments
@@ -116,6 +118,8 @@ class StateAverager(TrainingStateAverager, StateServer):
             result = await (download.fetch_step if is_step else download.fetch_state)(*request)
         finally:
             future.set_result(result)
+            # a download and its tensors form a reference cycle
+            asyncio.get_running_loop().call_later(1.0, collect_garbage)
 
     def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace this peer's state by a downloaded one, see `start_download`."""

@@ -110,6 +110,13 @@ def test_state_is_loaded_from_all_donors(start, codec, bytes_each):
     assert max(facts["errors"][:4]) < 5e-4  # the parameters
 
 
+def test_downloads_free_their_memory(start):
+    """Issue 42: after each download, the averager's process kept a state of 7 MB, some of them for an hour."""
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, *[{"mbits": 40.0}] * 3)
+    assert read_facts(take(start, prefix, donors, again=3))["grown"] < NUMBERS * 4 / 2
+
+
 @pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_download_continues_after_donor_failure(start, how):
     prefix = make_prefix()
