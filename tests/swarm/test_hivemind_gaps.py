@@ -508,4 +508,6 @@ def test_hivemind_log_of_failed_group_is_filtered(monkeypatch):
     assert is_shown("hivemind.utils.asyncio", task.format("DHTNode._refresh"))
     assert not is_shown("hivemind.averaging.averager", "Averaging failed")
     assert not is_shown("hivemind.p2p.p2p_daemon", "Exception while receiving requests:")
+    assert not is_shown("hivemind.dht.protocol", """ValidationError("Peer Q can't access this node. Probably, ...")""")
+    assert is_shown("hivemind.dht.protocol", 'ValidationError("local time must be within 3 seconds")')
     assert is_shown("hivemind.dht.node", "no answer") and is_shown("swarm", "Aborted StateAverager.step")
