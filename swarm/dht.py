@@ -95,10 +95,6 @@ class DHT(hivemind.DHT):
             if membership and not membership.issuer:  # a file lets hivemind check that no other peer uses this identity
                 P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
-
-    def run_in_background(self, *args, **kwargs) -> None:
-        """Start the DHT, and its jobs in the background."""
-        super().run_in_background(*args, **kwargs)
         self.jobs = self.run_coroutine(run_jobs, return_future=True)
 
     def run(self) -> None:
