@@ -92,9 +92,7 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     """
     blocks = []
     for index in range(residual.num_blocks):
-        for piece, part in zip(residual.pieces[index], update.pieces[index], strict=True):
-            piece.add_(part.to(piece.device))
-        values = residual.read(index)
+        values = residual.read(index).add_(update.read(index))
         blocks.append(codec.compress(values))
         positions, kinds, decoded = decode(blocks[-1], len(values))
         values.numpy()[positions] -= decoded[kinds]
