@@ -42,6 +42,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from typing import Annotated, NamedTuple
 
 from swarm.log_records import (
@@ -385,14 +386,10 @@ class Log:
         if is_level:
             lacking = [record for name, record in self.records.items() if name not in status.records]
             answer += sorted(lacking, key=lambda it: (KINDS.index(type(it)), -getattr(it, "attempt", 0)))
-        num_bytes, chosen = 0, []
-        for record in answer:
-            num_bytes += len(pack(record))
-            if chosen and num_bytes > MAX_ANSWER_BYTES:
-                break
-            chosen.append(record)
-        if chosen:
-            self.send(*chosen, to=sender)
+        sizes = accumulate(len(pack(record)) for record in answer)
+        count = len(list(takewhile(lambda size: size <= MAX_ANSWER_BYTES, sizes)))
+        if answer:
+            self.send(*answer[: max(1, count)], to=sender)
         has_news = status.heads[0] not in self.chain or is_level and not self.records.keys() >= {*status.records}
         if has_news and not status.is_answer:
             self.send_status(sender, is_answer=True)
