@@ -85,13 +85,10 @@ async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Ru
     return valid
 
 
-def ask_initial_peers(
-    dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
-) -> RunAttestation | None:
+def ask_initial_peers(dht: hivemind.DHT, prefix: str, is_new_run: bool) -> RunAttestation | None:
     """Return the merged attestations of the peers in `initial_peers`, see `merge_attestations`."""
-    peers = select_attesters(initial_peers)
-    answers = dht.run_coroutine(partial(request_in_dht, peers=peers)) if peers else {}
-    return merge_attestations(answers, prefix, is_new_run)
+    peers = select_attesters(map(str, dht.initial_peers or ()))
+    return merge_attestations(dht.run_coroutine(partial(request_in_dht, peers=peers)), prefix, is_new_run)
 
 
 def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:

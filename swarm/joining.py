@@ -62,7 +62,7 @@ class Swarm:
             elif is_reachable is False:
                 dht = restart_as_client_or_relayed(config, validators, dht, where)
         try:
-            dht.attestation = attestation.ask_initial_peers(dht, prefix, initial_peers, config.new_run)
+            dht.attestation = attestation.ask_initial_peers(dht, prefix, config.new_run)
         except SwarmError:
             shut_down(dht)
             raise
@@ -105,8 +105,7 @@ class Swarm:
     def recheck_contract(self) -> None:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
-            initial_peers = map(str, self.dht.initial_peers or ())
-            self.dht.attestation = attestation.ask_initial_peers(self.dht, self.prefix, initial_peers, is_new_run=True)
+            self.dht.attestation = attestation.ask_initial_peers(self.dht, self.prefix, is_new_run=True)
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:

@@ -51,26 +51,32 @@ def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
 
+def ask(dht: DHT, prefix: str, maddrs: list[str], is_new_run: bool = False) -> RunAttestation | None:
+    """Ask these peers instead of those that the DHT was started with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dht, "initial_peers", maddrs)
+        return ask_initial_peers(dht, prefix, is_new_run)
+
+
 async def set_nonsense(dht, node, values: dict) -> None:
     await set_attestation(dht, node, RunAttestation.construct(**values))
 
 
 def test_new_peer_receives_attestation(peers):
     contract, (one, two, newcomer) = make_contract(learning_rate="0.1"), peers
-    ask = partial(ask_initial_peers, newcomer, is_new_run=False)
-    assert ask(PREFIX, addresses(one)) == RunAttestation(prefix=PREFIX)
-    assert ask(PREFIX, []) is None
+    assert ask(newcomer, PREFIX, addresses(one)) == RunAttestation(prefix=PREFIX)
+    assert ask(newcomer, PREFIX, []) is None
     with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{PREFIX}', not 'other'"):
-        ask("other", addresses(one))
-    assert ask_initial_peers(newcomer, "other", addresses(one), is_new_run=True) is None
+        ask(newcomer, "other", addresses(one))
+    assert ask(newcomer, "other", addresses(one), is_new_run=True) is None
 
     tell(one, newcomer, RunAttestation(prefix=PREFIX, contract=contract, workers=[b"a", b"b"]))
     tell(two, newcomer, RunAttestation(prefix=PREFIX, workers=[b"b", b"c"]))
-    found = ask(PREFIX, addresses(one, two))
+    found = ask(newcomer, PREFIX, addresses(one, two))
     assert found.contract == contract and found.workers == [b"a", b"b", b"c"]
     tell(two, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
     with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
-        ask(PREFIX, addresses(one, two))
+        ask(newcomer, PREFIX, addresses(one, two))
     for values in (
         dict(prefix=7),
         dict(prefix=PREFIX, workers=[b"x" * 100]),
@@ -78,7 +84,8 @@ def test_new_peer_receives_attestation(peers):
         dict(prefix=PREFIX, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
     ):
         two.run_coroutine(partial(set_nonsense, values=values))
-        assert ask(PREFIX, addresses(one, two)).contract == contract and ask(PREFIX, addresses(two)) is None
+        assert ask(newcomer, PREFIX, addresses(one, two)).contract == contract
+        assert ask(newcomer, PREFIX, addresses(two)) is None
 
 
 def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
@@ -101,7 +108,7 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         for more in (["--preflight"], []):
             assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
         monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
-        three.attestation = vouched = ask_initial_peers(three, PREFIX, addresses(one), is_new_run=False)
+        three.attestation = vouched = ask(three, PREFIX, addresses(one))
         place = Swarm(SwarmConfig(PREFIX), three, b"")
         with pytest.raises(UserError, match=re.escape(wrong)):
             require_attested(place, parse_arguments(*TRAINER_ARGS))
@@ -111,10 +118,10 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         # of several peers, one may have been given more than another
         tell(three, one, RunAttestation(prefix=PREFIX, flags="--optim adamw --seed 3"))
         both = addresses(one, three)
-        assert ask_initial_peers(two, PREFIX, both, is_new_run=False).flags == shared
+        assert ask(two, PREFIX, both).flags == shared
         tell(three, one, RunAttestation(prefix=PREFIX, flags="--optim lamb"))
         with pytest.raises(UserError, match="disagree on the settings"):
-            ask_initial_peers(two, PREFIX, both, is_new_run=False)
+            ask(two, PREFIX, both)
         tell(three, one, RunAttestation(prefix=PREFIX))
 
         # a contract has priority over a monitor's flags, and no flag names a file of this machine
@@ -152,7 +159,7 @@ def test_untrusted_contract_blocks_no_peer(peers):
     mine = make_contract(**terms).copy(update={"flags": flags})
     with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
         own.agree_on(mine, 120)
-    newcomer.attestation = ask_initial_peers(newcomer, PREFIX, addresses(monitor), False)
+    newcomer.attestation = ask(newcomer, PREFIX, addresses(monitor))
     own.agree_on(mine, 120)
     assert not own.compare_contract(mine)
     own.recheck_contract()
