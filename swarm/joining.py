@@ -50,11 +50,11 @@ class Swarm:
         """
         raise_file_limit()
         quiet_hivemind_logs()
-        prefix, initial_peers = config.experiment_prefix, config.initial_peers
+        prefix = config.experiment_prefix
         validators, public_key = make_validators(prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
-        if initial_peers and not config.client_mode:
-            seen_at, is_reachable = reachability.find_reachability(dht, initial_peers)
+        if config.initial_peers and not config.client_mode:
+            seen_at, is_reachable = reachability.find_reachability(dht)
             ports = reachability.find_ports(dht) if is_reachable is False else ()
             where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, ports))}"
             if is_reachable is False and config.announce_maddrs:

@@ -45,10 +45,10 @@ def find_ports(dht: hivemind.DHT) -> list[int]:
     return sorted({port for maddr in maddrs if (port := get_host_port(maddr)[2])})
 
 
-def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list[str], bool | None]:
+def find_reachability(dht: hivemind.DHT) -> tuple[list[str], bool | None]:
     """Ask peers to dial back through a new connection; a ping in return, as in hivemind, passes every firewall (note
     47). Return the IP addresses at which others see this peer, and whether they can reach it (None: no answer)."""
-    answers = dht.run_coroutine(partial(ask_to_dial_back, initial_peers, find_ports(dht)))
+    answers = dht.run_coroutine(partial(ask_to_dial_back, find_ports(dht)))
     # A peer in the same network cannot test the path from outside.
     answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).is_global] or answers
     return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers) if answers else None
@@ -123,11 +123,9 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
         return None
 
 
-async def ask_to_dial_back(
-    initial_peers: list[str], ports: list[int], _: hivemind.DHT, node: DHTNode
-) -> list[tuple[str, bool]]:
+async def ask_to_dial_back(ports: list[int], dht: hivemind.DHT, node: DHTNode) -> list[tuple[str, bool]]:
     """Ask up to four initial peers to dial back, and return the valid answers. Runs in the DHT process."""
-    peers = {get_peer_id(maddr) for maddr in initial_peers}
+    peers = {get_peer_id(maddr) for maddr in dht.initial_peers}
     answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(peers)[:4]))
     return [answer for answer in answers if answer]
 

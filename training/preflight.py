@@ -134,7 +134,7 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
     if swarm.config.client_mode:
         yield Check("connection", "client mode: others need not reach this peer")
     elif initial_peers:
-        yield check_connection(*find_reachability(dht, initial_peers), dht.client_mode)
+        yield check_connection(*find_reachability(dht), dht.client_mode)
     swarm.warn_of_local_addresses()
     yield Check("own addresses", "none: client mode" if dht.client_mode else " ".join(swarm.list_maddrs()[:3]))
 

@@ -145,7 +145,7 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
 
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
     address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
-    assert asyncio.run(ask_to_dial_back([address], [31337], None, node)) == expected
+    assert asyncio.run(ask_to_dial_back([31337], SimpleNamespace(initial_peers=[address]), node)) == expected
 
 
 def test_dials_back_are_limited(monkeypatch):
