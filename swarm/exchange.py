@@ -226,15 +226,6 @@ class Download:
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
 
 
-@contextlib.contextmanager
-def abort_at_end(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Close a stream at the end, even if the other side does not read."""
-    try:
-        yield
-    finally:
-        writer.transport.abort()
-
-
 class Exchange:
     """A thread that fetches and serves blobs, and carries messages, at the uplink's pace.
 
@@ -342,16 +333,19 @@ class Exchange:
         writer.transport.set_write_buffer_limits(0)  # at the end, nothing waits to be sent
         # asyncio logs a traceback for a handler that is cancelled at the shutdown
         errors = contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError)
-        with abort_at_end(writer), errors, self._admit("request", peer, *MAX_REQUESTS):
-            async with asyncio.timeout(REQUEST_TIMEOUT):
-                blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
-                if count > self.num_blocks:
-                    raise ValueError("too many blocks requested")
-                numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
-            async with asyncio.timeout(FETCH_TIMEOUT):
-                await self._serve_blocks(peer, blob, numbers, writer)
-                if not numbers:
-                    await reader.read(1)  # until the caller closes the stream (note 87)
+        try:
+            with errors, self._admit("request", peer, *MAX_REQUESTS):
+                async with asyncio.timeout(REQUEST_TIMEOUT):
+                    blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
+                    if count > self.num_blocks:
+                        raise ValueError("too many blocks requested")
+                    numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
+                async with asyncio.timeout(FETCH_TIMEOUT):
+                    await self._serve_blocks(peer, blob, numbers, writer)
+                    if not numbers:
+                        await reader.read(1)  # until the caller closes the stream (note 87)
+        finally:
+            writer.transport.abort()  # `close` would wait for a side that does not read
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
@@ -448,10 +442,12 @@ class Exchange:
         try:
             async with asyncio.timeout(self.uplink.timeouts.request):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer, self._fetch_name)
-            with abort_at_end(writer):
+            try:
                 async with asyncio.timeout(download.compute_timeout(peer)) as timeout:
                     writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
                     await self._receive(download, {HASHES, *numbers}, reader, timeout)
+            finally:
+                writer.transport.abort()
         except PEER_ERRORS as e:
             # a peer that does not have the blob closes the stream at once
             if not isinstance(e, EOFError) or time.monotonic() > start + MIN_STALL:
