@@ -71,7 +71,7 @@ def make_auxiliary(
     swarm.compare_contract(contract)
     optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, auxiliary=True)
     if assists:
-        optimizer.state_averager.serve_state()
+        optimizer.state_averager.relay_states()
     archive = CheckpointHandler(groups, model, tokenizer, optimizer) if archive_args.store_checkpoints else None
     return optimizer, archive, contract
 

@@ -96,8 +96,6 @@ class CollaborativeOptimizer:
             **options,
         )
         exit_if_process_dies(self.state_averager, "state averager")
-        if self.state_averager.client_mode:
-            self.state_averager.serve_state()
         own = dict(prefix=f"{prefix}_grad_averager", compression=compressions["gradients"])
         self.grad_averager = GradientAverager(self.state_averager.main_parameters, **own, **options)
         exit_if_process_dies(self.grad_averager, "gradient averager")

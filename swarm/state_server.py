@@ -170,7 +170,7 @@ class StateServer(VerifyingAverager):
         self._served: dict[PeerID, Service] = {}
         self.relays: dict[PeerID, PeerID] = {}  # the auxiliary peer through which this peer calls each client
         super().__init__(*args, **kwargs)
-        self._send("_renew_declaration")
+        self._send("_serve_state_as_client" if self.client_mode else "_renew_declaration")
 
     @staticmethod
     def make_step_key(lineage: str) -> str:
@@ -199,12 +199,9 @@ class StateServer(VerifyingAverager):
             self._state_sharing_priority.value = epoch
             self._send("_trigger_declare_load_state")
 
-    def serve_state(self) -> None:
-        """Start to serve a client's state to the peers that it has called; or, on an auxiliary peer, start to relay."""
-        if self.mode == AveragingMode.AUX:
-            self.state_sharing_priority, self.allow_state_sharing = RELAY, True
-        else:
-            self._send("_serve_state_as_client")
+    def relay_states(self) -> None:
+        """Start to relay the states of clients, on an auxiliary peer."""
+        self.state_sharing_priority, self.allow_state_sharing = RELAY, True
 
     async def _serve_state_as_client(self) -> None:
         name = self._get_handle_name(self.prefix, "rpc_download_state")

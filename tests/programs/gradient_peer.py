@@ -251,7 +251,7 @@ def main() -> None:
     options = {name: getattr(args, name) for name in names.split()} | dict(outer_lr=1.0, outer_momentum=0.5)
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, **options)
     if args.auxiliary:
-        optimizer.state_averager.serve_state()
+        optimizer.state_averager.relay_states()
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
     optimizer.sync.backoff.min_epoch = args.download_from
     start_download = optimizer.state_averager.start_download
