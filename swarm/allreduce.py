@@ -1,7 +1,6 @@
 """An all-reduce that ends as soon as it cannot succeed, and reports the peer that caused the failure."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -15,8 +14,6 @@ from hivemind.utils.asyncio import aenumerate, amap_in_executor
 
 from swarm.guard import NO_WEIGHT, ProtocolViolation, RoundSettings
 from swarm.uplink import Uplink
-
-logger = logging.getLogger("swarm")
 
 CONFIRM_TIMEOUT = 2.0  # seconds; when a peer blames another one, this peer should see the same failure by then
 CONFIRM_INTERVAL = 0.05  # seconds
@@ -134,7 +131,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
                     answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize_torch_tensor, delta, codec))
                 yield answer
         except BannedException:
-            logger.debug(f"sender {sender_index} is already excluded from this round")
+            pass  # the sender is already excluded from this round
         except ProtocolViolation as e:
             self.violations[peer_id] = str(e)
             self.broken.add(peer_id)

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import logging
 import math
 import random
 import struct
@@ -39,8 +38,6 @@ from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerI
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.errors import SwarmError
-
-logger = logging.getLogger("swarm")
 
 REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
 HASH_BYTES, HASHES = 32, -1  # of a block; the number of the hashes in a header
@@ -452,7 +449,6 @@ class Exchange:
             # a peer that does not have the blob closes the stream at once
             if not isinstance(e, EOFError) or time.monotonic() > start + MIN_STALL:
                 self._excluded[download.owner, peer] = time.monotonic() + EXCLUSION
-            logger.debug(f"peer {peer} does not send blob {download.blob.hex()}: {e!r:.200}")
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
     async def _receive(

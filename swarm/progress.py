@@ -325,8 +325,7 @@ class PeerTracker:
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
         """Update the view by the DHT's answer to this request."""
-        if error := request.exception():
-            logger.debug(f"no progress records: {error!r}")
+        if request.exception():
             self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
             return
         with self.lock:

@@ -5,9 +5,9 @@ Instead, each block has a digest: its norm, and its sums with patterns of random
 """
 
 import asyncio
+import contextlib
 import ctypes
 import functools
-import logging
 import math
 import multiprocessing
 import statistics
@@ -29,8 +29,6 @@ from hivemind.utils.streaming import split_for_streaming
 
 from swarm.averager import VerifyingAverager
 from swarm.log_records import Number, pack, unpack
-
-logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
 MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # per request
@@ -241,11 +239,9 @@ class StateServer(VerifyingAverager):
     async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield a client's answer to a request, for a peer that cannot reach the client."""
         answer = self.request_state(PeerID(request.client), replace(request, client=b""))
-        try:
+        with contextlib.suppress(Exception):  # untrusted bytes and a broken network can raise any exception
             async for message in aiter_with_timeout(answer, self.donor_timeout):
                 yield message
-        except Exception as e:  # untrusted bytes and a broken network can raise any exception
-            logger.debug(f"could not relay the state of {request.client}: {e!r}")
 
     def _admit(self, peer: PeerID, num_blocks: int) -> bool:
         """Count this peer among those that are served, and return whether it is. If there are enough of them, it

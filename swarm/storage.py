@@ -3,7 +3,6 @@
 import asyncio
 import heapq
 import itertools
-import logging
 from collections.abc import Collection
 
 import hivemind.dht.node
@@ -17,8 +16,6 @@ from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 from swarm.membership import Membership
 from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
-
-logger = logging.getLogger("swarm")
 
 # Limits per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB. All records of a key
 # fit in one message of at most 4 MB.
@@ -65,8 +62,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
                 raise ValueError("too many records, or too large")
             if expires > now + MAX_RECORD_LIFETIME:
                 raise ValueError("it expires too late")
-        except Exception as e:  # on untrusted bytes, the decoder can raise any exception
-            logger.debug(f"refused a record from peer {sender}: {e}")
+        except Exception:  # on untrusted bytes, the decoder can raise any exception
             return False
         self.held.store(sender, held, now + MAX_RECORD_LIFETIME)
         for storage in (self.held, self.storage, *filter(None, [stored and stored.value])):
