@@ -5,7 +5,9 @@ Scripts use `Swarm` (joining.py), `SwarmConfig` and `AveragingConfig` (config.py
 NN" is in docs/hivemind.md; tests/swarm/test_hivemind_gaps.py tells when hivemind has repaired it.
 """
 
+import logging
 import multiprocessing
 
+logger = logging.getLogger("swarm")
 # before hivemind is imported: helper processes inherit what these modules share with them, as only forks can
 multiprocessing.set_start_method("fork", force=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import logging
 import math
 import multiprocessing
 import time
@@ -20,6 +19,7 @@ from hivemind.utils.asyncio import as_aiter, azip
 
 from common.console import format_number
 from common.memory import collect_garbage
+from swarm import logger
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
@@ -27,8 +27,6 @@ from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.plan import choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.trust import RoundTrust
-
-logger = logging.getLogger("swarm")
 
 MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
 CHECK_INTERVAL = 0.5  # seconds between two checks of a running round

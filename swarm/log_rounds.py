@@ -15,7 +15,6 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 import base64
 import concurrent.futures
 import contextlib
-import logging
 import random
 import shutil
 import tempfile
@@ -35,6 +34,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
 from common.signals import STOP_REQUESTED
+from swarm import logger
 from swarm.addresses import get_peer_id
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
 from swarm.errors import SwarmError
@@ -45,8 +45,6 @@ from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs
 from utils import RecordValidator, find_peer_id
-
-logger = logging.getLogger("swarm")
 
 TICK, RECENT = 0.5, 30.0  # seconds between two calls of `Log.tick`; for which a peer's message tells its log
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without

@@ -9,7 +9,6 @@ peer without the log, or with a lost state, loads a state and joins.
 
 import contextlib
 import hashlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from common.signals import STOP_REQUESTED
+from swarm import logger
 from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
@@ -27,8 +27,6 @@ from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
-
-logger = logging.getLogger("swarm")
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor

@@ -3,7 +3,6 @@
 The states of an epoch are in `swarm/epoch.py`. Each transition is one method here: its docstring names the new state.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
+from swarm import logger
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
@@ -28,8 +28,6 @@ from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
 from swarm.trust import PeerTrust
-
-logger = logging.getLogger("swarm")
 
 END_TIMEOUT = 120.0  # seconds to wait for a round at the end, without a stop request
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones

@@ -10,8 +10,7 @@ import warnings
 from multiprocessing.connection import wait as wait_for_processes
 
 from common.signals import begin_end, find_helpers, terminate_helpers, terminate_process_tree
-
-logger = logging.getLogger("swarm")
+from swarm import logger
 
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)  # shared with the helpers, whose logs are noise once it is set
 

@@ -4,7 +4,6 @@ Peers publish hivemind's records, so that plain hivemind peers read them as well
 """
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -19,14 +18,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 
 from common.console import format_count
+from swarm import logger
 from swarm.attestation import request_in_dht, select_attesters
 from swarm.config import AveragingConfig
 from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
-
-logger = logging.getLogger("swarm")
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 REFRESH_TIMEOUT = 5.0  # seconds for a refresh that the caller waits for; the DHT gives up on a peer after 3

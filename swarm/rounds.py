@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -15,14 +14,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
+from swarm import logger
 from swarm.averager import PeersSilentError
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
 from swarm.progress import PeerTracker
 from utils import MAX_WORKERS
-
-logger = logging.getLogger("swarm")
 
 POLL_INTERVAL, MAX_POLL_INTERVAL = 0.02, 0.5  # seconds; while nothing happens, each pause is 2 % longer
 CHECK_INTERVAL = 2.0  # seconds between two checks of the swarm while this peer waits for a group

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-import logging
 import math
 import random
 import statistics
@@ -25,6 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
+from swarm import logger
 from swarm.dht import ping_peers
 from swarm.state_server import (
     BLOCK,
@@ -40,8 +40,6 @@ from swarm.state_server import (
     list_blocks,
 )
 from swarm.trust import MAX_LEAD
-
-logger = logging.getLogger("swarm")
 
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the requested epoch

@@ -2,19 +2,17 @@
 
 import concurrent.futures
 import contextlib
-import logging
 import time
 from collections.abc import Sequence
 
 from hivemind.compression import CompressionInfo, TensorRole
 
 from common.signals import STOP_REQUESTED
+from swarm import logger
 from swarm.epoch import RETRY_AFTER, SyncBackoff
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.progress import PeerTracker
-
-logger = logging.getLogger("swarm")
 
 MIN_DOWNLOAD_TIMEOUT = 600.0  # seconds
 PROGRESS_PERIOD = 5.0  # seconds between two log lines about a running download

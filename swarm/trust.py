@@ -3,7 +3,6 @@
 These are the rules about reports of peers, and about their behavior in rounds; swarm/guard.py checks a round's data.
 """
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +13,10 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
+from swarm import logger
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
 from utils import filter_plausible_records
-
-logger = logging.getLogger("swarm")
 
 # The reasons for which a peer does not count until it reports again:
 # - It answers no request. It still counts toward the quorum for a while.
