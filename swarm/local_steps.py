@@ -9,14 +9,7 @@ from hivemind.utils import nested_map
 from torch.optim import Optimizer
 
 from swarm.aggregation import Contribution, Numbers, aggregate
-from swarm.optimizer_state import list_params
-
-
-@torch.no_grad()
-def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to its target."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+from swarm.optimizer_state import copy_tensors, list_params
 
 
 class OuterOptimizer(Optimizer):

@@ -25,6 +25,13 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+@torch.no_grad()
+def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
     """Create the tensors of the optimizer's state as they are before its first step (note 8)."""
     settings = [dict(group) for group in optimizer.param_groups]
@@ -137,8 +144,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
         with self.lock_optimizer, averaged, torch.no_grad():
             self.optimizer.load_state_dict(dict(state=state, param_groups=self.optimizer.state_dict()["param_groups"]))
-            for target, tensor in zip(list_params(self.optimizer), parameters, strict=True):
-                target.copy_(tensor)
+            copy_tensors(list_params(self.optimizer), parameters)
             self.set_epoch(epoch)
             self.lineage = lineage
         self._apply_optimizer_parameters_()

@@ -10,7 +10,7 @@ from hivemind.compression import CompressionInfo, TensorRole
 from common.signals import STOP_REQUESTED
 from swarm import logger
 from swarm.epoch import RETRY_AFTER, SyncBackoff
-from swarm.optimizer_state import StateAverager, list_params
+from swarm.optimizer_state import StateAverager, copy_tensors, list_params
 from swarm.plan import count_bits
 from swarm.progress import PeerTracker
 
@@ -79,8 +79,7 @@ class StateSync:
         metadata, gradients = loaded
         averager, grad_averager = self.state_averager, self.state_averager.grad_averager
         with grad_averager.get_tensors() as averaged_gradients:
-            for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
-                tensor.copy_(gradient)
+            copy_tensors(averaged_gradients, gradients)
         before, averager.group_id = (averager.local_epoch, averager.lineage), metadata["group"]
         averager.step(increment_epoch=True, optimizer_step=True)
         grad_averager.last_step = *before, averager.group_id  # for peers that were late as well
