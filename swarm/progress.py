@@ -54,10 +54,7 @@ class PeerTracker:
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
         self.performance_ema = PerformanceEMA()
-        signature = RSASignatureValidator()
-        self._public_key = signature.local_public_key
-        dht.add_validators([signature])
-
+        self._public_key = RSASignatureValidator().local_public_key
         self.local_progress = self._make_record(0, 0)
         #: the newest plausible records of the other peers, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}

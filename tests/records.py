@@ -64,6 +64,7 @@ def run_dhts(*validators_of_each: list):
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
     """Make the tracker of a peer in this process, with the key of its DHT, or else a new one."""
     RSAPrivateKey._process_wide_key = getattr(dht, "key", None)
+    dht.add_validators([RSASignatureValidator()])  # of a run's own DHTs, `make_validators` returns one
     averaging = make_config(AveragingConfig, AveragingArguments(target_batch_size=target_batch_size), **periods)
     return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink))
 
