@@ -137,7 +137,6 @@ class VerifyingContainer(TensorPartContainer):
 
     async def iterate_input_parts_for(self, peer_index: int) -> AsyncIterator[runtime_pb2.Tensor | None]:
         """Yield the messages for a peer, like hivemind, but None or a request of the average if a part is not sent."""
-        self._inputs_consumed_by_peer[peer_index] = True
         first, settings = sum(self.num_parts_by_peer[:peer_index]), self.settings
 
         def make_message(part_index: int) -> runtime_pb2.Tensor | None:
