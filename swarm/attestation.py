@@ -143,10 +143,9 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
 async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
     """Start a P2P daemon that belongs to no swarm; in a closed run it has this member's identity, to be let in."""
     install()
-    options = dict(no_listen=True, nat_port_map=False, auto_nat=False)
     with temporary_folder() as folder:
         identity = {"identity_path": f"{folder}/identity"} if membership else {}
-        p2p = await P2P.create(dht_mode="client", **options, **identity)
+        p2p = await P2P.create(dht_mode="client", no_listen=True, nat_port_map=False, auto_nat=False, **identity)
     try:
         yield p2p
     finally:

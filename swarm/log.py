@@ -129,8 +129,7 @@ class State:
     def find_digest(self, commit: Commit) -> bytes:
         """Return the digest of the model at the head that most voters name in the next commit, or nothing."""
         digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
-        names = (digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS))
-        return next(names, b"")
+        return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
         """Return whether more than half of the voters have one of these records."""

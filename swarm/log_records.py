@@ -217,8 +217,7 @@ def encode(*records: object) -> bytes:
 
 def decode(message: bytes) -> list:
     """Return the records of a message, or raise a ValueError."""
-    items = msgpack.unpackb(message, use_list=False)
     try:
-        return [check_type(KINDS[kind], content) for kind, content in items]
+        return [check_type(KINDS[kind], content) for kind, content in msgpack.unpackb(message, use_list=False)]
     except (TypeError, IndexError) as e:
         raise ValueError("not a message") from e
