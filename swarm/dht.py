@@ -104,11 +104,9 @@ class DHT(hivemind.DHT):
         try:
             super().run()
         except EOFError:
-            if STOPPING.value:
-                return
             parent = multiprocessing.parent_process()
-            parent.join(1.0)  # it may be about to exit
-            if parent.is_alive():
+            parent.join(0.0 if STOPPING.value else 1.0)  # it may be about to exit
+            if parent.is_alive() and not STOPPING.value:
                 raise
 
 
