@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 from collections import Counter
@@ -21,12 +20,11 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
+from swarm import logger
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.log_records import Number, Signature, get_signed_part, pack, unpack
 from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
-
-logger = logging.getLogger("swarm")
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 # Seconds between two lookups of peers in the DHT; each pause is 10 % longer. Later peers ask the first one themselves.

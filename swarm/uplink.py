@@ -3,7 +3,6 @@ passes one pacer, so that the queue stays here, where the next message can overt
 
 import asyncio
 import contextlib
-import logging
 import math
 import multiprocessing
 import time
@@ -17,9 +16,8 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
+from swarm import logger
 from swarm.config import AveragingConfig
-
-logger = logging.getLogger("swarm")
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
 PAYLOAD_SHARE = 0.93
