@@ -5,7 +5,7 @@ import operator
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import Field, field, fields
+from dataclasses import field, fields
 from functools import partial
 from typing import Any, NoReturn
 
@@ -123,7 +123,7 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     """Return the shared flags that are in `typed` or differ from their defaults, as they are typed."""
     words = []
     for group in groups:
-        names = [item.name for item in fields(group) if is_shared(item) and item.name != "experiment_prefix"]
+        names = [name for name in list_shared([type(group)]) if name != "experiment_prefix"]
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
@@ -137,14 +137,9 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     return " ".join(words)
 
 
-def is_shared(item: Field) -> bool:
-    """Return whether a flag must match on all peers."""
-    return item.metadata["help"].is_shared
-
-
-def list_shared(groups: Iterable[type]) -> set[str]:
+def list_shared(groups: Iterable[type]) -> list[str]:
     """Return the names of the flags that must match on all peers."""
-    return {item.name for group in groups for item in fields(group) if is_shared(item)}
+    return [item.name for group in groups for item in fields(group) if item.metadata["help"].is_shared]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
