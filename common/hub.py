@@ -2,11 +2,8 @@
 
 import contextlib
 import functools
-import http.client
 import os
 import re
-import urllib.error
-import urllib.request
 
 from common.console import UserError, first_line
 
@@ -38,12 +35,12 @@ def hub(what: str, alternative: str):
 @functools.cache
 def is_reachable(url: str) -> bool:
     """Return whether a server answers; cached, because without a connection the request may take seconds."""
+    import httpx2  # a slow import
+
     try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except (OSError, ValueError, http.client.HTTPException):  # no server, an invalid HF_ENDPOINT, or a wrong answer
-        return False
+        httpx2.head(url, timeout=10)
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, ImportError):
+        return False  # no server, a wrong answer, or an invalid HF_ENDPOINT or proxy
     return True
 
 
