@@ -22,14 +22,13 @@ MAX_NEW_TOKENS = 24
 @torch.no_grad()
 def sample_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return one text per prompt or sentence, the same ones for the same weights."""
-    was_training = model.training
     model.eval()
     try:
         if model.objective.is_causal:
             return [continue_prompt(model, tokenizer, prompt) for prompt in PROMPTS]
         return [fill_blank(model, tokenizer, sentence) for sentence in SENTENCES]
     finally:
-        model.train(was_training)
+        model.train()
 
 
 def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

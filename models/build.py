@@ -228,7 +228,6 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     Most models of transformers do, if `position_ids` restart at each document and there is no mask.
     """
     ids = torch.arange(16).reshape(2, 8) % model.config.vocab_size
-    was_training = model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -238,4 +237,4 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     except Exception:  # many types; `try_out` reports a model that fails without position_ids too
         return False
     finally:
-        model.train(was_training)
+        model.train()
