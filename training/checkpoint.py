@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import platform
-import random
 import shutil
 import time
 from pathlib import Path
@@ -259,7 +258,6 @@ def collect_state(
         if id(tensor) not in copies:
             copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         weights[name] = copies[id(tensor)]
-    numpy_state = numpy.random.get_state(legacy=False)
     return {
         "model": weights,
         "architecture": describe_architecture(model),
@@ -267,9 +265,6 @@ def collect_state(
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
         "random": {
-            "python": random.getstate(),
-            # a list, because weights_only=True allows no array
-            "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         },
@@ -299,8 +294,6 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
     if scaler and state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
     if randomness := state.get("random"):
-        random.setstate(randomness["python"])
-        numpy.random.set_state(randomness["numpy"])
         torch.set_rng_state(randomness["torch"])
         if randomness["cuda"] is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(randomness["cuda"])
