@@ -144,7 +144,7 @@ def make_trial_batch(
     batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
     stored = corpus["seq_length"]
     length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))
-    filled = batch["attention_mask"].sum(1) if "attention_mask" in batch else (batch["input_ids"] >= 0).sum(1)
+    filled = batch["attention_mask"].sum(1)
     row, columns = filled.argmax(), torch.arange(length) % filled.max()
     return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
 
@@ -252,8 +252,7 @@ def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractC
     # a length of its own, because the compiler would take it for the hidden size if they were equal
     batch = {name: tensor[:, :-1] if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
-    if "attention_mask" in padded:  # batches without padding have no mask, see move_batch
-        padded["attention_mask"][0, -1] = 0
+    padded["attention_mask"][0, -1] = 0  # batches without padding have no mask, see move_batch
     full.pop("position_ids", None)  # as for batches without packed documents
     if "position_ids" in padded:
         padded["position_ids"][0, -1] = 0
