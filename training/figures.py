@@ -187,14 +187,8 @@ def find_evaluation(records: list[tuple[str, LocalMetrics]]) -> Evaluation | Non
 
 def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
     """Return an evaluation's metrics for files and dashboards; the perplexity is over the predicted tokens only."""
-    return {
-        "validation_epoch": evaluation.epoch,
-        "validation_loss": evaluation.loss,
-        "validation_perplexity": perplexity(evaluation.loss),
-        "validation_accuracy": evaluation.accuracy,
-        **({"validation_unigram_entropy": evaluation.unigram_entropy} if evaluation.unigram_entropy else {}),
-        **({"validation_bits_per_byte": evaluation.bits_per_byte} if evaluation.bits_per_byte else {}),
-    }
+    values = evaluation.dict(exclude={"samples"}, exclude_none=True) | {"perplexity": perplexity(evaluation.loss)}
+    return {f"validation_{name}": value for name, value in values.items()}
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
