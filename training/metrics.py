@@ -111,12 +111,10 @@ class MetricsReporter:
             "skipped_steps": stats.skipped_steps,
             "epoch_seconds": seconds,
             "client_mode": dht.client_mode,
+            "username": (dht.membership.username if dht.membership else self.swarm.config.username) or None,
+            "final_epoch": args.max_steps,
             **{name: total - before[name] for name, total in self.round_totals.items()},
         }
-        if username := dht.membership.username if dht.membership else self.swarm.config.username:
-            self.metrics["username"] = username
-        if args.max_steps is not None:
-            self.metrics["final_epoch"] = args.max_steps
         if stats.epochs == 3:  # earlier ones are not typical: workers start, or this peer joins in the middle of one
             self.check_times()
 
