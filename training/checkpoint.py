@@ -32,6 +32,8 @@ from models.build import describe_architecture
 logger = logging.getLogger("checkpoint")
 
 CARD = Path(__file__).with_name("card.md")
+VERSIONS = {module.__name__: str(module.__version__) for module in (hivemind, torch, transformers, numpy)}
+VERSIONS["python"] = platform.python_version()
 
 
 class CheckpointError(Exception):
@@ -269,10 +271,7 @@ def collect_state(
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         },
         "arguments": arguments,
-        "versions": {
-            "python": platform.python_version(),
-            **{module.__name__: str(module.__version__) for module in (hivemind, torch, transformers, numpy)},
-        },
+        "versions": VERSIONS,
     }
 
 

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -23,15 +22,14 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 
-import hivemind
 import torch
 import torch.distributed as dist
-import transformers
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, STOP_REQUESTED, exit_with_parent
+from training.checkpoint import VERSIONS
 from training.devices import choose_devices, find_blocks
 
 logger = logging.getLogger("trainer")
@@ -58,8 +56,8 @@ def join_ranks(args: TrainerArguments) -> "RankGroup":
         exit_with_parent(int(os.environ[PARENT_VARIABLE]))  # rank 0 may have been killed during the imports
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    versions = ", ".join(f"{module.__name__} {module.__version__}" for module in (hivemind, torch, transformers))
-    logger.info(f"{versions}, python {platform.python_version()}, {' '.join(map(str, devices))}")
+    versions = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
+    logger.info(f"{versions}, {' '.join(map(str, devices))}")
     return ShardedRankGroup(number, devices) if args.sharded else RankGroup(number, devices)
 
 
