@@ -233,12 +233,6 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return -masked.logsumexp(dim=1).masked_fill(~right.any(dim=1), 0.0)
 
 
-def order_batches(examples: list[Example], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Return batches of numbers of examples, each once, grouped by padded length to reduce padding."""
-    lengths = np.array([-(-example.length // PADDING) for example in examples])
-    return group_by_length(lengths, batch_size, generator, keep_rest=True)
-
-
 def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
     """Return the context of --fp16 or --bf16."""
     precision = torch.float16 if args.fp16 else torch.bfloat16
@@ -283,6 +277,7 @@ def tune(
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
     train, validation = examples["train"], examples["validation"]
+    padded_lengths = np.array([-(-example.length // PADDING) for example in train])
     steps_per_epoch = math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
     total = steps_per_epoch * args.num_train_epochs
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
@@ -292,7 +287,7 @@ def tune(
     with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
-            batches = order_batches(train, args.batch_size, generator)
+            batches = group_by_length(padded_lengths, args.batch_size, generator, keep_rest=True)
             # kept on the device to avoid a synchronization in each step
             loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):

@@ -22,6 +22,7 @@ from experiment import tasks
 from experiment.tasks import TASKS, Example, load_examples, load_task_file, make_examples
 from finetune_mlm import FinetuneArguments, collate, compute_logits, compute_losses, encode, load_pretrained
 from models.pretrained import Pretrained
+from text.batches import group_by_length
 from text.tokenizers import train_byte_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
 
@@ -337,10 +338,11 @@ def test_truncated_span_gets_no_gradient():
 
 def test_finetune_batches_group_similar_lengths():
     lengths = np.random.default_rng(1).integers(5, 500, 1000)
-    examples = [Example({}, [], [0], inputs=[{"input_ids": [0] * length}]) for length in lengths]
+    padded = -(-lengths // finetune_mlm.PADDING)
 
     def order(seed: int) -> list[list[int]]:
-        return [batch.tolist() for batch in finetune_mlm.order_batches(examples, 16, np.random.default_rng(seed))]
+        batches = group_by_length(padded, 16, np.random.default_rng(seed), keep_rest=True)
+        return [batch.tolist() for batch in batches]
 
     batches = order(0)
     assert sorted(row for batch in batches for row in batch) == list(range(1000))
