@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from arguments import TrainerArguments
@@ -166,10 +166,6 @@ class Contributions:
             for label, peer in ranking[:MAX_PEERS_SENT]
         ]
         return {"total_samples": total, "num_contributors": len(ranking), "contributors": contributors}
-
-    def to_json(self) -> dict[str, dict]:
-        """Return the contributors by label, as summary.json stores them."""
-        return {label: asdict(peer) for label, peer in self.ranking()}
 
 
 def describe_swarm(metrics: dict, history: History) -> dict:

@@ -206,7 +206,7 @@ class RunReport:
             **self.last_validation(),
             "total_samples": self.contributions.total_samples(),
             "run_name": self.run_name,
-            "peers": self.contributions.to_json(),
+            "peers": {label: asdict(peer) for label, peer in self.contributions.ranking()},
             "workers": [peer_id.hex() for peer_id in self.workers.present],
         }
         write_file(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
+from dataclasses import asdict
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -96,7 +97,8 @@ def test_contributions_survive_restarts():
     # its first record after a restart may hold no samples at all
     assert tell("a", 0, epoch=10) == 1024
 
-    contributors = Contributions(json.loads(json.dumps(contributors.to_json())))
+    saved = {label: asdict(peer) for label, peer in contributors.ranking()}  # as summary.json has them
+    contributors = Contributions(json.loads(json.dumps(saved)))
     assert contributors.total_samples() == 1024 + 64
     assert tell("a", 64, epoch=11) == 1088
     shown = contributors.describe()["contributors"]
