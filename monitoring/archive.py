@@ -30,16 +30,7 @@ from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
-from training.checkpoint import (
-    collect_state,
-    find_checkpoints,
-    is_known,
-    read_epoch,
-    remove_outdated,
-    save_model,
-    set_aside,
-    write_code,
-)
+from training import checkpoint
 from training.figures import SwarmMetrics, TrainingSchedule
 
 logger = logging.getLogger("archive")
@@ -101,12 +92,12 @@ class CheckpointHandler:
         self.start = time.time()
         try:
             lock_folder("--local_path", self.folder)
-            saved = find_checkpoints(self.folder)
+            saved = checkpoint.find_checkpoints(self.folder)
             if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
-                self.last_epoch = read_epoch(saved[-1])
+                self.last_epoch = checkpoint.read_epoch(saved[-1])
             elif saved:
                 logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
-                set_aside(self.folder, -1)
+                checkpoint.set_aside(self.folder, -1)
         except OSError as e:
             text = f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
             raise UserError(text) from e
@@ -143,7 +134,7 @@ class CheckpointHandler:
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
         averager.apply_downloaded_state(metadata, tensors)
         # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
-        state = collect_state(self.model, self.optimizer, self.settings)
+        state = checkpoint.collect_state(self.model, self.optimizer, self.settings)
         # an aux peer that averages continues at its previous epoch
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
@@ -177,16 +168,17 @@ class CheckpointHandler:
         extra_files["README.md"] = card.encode()
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
         try:
-            set_aside(self.folder, stamp["epoch"])
+            checkpoint.set_aside(self.folder, stamp["epoch"])
         except OSError as e:
             logger.warning(f"checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
-        if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
+        if checkpoint.save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"saved {folder}  loss {stamp['loss']:.4f}")
-            remove_outdated(folder, self.args.save_total_limit)
+            checkpoint.remove_outdated(folder, self.args.save_total_limit)
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""
-        shown = {"checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:]}
+        saved = checkpoint.find_checkpoints(self.folder)[-MAX_SHOWN:]
+        shown = {"checkpoints": [checkpoint.read_epoch(path) for path in saved]}
         uploaded = self.publisher.uploaded if self.publisher else {}
         shown |= {f"uploaded_{name}": uploaded.get(name) for name in ("epoch", "time")}
         return shown | {"repository": self.args.repo_url}
@@ -224,8 +216,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokeniz
         optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
         precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
         texts=make_texts(model, tokenizer),
-        code=write_code(model, place),
-        has_heads=model.objective.kind.has_pairs and is_known(model),
+        code=checkpoint.write_code(model, place),
+        has_heads=model.objective.kind.has_pairs and checkpoint.is_known(model),
         place=place,
         has_curve=has_curve,
     )

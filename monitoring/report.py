@@ -19,17 +19,7 @@ from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history
 from swarm.contract import RunContract, choose_contract, fetch_contracts
-from training.figures import (
-    ContributorRegistry,
-    SwarmMetrics,
-    aggregate_metrics,
-    describe_evaluation,
-    fetch_progress,
-    fetch_records,
-    find_evaluation,
-    format_evaluation,
-    parse_schedule,
-)
+from training import figures
 from training.progress import RECENT_EPOCHS, measure_progress
 from utils import FETCH_TIMEOUT, filter_plausible_records, find_peer_id
 
@@ -67,7 +57,7 @@ class RunReport:
         #: the last line of metrics.jsonl, which may be an earlier process's
         self.last = self.history[-1] if self.history else {}
         self.contributions = Contributions(summary.get("peers", {}))
-        self.workers = ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
+        self.workers = figures.ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
         #: the contract of most contributors
         self.contract: RunContract | None = None
         #: the run's name on dashboards
@@ -87,16 +77,16 @@ class RunReport:
         # save the run's name at once, because this process may be killed
         self.write_summary()
 
-    def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
+    def update(self, dht: hivemind.DHT, is_last: bool = False) -> figures.SwarmMetrics | None:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
         contracts = progress = None
         with ThreadPoolExecutor() as pool:  # all at once, because each may wait seconds for a peer that does not answer
             # at the end only local records: the DHT waits for seconds for trainers that have just left
-            fetching = pool.submit(fetch_records, dht, self.prefix, timeout, self.workers, latest=not is_last)
+            fetching = pool.submit(figures.fetch_records, dht, self.prefix, timeout, self.workers, latest=not is_last)
             if not is_last:
-                progress = pool.submit(fetch_progress, dht, self.prefix)
+                progress = pool.submit(figures.fetch_progress, dht, self.prefix)
                 if time.monotonic() >= self.next_contract:
                     contracts = pool.submit(fetch_contracts, dht, self.prefix, CONTRACT_TIMEOUT)
         records, reports = fetching.result(), progress.result() if progress else {}
@@ -105,7 +95,7 @@ class RunReport:
         if contracts:
             self.update_contract(contracts.result())
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
-        current = aggregate_metrics(believable, last_epoch)
+        current = figures.aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
         is_new = current is not None and current.epoch != last_epoch
         self.older_reads = self.older_reads + 1 if is_new and self.last and current.epoch < last_epoch else 0
@@ -117,16 +107,16 @@ class RunReport:
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
         news = {}
         if is_new:
-            schedule = parse_schedule(self.contract)
+            schedule = figures.parse_schedule(self.contract)
             final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in believable)
             recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
             progress = measure_progress(current.epoch, final_epoch, schedule, recent)
             news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
             logger.info(format_epoch(news))
-        evaluation = find_evaluation(believable)
+        evaluation = figures.find_evaluation(believable)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):
-            logger.info(f"validation {format_evaluation(evaluation)}")
-            news |= describe_evaluation(evaluation)
+            logger.info(f"validation {figures.format_evaluation(evaluation)}")
+            news |= figures.describe_evaluation(evaluation)
         if is_new or (news and self.last):
             self.add_entry(news)
         if time.monotonic() >= self.next_drawing:
