@@ -27,7 +27,8 @@ import torch
 
 from swarm.sparse import CHUNK, TINY, TopKCompression, decode
 
-BLOCK, PIECE = 2**20, 2**17  # numbers; those that the outer step changes at once, as more would need more memory
+BLOCK = 2**20  # numbers
+PIECE = 2**17  # numbers that the outer step changes at once, as more would need more memory
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
 MIN_COSINE = -0.03  # median cosine of an offer with the voters' offers; below it, the offer points away from them

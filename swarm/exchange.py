@@ -40,7 +40,8 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm.errors import SwarmError
 
 REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
-HASH_BYTES, HASHES = 32, -1  # of a block; the number of the hashes in a header
+HASH_BYTES = 32  # of a block
+HASHES = -1  # the number of the hashes in a header, in which blocks have theirs
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
 
 # Limits of a participant: at once, and in PERIOD seconds. All other peers together have the same limits. The third
@@ -53,12 +54,15 @@ MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
-RETRY_PAUSE, REQUEST_TIMEOUT = 1.0, 10.0  # seconds until all holders are tried again; for the request of a stream
+RETRY_PAUSE = 1.0  # seconds until all holders are tried again
+REQUEST_TIMEOUT = 10.0  # seconds for the request of a stream
 KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those of an epoch at each message
-UNKNOWN_BLOB_TIMEOUT, UNKNOWN_BLOB_PAUSE = 2.0, 0.2  # seconds; others may have heard of a blob before this peer
+UNKNOWN_BLOB_TIMEOUT = 2.0  # seconds; others may have heard of a blob before this peer
+UNKNOWN_BLOB_PAUSE = 0.2  # seconds between two looks for such a blob
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
 FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
-START_TIMEOUT, STOP_TIMEOUT = 60.0, 2.0  # seconds
+START_TIMEOUT = 60.0  # seconds
+STOP_TIMEOUT = 2.0  # seconds
 
 PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)  # of a peer or of the network
 

@@ -75,17 +75,23 @@ from swarm.log_records import (
 )
 
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
-MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks, where each status or other record
-STATUS_BYTES, RECORD_BYTES = 8 * 1024, 2 * 1024  # counts as this many at least, for the time that its check takes
-RESERVED_OFFERS, MAX_OWED = 12, 8  # of a commit, for voters; of them, late ones that it must have
+MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks
+STATUS_BYTES = 8 * 1024  # as which a status counts at least, for the time that its check takes
+RECORD_BYTES = 2 * 1024  # the same of another record
+RESERVED_OFFERS = 12  # of a commit, for voters
+MAX_OWED = 8  # late offers that a commit must have
 MAX_POOL = 16  # offers of peers that are not expected to have one
-MAX_VOTES, MAX_PROPOSALS = 8, MAX_VOTERS  # kept: of one voter, answers included; of all
-MIN_COUNTED, MIN_AWAITED = 4, 7  # of the last WINDOW commits, with an owner's offer; to be a voter; to be waited for
+MAX_VOTES = 8  # of one voter that are kept, answers included
+MAX_PROPOSALS = MAX_VOTERS  # that are kept
+MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
+MIN_AWAITED = 7  # the same, for voters that others wait for
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
-SLOT, STATUS_INTERVAL = 15.0, 5.0  # seconds of an attempt, the same on all peers; between two statuses
+SLOT = 15.0  # seconds of an attempt, the same on all peers
+STATUS_INTERVAL = 5.0  # seconds between two statuses
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
-LATE_SHARE, MAX_LATE = 1 / 8, 16  # of the usual epoch, to wait for the last voters; times this wait, for most voters
+LATE_SHARE = 1 / 8  # of the usual epoch, to wait for the last voters
+MAX_LATE = 16  # times this wait, to wait for most voters
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Annotated, get_type_hints
 
 import msgpack
 
-MAX_OFFERS, MAX_VOTERS = 16, 64  # of a commit; of a log
+MAX_OFFERS = 16  # of a commit
+MAX_VOTERS = 64  # of a log
 WINDOW = 8  # commits, of which a state keeps the owners of offers
 ANCESTOR_STEPS = 1, 4, 16, 64, 256  # from the newest commit back to others that a status names
 

@@ -46,17 +46,20 @@ from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs
 from utils import RecordValidator, find_peer_id
 
-TICK, RECENT = 0.5, 30.0  # seconds between two calls of `Log.tick`; for which a peer's message tells its log
+TICK = 0.5  # seconds between two calls of `Log.tick`
+RECENT = 30.0  # seconds for which a peer's message tells its log
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
-POLLED_PEERS, MAX_ASKED = 3, 16  # peers that a client calls at once; that a joining peer asks for their log
-MAX_HELPERS, HELPERS_INTERVAL = 4, 10.0  # auxiliary peers that get all messages; seconds between two searches for them
+POLLED_PEERS = 3  # that a client calls at once
+MAX_ASKED = 16  # peers that a joining peer asks for their log
+MAX_HELPERS = 4  # auxiliary peers that get all messages
+HELPERS_INTERVAL = 10.0  # seconds between two searches for them
 MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
-# seconds at the end in which a peer serves its blobs to others that lack them; after a stop request
-LINGER, STOP_LINGER = 10.0, 2.0
+LINGER = 10.0  # seconds at the end in which a peer serves its blobs to others that lack them
+STOP_LINGER = 2.0  # the same after a stop request
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from swarm.sparse import TopKCompression
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
-MIN_LEADER_TIMEOUT, MIN_GENESIS_TIMEOUT = 20.0, 60.0  # seconds until the leader has a log; for the first anchor
+MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
+MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
-SILENCE_TIMEOUT, SILENT_EPOCHS = 600.0, 5  # without a commit, until the peers that are there begin a new log
+SILENCE_TIMEOUT = 600.0  # seconds without a commit, until the peers that are there begin a new log
+SILENT_EPOCHS = 5  # the same in usual epochs; the longer time counts
 
 
 class LogSteps:

@@ -27,7 +27,8 @@ ENVIRONMENT = {
 END_OF_STREAM = "end of stream"  # the last message of a stream
 UNREAD_TIMEOUT = 60.0  # seconds for a caller to read a message, or to close a stream that has ended
 MAX_MESSAGE_BYTES = 2**24  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
-EXTENSIONS, MAX_NESTING = (0x40, 0x50), 8  # hivemind's types in a message: tuples, and dictionaries of the DHT
+EXTENSIONS = (0x40, 0x50)  # hivemind's types in a message: tuples, and dictionaries of the DHT
+MAX_NESTING = 8  # of values of these types
 CALL_STREAM_HANDLER, DECODE_EXTENSION = P2P.iterate_protobuf_handler, MSGPackSerializer._decode_ext_types
 NESTING = threading.local()  # the depth of the value that this thread decodes
 

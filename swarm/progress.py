@@ -29,7 +29,8 @@ from utils import find_peer_id
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 REFRESH_TIMEOUT = 5.0  # seconds for a refresh that the caller waits for; the DHT gives up on a peer after 3
 REFRESH_SHARE = 0.1  # minimum time between two refreshes, as a share of the time since the last change
-DRIFT_PEERS, DRIFT_RATE = 3, 0.2  # peers that may join within an epoch, and the same as a share of the swarm
+DRIFT_PEERS = 3  # that may join within an epoch
+DRIFT_RATE = 0.2  # the same as a share of the swarm; the larger number counts
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names

@@ -24,7 +24,8 @@ from swarm.state_server import parse_epochs
 # The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer, and callers queue.
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT, DIAL_BACK_TIMEOUT, ANSWER_TIMEOUT = 3.0, 60.0, 10.0
-MAX_DIALS, MAX_CALLERS = 2, 16  # dials at once, each by a daemon of its own; callers, most of which wait
+MAX_DIALS = 2  # at once, each by a daemon of its own
+MAX_CALLERS = 16  # at once, most of which wait
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
 MEASURE = "measure_bandwidth"
 MEASURE_BYTES = 2**17
@@ -34,7 +35,8 @@ MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower c
 DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
-RELAY_BYTES, RELAY_ANSWER_TIMEOUT = 2**30, 5.0  # seconds
+RELAY_BYTES = 2**30
+RELAY_ANSWER_TIMEOUT = 5.0  # seconds
 # Errors of a request to a peer that has left, is too slow, runs other software, or sends invalid data.
 REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 

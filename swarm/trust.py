@@ -33,7 +33,8 @@ MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
 # of a few samples is mostly noise. A single round proves nothing: an honest gradient can point away from all others.
 TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
-REVERSED_PART, REVERSED_AVERAGE = -0.5, -0.3  # of one peer's part, and of the whole average, which is not used then
+REVERSED_PART = -0.5  # the share in one peer's part, below which that points away
+REVERSED_AVERAGE = -0.3  # the share in the whole average, below which that is not used
 
 Records = Mapping[bytes, LocalTrainingProgress]  # by peer id
 

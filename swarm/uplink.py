@@ -36,10 +36,14 @@ STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 MAX_RECOVERY, RECOVERY_STEP = 1.2, 0.02  # the same until the rate before a drain is back
 RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
-# QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile: the seconds to wait for any answer, and
-# then until they have left; the share of the rate below which they have; acknowledgements as a share of received bytes
-MAX_DRAIN, MAX_FLUSH, FLUSHED, ACKNOWLEDGED = 60.0, 3.0, 0.05, 0.03
-RECOVERED, RECOVERY_SHARE, FORGET = 0.7, 0.3, 0.95  # see `adjust`; each further queue forgets a part of the old rate
+# QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile.
+MAX_DRAIN = 60.0  # seconds to wait for any answer
+MAX_FLUSH = 3.0  # seconds until the daemon's data has left
+FLUSHED = 0.05  # the share of the rate below which it has
+ACKNOWLEDGED = 0.03  # acknowledgements as a share of the received bytes
+RECOVERED = 0.7  # of the rate before a drain, up to which the rate grows fast
+RECOVERY_SHARE = 0.3  # of the rate, which has to be used meanwhile
+FORGET = 0.95  # the part of the old rate that each further queue leaves
 HELD_BACK_LOOKS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
 MIN_RATE = 1e4  # bytes/s
