@@ -93,7 +93,9 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     """
     blocks = []
     for index in range(residual.num_blocks):
-        values = residual.read(index).add_(update.read(index))
+        for piece, part in zip(residual.pieces[index], update.pieces[index], strict=True):
+            piece.add_(part.to(piece.device))
+        values = residual.read(index)
         blocks.append(codec.compress(values))
         positions, kinds, decoded = decode(blocks[-1], len(values))
         values.numpy()[positions] -= decoded[kinds]
