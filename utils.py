@@ -112,7 +112,7 @@ class Flags(constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.
     @classmethod
     def validate(cls, flags: str) -> str:
         """Reject flags that peers do not share."""
-        if not set(re.findall(r"--(\w+)", flags)) <= {*list_shared(TRAINER_ARGS)}:
+        if not set(re.findall(r"--(\w+)", flags)).issubset(list_shared(TRAINER_ARGS)):
             raise ValueError("only flags that all peers must share may be published")
         return super().validate(flags)
 

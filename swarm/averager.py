@@ -81,6 +81,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     def run(self) -> None:
         """Run the averager's process with our matchmaking and all-reduce classes."""
         install_in_averager_process()
+        self.matchmaking_kwargs["rounds_with"] = self._trust.rounds
         super().run()
 
     def run_in_background(self, **_) -> None:
@@ -105,7 +106,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._send("_set_expected_peers", *expected)
 
     async def _set_expected_peers(self, *expected) -> None:
-        self._matchmaking.rounds_with = self._trust.rounds
         self._matchmaking.set_expected_peers(*expected)
         await self._matchmaking.start_when_complete()
 

@@ -27,7 +27,8 @@ from utils import RecordValidator, find_peer_id
 
 SIGNATURE_BYTES, MAX_CREDENTIAL_BYTES = 64, 2048
 # Unexpired revoked credentials per run; limited because peers send the list to each other again and again.
-MAX_REVOKED, MAX_LIST_BYTES = 1000, 64 * 1000
+MAX_REVOKED = 1000
+MAX_LIST_BYTES = 64 * MAX_REVOKED
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined. Only
     trainers count towards the group size (notes 11, 22 and 66)."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, rounds_with: Counter, **kwargs):
+        """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
         #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
         self.expected, self.excluded = frozenset(), frozenset()
         #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
@@ -123,8 +124,8 @@ class EarlyStartMatchmaking(Matchmaking):
         #: for how many searches each leader that had begun no round was not asked, and the last of them
         self.avoided: dict[PeerID, tuple[int, int]] = {}
         self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
-        #: the rounds with each peer so far; when a leader with which there was none may be asked again
-        self.rounds_with, self.ask_strangers_at = Counter(), 0.0
+        self.rounds_with = rounds_with
+        self.ask_strangers_at = 0.0  # when a leader with which there was no round may be asked again
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None

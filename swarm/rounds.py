@@ -241,7 +241,8 @@ class RoundWait:
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
         self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
-        self.lacked_quorum_at, self.straggler_timeout = self.started, 0.0
+        self.lacked_quorum_at = self.started
+        self.straggler_timeout = 0.0
         if epoch >= self.tracker.patient_from:
             self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
 

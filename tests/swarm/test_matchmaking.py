@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -43,6 +44,8 @@ def make_matchmaking(leader: UselessLeader | None, kind: type[Matchmaking] = Ear
     dht = SimpleNamespace(uplink=Uplink(), peer_id=PeerID(b"follower"))
     options = dict(prefix="run", target_group_size=None, min_group_size=2, min_matchmaking_time=5.0)
     options |= dict(servicer_type=UselessLeader, request_timeout=3.0, client_mode=False)
+    if kind is EarlyStartMatchmaking:
+        options["rounds_with"] = Counter()
     follower = kind(dht, b"schema", dht, **options)
     follower._servicer_type = leader
     return follower
