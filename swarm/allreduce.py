@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import torch
@@ -34,9 +35,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken: set[PeerID] = set()
-        self.arrived = 0  # messages of other peers
-        #: the time of each peer's last message in this round, on the monotonic clock
-        self.last_activity = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
+        self.arrived = Counter()  # the number of messages of each other peer
 
     def should_delay_results(self, peer_id: PeerID) -> bool:
         """Never delay results: the pacer already keeps acknowledgements from waiting behind data."""
@@ -106,7 +105,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         except asyncio.CancelledError:
             if not self._future.done():
                 raise
-            # The round has ended here. hivemind sends nothing, and the other peer would wait for reducer_timeout.
+            # The round has ended here. hivemind sends nothing, and the other peer would wait for seconds.
             cause = self.cause[0] if self.cause else self.peer_id
             yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED, peer_id=cause.to_bytes())
 
@@ -143,12 +142,11 @@ class FailFastAllReduceRunner(AllReduceRunner):
     # --- the end of a failed round
 
     async def record_activity(self, messages: AsyncIterator, peer_id: PeerID):
-        """Pass a peer's messages on, and record the bytes and the time of each."""
+        """Pass a peer's messages on, and count them and their bytes."""
         async for message in messages:
             self.uplink.count_received(message.ByteSize())
             message.tensor_part.requires_grad = False  # otherwise, autograd would keep the tensors of all rounds
-            self.last_activity[peer_id] = time.monotonic()
-            self.arrived += 1
+            self.arrived[peer_id] += 1
             yield message
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
@@ -169,7 +167,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """The share of this round's messages that have arrived from other peers."""
         parts, reducer = self.tensor_part_container, self.tensor_part_reducer
         expected = sum(parts.num_parts_by_peer) + reducer.num_parts * reducer.num_senders
-        return min(1.0, self.arrived / max(1, expected))  # a peer may send more than it should
+        return min(1.0, self.arrived.total() / max(1, expected))  # a peer may send more than it should
 
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""

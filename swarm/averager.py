@@ -5,6 +5,7 @@ import ctypes
 import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
@@ -170,7 +171,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
-        kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
+        kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         self.exchanged_with.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
@@ -186,30 +187,35 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
         timeouts = self.dht.uplink.timeouts
-        ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
-        # counted instead of a deadline, because a frozen peer makes no checks; progress allows more checks
+        # checks are counted instead of seconds, because a frozen peer makes none; progress allows more of them
         checks_left, progress = (timeouts.next_chunk + 2 * timeouts.round_seconds) / CHECK_INTERVAL, 0.0
+        max_pause, pauses = 2 * timeouts.next_chunk / CHECK_INTERVAL, Counter()  # since the last message of each peer
+        ping_checks = int(max(MIN_PING_DELAY, timeouts.round_seconds / 8) / CHECK_INTERVAL)
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
                 return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
             checks_left += (runner.progress - progress) * timeouts.slow_round / CHECK_INTERVAL - 1
             progress = runner.progress
+            newest = [(peer, runner.arrived[peer]) for peer in runner.list_awaited_peers()]
+            pauses.update(newest)
+            # a reducer that waits for a sender itself gives it up in half of this time
+            stalled = [peer for peer, count in newest if pauses[peer, count] > max_pause]
             # a reducer that waits for a straggler itself gets 10 more checks to report it
-            stragglers = runner.list_stragglers(are_reducers=checks_left < -10) if checks_left < 0 else []
+            late = runner.list_stragglers(are_reducers=checks_left < -10) if checks_left < 0 else []
+            stragglers = [peer for peer in stalled if not runner.arrived[peer]] or late
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
-            quiet_since = time.monotonic() - ping_delay
-            awaited = {peer.to_bytes(): peer for peer in runner.list_awaited_peers() if peer not in clients}
-            quiet = [peer_id for peer_id, peer in awaited.items() if runner.last_activity[peer] < quiet_since]
+            if stalled:  # no proof: after a change of address, pings use another connection than a round's stream
+                return runner.end(stalled[0], AllreduceException(f"peer {stalled[0]} has sent nothing for a while"))
+            quiet = {it[0].to_bytes(): it for it in newest if pauses[it] % ping_checks == 0 and it[0] not in clients}
             if quiet:
-                ping = partial(ping_peers, peer_ids=quiet, patience=timeouts.silence_in_round)
-                for peer_id in await self.dht.run_coroutine(ping, return_future=True):
-                    runner.last_activity[awaited[peer_id]] = time.monotonic()
-            if silent := [peer_id for peer_id in quiet if runner.last_activity[awaited[peer_id]] < quiet_since]:
-                runner.silent = silent
-                return runner.end(awaited[silent[0]], PeersSilentError(silent))
+                ping = partial(ping_peers, peer_ids=[*quiet], patience=timeouts.silence_in_round)
+                unanswered = quiet.keys() - await self.dht.run_coroutine(ping, return_future=True)
+                if silent := [it for it in unanswered if runner.arrived[quiet[it][0]] == quiet[it][1]]:
+                    runner.silent = silent
+                    return runner.end(PeerID(silent[0]), PeersSilentError(silent))
 
     # --- the verdict on a round; swarm/trust.py has the rules
 

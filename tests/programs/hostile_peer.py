@@ -86,19 +86,27 @@ def stay_away(_: str) -> None:
     EarlyStartMatchmaking.look_for_group = find_nobody
 
 
-def claim_a_slow_line(_: str) -> None:
-    """Its rounds would last for years, and it sends nothing in them."""
+def fall_silent(_: str) -> None:
+    """Send nothing in rounds."""
     print("lying", flush=True)
-    GradientAverager.bandwidth = property(lambda _: 1e-7, lambda *_: None)
 
-    async def send_nothing(self, peer_index: int):
+    async def send_nothing(self, *_):
         await asyncio.sleep(3600)
         yield
 
     FailFastAllReduceRunner._generate_input_for_peer = send_nothing
+    FailFastAllReduceRunner.rpc_aggregate_part = send_nothing
 
 
-HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line}
+def claim_a_slow_line(_: str) -> None:
+    """Its rounds would last for years, and it sends nothing in them."""
+    GradientAverager.bandwidth = property(lambda _: 1e-7, lambda *_: None)
+    answer = FailFastAllReduceRunner.rpc_aggregate_part
+    fall_silent("slow")
+    FailFastAllReduceRunner.rpc_aggregate_part = answer
+
+
+HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line, "silent": fall_silent}
 UNNAMED = {"mute": lead_without_rounds}  # no peer can prove that they do harm
 
 

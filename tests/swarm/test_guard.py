@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ def factors_of(gradients: torch.Tensor) -> list[float]:
 @pytest.mark.parametrize("arrived, progress", [(0, 0.0), (5, 0.5), (10, 1.0), (1000, 1.0)])
 def test_progress_of_round_is_bounded(arrived, progress):
     parts, reducer = SimpleNamespace(num_parts_by_peer=[2, 2]), SimpleNamespace(num_parts=3, num_senders=2)
-    runner = SimpleNamespace(arrived=arrived, tensor_part_container=parts, tensor_part_reducer=reducer)
+    runner = SimpleNamespace(arrived=Counter(a=arrived), tensor_part_container=parts, tensor_part_reducer=reducer)
     assert FailFastAllReduceRunner.progress.fget(runner) == progress
 
 
@@ -127,7 +128,7 @@ def test_part_of_other_type_excludes_only_its_sender(kind):
 def test_message_of_peer_needs_no_gradient():
     """Otherwise, the averaged tensors keep the messages of all rounds for autograd."""
     part = serialize_torch_tensor(torch.ones(3).requires_grad_())
-    runner, peer = SimpleNamespace(uplink=Uplink(), last_activity={}, arrived=0), PeerID(b"a")
+    runner, peer = SimpleNamespace(uplink=Uplink(), arrived=Counter()), PeerID(b"a")
 
     async def read() -> torch.Tensor:
         messages = as_aiter(averaging_pb2.AveragingData(tensor_part=part))
@@ -258,6 +259,8 @@ def test_hostile_peer_of_four_cannot_bend_round(start, kind):
     )
     hostile = liar.json_lines()[0]["maddrs"][0].rpartition("/")[2]
     wait_until(lambda: sum(words in peer.text for peer in peers) >= enough, 120, "bans")
+    if kind == "silent":  # all of them saw it
+        assert [peer.text.count("averaging failed") for peer in peers] == [1, 1, 1]
     before = max(map(max, map(epochs, peers)))
     wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 3, 120, "three more epochs of all")
     for peer in peers:
