@@ -320,7 +320,10 @@ class Log:
         if not records or not self.spend(sender, max(0, least - len(message))):
             return []
         for record in records:
-            TAKERS[KINDS.index(type(record))](self, sender, record)
+            if isinstance(record, Status):
+                self.take_status(sender, record)
+            else:
+                TAKERS[type(record)](self, record)
         if self.missing_keys - missing or next(reversed(self.chain)) != newest:
             self.send_status(sender, is_answer=True)
         return self.finish()
@@ -399,13 +402,13 @@ class Log:
         if has_news and not status.is_answer:
             self.send_status(sender, is_answer=True)
 
-    def take_key(self, sender: bytes, record: Key) -> None:
+    def take_key(self, record: Key) -> None:
         """Remember a public key that was missing."""
         if record.peer in self.missing_keys:
             self.missing_keys.discard(record.peer)
             self.identity.add_key(record.peer, record.key)
 
-    def take_offer(self, sender: bytes, offer: Offer) -> None:
+    def take_offer(self, offer: Offer) -> None:
         """Keep a valid offer, the first one for each key, and of new peers the first ones in turn. Another peer may
         keep another one; a commit has one."""
         offers, expected = {it.key: it for it in self.select(Offer)}, {*self.head.participants, self.me}
@@ -417,7 +420,7 @@ class Log:
             for other in out:
                 del self.records[compute_hash(other)[:8]]
 
-    def take_notice(self, sender: bytes, record: Leave | Proof) -> None:
+    def take_notice(self, record: Leave | Proof) -> None:
         """Keep a valid leave record or proof, one for each peer."""
         signed = [record] if isinstance(record, Leave) else [record.first, record.second]
         is_known = record.peer in {other.peer for other in self.select(type(record))}
@@ -465,7 +468,7 @@ class Log:
         if self.is_leaving:
             self.sign_leave()
 
-    def take_commit(self, sender: bytes, commit: Commit) -> None:
+    def take_commit(self, commit: Commit) -> None:
         """Keep a valid commit that a quorum has voted for, and proofs if the votes contradict those for another one."""
         if commit.hash in self.chain or commit.parent not in self.chain:
             return
@@ -474,7 +477,7 @@ class Log:
             others = [it.commit for it in self.chain.values() if it.commit and it.commit.parent == state.head]
             self.add_commit(commit)
             for proof in [Proof(first, second) for it in others for first in it.votes for second in commit.votes]:
-                self.take_notice(sender, proof)
+                self.take_notice(proof)
 
     def add_commit(self, commit: Commit) -> None:
         """Add a valid commit, and follow its branch if that is the better one."""
@@ -540,7 +543,7 @@ class Log:
     def sign_leave(self) -> None:
         """Sign and send a leave record for the next commits."""
         if self.me in self.head.participants:
-            self.take_notice(self.me, self.sign(Leave, self.head.head, self.me))
+            self.take_notice(self.sign(Leave, self.head.head, self.me))
 
     def list_proposals(self) -> dict[tuple[int, bytes], Proposal]:
         """Return the proposals by attempt and list."""
@@ -644,7 +647,7 @@ class Log:
             proposal = Proposal(commit, (*steps, Step(vote, answers)))
             self.remember(replace(memory, choice=(proposal,)))
             self.send(proposal)
-            self.take_proposal(self.me, proposal)
+            self.take_proposal(proposal)
 
     def list_answers(self, attempt: int) -> tuple[Vote, ...]:
         """Return the answers with which this peer may lead an attempt. A list that was chosen is in any quorum of them.
@@ -689,9 +692,9 @@ class Log:
         """Sign and send a vote or an answer: the attempt, the attempt of the last vote, and its list."""
         vote = self.sign(Vote, self.head.head, *terms, self.me)
         self.send(vote)
-        self.take_vote(self.me, vote)
+        self.take_vote(vote)
 
-    def take_proposal(self, sender: bytes, proposal: Proposal) -> None:
+    def take_proposal(self, proposal: Proposal) -> None:
         """Keep a valid proposal with the records in it."""
         commit, known = proposal.commit, self.select(Proposal)
         if commit.votes or (proposal.attempt, commit.hash) in self.list_proposals():
@@ -707,11 +710,11 @@ class Log:
             del self.records[compute_hash(min(known, key=lambda other: other.attempt))[:8]]
         self.add_record(proposal)
         for offer in commit.offers:
-            self.take_offer(sender, offer)
+            self.take_offer(offer)
         for vote in votes:
-            self.take_vote(sender, vote)
+            self.take_vote(vote)
 
-    def take_vote(self, sender: bytes, vote: Vote) -> None:
+    def take_vote(self, vote: Vote) -> None:
         """Keep a voter's signed vote or answer, and a proof if it contradicts another one."""
         is_voter = vote.parent == self.head.head and vote.peer in self.head.voters
         if not is_voter or vote.attempt > self.find_slot(MAX_SKEW):
@@ -722,7 +725,7 @@ class Log:
         if is_odd or is_known or not self.is_signed(vote):
             return
         for other in own:
-            self.take_notice(sender, Proof(other, vote))
+            self.take_notice(Proof(other, vote))
         self.add_record(vote)
         if len(own) >= MAX_VOTES:
             del self.records[compute_hash(min((*own, vote), key=lambda other: other.attempt))[:8]]
@@ -735,5 +738,5 @@ def rank(entries: list[Entry], fork: State) -> tuple:
     return -len(owners & {*fork.voters}), entries[0].commit.hash
 
 
-TAKERS = [Log.take_status, Log.take_key, Log.take_commit, Log.take_offer, Log.take_notice, Log.take_notice]
-TAKERS += [Log.take_proposal, Log.take_vote]  # for each of KINDS
+TAKERS = {Key: Log.take_key, Commit: Log.take_commit, Offer: Log.take_offer, Leave: Log.take_notice}
+TAKERS |= {Proof: Log.take_notice, Proposal: Log.take_proposal, Vote: Log.take_vote}

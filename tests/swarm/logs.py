@@ -76,7 +76,7 @@ class Trainer:
             commits = commits[: network.random.randint(0, len(commits))]
         self.start()
         for commit in commits:
-            self.log.take_commit(self.peer, commit)
+            self.log.take_commit(commit)
         self.run(self.log.tick(network.now))
 
     def make_offer(self) -> None:

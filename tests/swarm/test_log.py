@@ -661,7 +661,7 @@ def test_new_peer_next_to_new_keys_becomes_voter(withholds):
         log.identity.known |= {*names}
         for peer in (*names, *PEERS[:4], b"new"):
             blob = bytes(31) + b"x" if withholds and peer in names else bytes(32)
-            log.take_offer(peer, make_offer(peer, log.head.head, blob))
+            log.take_offer(make_offer(peer, log.head.head, blob))
         assert len(log.select(Offer)) <= 4 + 2 * MAX_POOL and epoch < 20
         log.add_commit(log.make_list())
 
