@@ -26,16 +26,16 @@ CATCH_UP = 0.02  # seconds of sending that a busy core has missed, and which are
 ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
 PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
-POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two looks at the uplink, with traffic and without
-PROBES = 3  # pings at each look; the fastest answer counts: others' uplinks may be full
+POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two polls, with traffic and without
+PROBES = 3  # pings at each poll; the fastest answer counts: others' uplinks may be full
 # Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
 STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
-# Factors of the rate, at one look. A rate above the uplink's costs more than one below it: 5 % too much made a round of
+# Factors of the rate, at one poll. A rate above the uplink's costs more than one below it: 5 % too much made a round of
 # 16 s one of 22 s, because TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly at
-# first: by more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
+# first: by more at each poll than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 MAX_RECOVERY, RECOVERY_STEP = 1.2, 0.02  # the same until the rate before a drain is back
-RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
+RATE_COOLDOWN_POLLS = 5  # polls until a lower rate shows, because the queue has to drain first
 # QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile.
 MAX_DRAIN = 60.0  # seconds to wait for any answer
 MAX_FLUSH = 3.0  # seconds until the daemon's data has left
@@ -44,7 +44,7 @@ ACKNOWLEDGED = 0.03  # acknowledgements as a share of the received bytes
 RECOVERED = 0.7  # of the rate before a drain, up to which the rate grows fast
 RECOVERY_SHARE = 0.3  # of the rate, which has to be used meanwhile
 FORGET = 0.95  # the part of the old rate that each further queue leaves
-HELD_BACK_LOOKS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
+HELD_BACK_POLLS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
 MIN_RATE = 1e4  # bytes/s
 
@@ -118,7 +118,7 @@ class Uplink:
         self._is_paused = shared(c_bool)  # whether nothing is sent until a long queue has drained
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
-        # looks at a full uplink since the last queue; looks until it has drained; the last rates; that before a drain
+        # polls of a full uplink since the last queue; polls until it has drained; the last rates; that before a drain
         self._calm, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
 
     # --- rate
@@ -211,25 +211,25 @@ class Uplink:
         rtt = self._times["rtt"]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
 
-    # --- looks
+    # --- polls
 
     async def watch(self, node: DHTNode) -> None:
         """Measure RTTs, and keep the queue short by the rate (LEDBAT, RFC 6817). Runs forever, in the DHT's process."""
         shortest: dict[PeerID, float] = {}
         asking: dict[PeerID, asyncio.Task] = {}
-        sent, looked, has_warned = self._sent.value, time.monotonic(), False
-        delays = deque([0.0] * HELD_BACK_LOOKS, maxlen=HELD_BACK_LOOKS)  # in seconds, at the last looks
-        calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the highest share since
+        sent, polled, has_warned = self._sent.value, time.monotonic(), False
+        delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
+        calm_sent, calm_at, most = sent, polled, 0.0  # when there was no queue, and the highest share since
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
             now, has_traffic = time.monotonic(), self._sent.value > sent
             peers = choose_peers(node)
-            if not peers or not has_traffic and now < looked + IDLE_POLL_INTERVAL:
+            if not peers or not has_traffic and now < polled + IDLE_POLL_INTERVAL:
                 continue
-            seconds = max(POLL_INTERVAL / 2, now - max(looked, self._began.value))
+            seconds = max(POLL_INTERVAL / 2, now - max(polled, self._began.value))
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
-            sent, looked = self._sent.value, now
+            sent, polled = self._sent.value, now
             # an answer that came late is not a sample
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
             fresh = {peer: asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers if peer not in asking}
@@ -251,16 +251,16 @@ class Uplink:
                     self.adjust(queue, share)
                 else:
                     await self.drain(node, calm_sent, calm_at)
-                    sent, looked = self._sent.value, time.monotonic()
-                    delays.extend([0.0] * HELD_BACK_LOOKS)
+                    sent, polled = self._sent.value, time.monotonic()
+                    delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
-                calm_sent, calm_at, most = sent, looked, 0.0
+                calm_sent, calm_at, most = sent, polled, 0.0
             if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
                 logger.warning(f"sending at most {self.mbits:.1f} Mbit/s: the uplink carries less than `bandwidth`")
 
     def adjust(self, queue: float, share: float) -> None:
-        """Raise or lower the rate after a look, by the queueing delay, the seconds that the last pings took beyond the
+        """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
         shortest one, and by the share of the rate that was used. After a drain it grows fast to the old rate.
         At first, this needs little use, because a peer that sends a part of its gradients fills no uplink."""
         if not (rate := self._rate.value):
@@ -268,8 +268,8 @@ class Uplink:
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
-            rate = LOWER * min(self._rates)  # it began some looks ago
-            self._calm, self._settling, self._lost = 0, RATE_COOLDOWN_LOOKS, FORGET * self._lost
+            rate = LOWER * min(self._rates)  # it began some polls ago
+            self._calm, self._settling, self._lost = 0, RATE_COOLDOWN_POLLS, FORGET * self._lost
             with self.lock:  # let it drain
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
         elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if rate < RECOVERED * self._lost else 0.85):
