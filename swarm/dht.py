@@ -110,19 +110,16 @@ class DHT(hivemind.DHT):
                 raise
 
 
-async def ping_peers(
-    dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None
-) -> set[bytes]:
+async def ping_peers(dht: DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None) -> set[bytes]:
     """Return the ids of the peers that answer at least one of two pings, each within `patience` seconds; default: the
     uplink's response timeout. Runs in the DHT's process."""
-    uplink: Uplink = dht.uplink
-    timeout = patience or uplink.timeouts.response
+    timeout = patience or dht.uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:
         for attempt in range(2):
             with contextlib.suppress(asyncio.TimeoutError):
                 # only the second ping removes a silent peer from the routing table
-                ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else uplink.measure_rtt(node, peer)
+                ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else dht.uplink.measure_rtt(node, peer)
                 if await asyncio.wait_for(ping, timeout) is not None:
                     return True
         return False

@@ -350,20 +350,19 @@ class Exchange:
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
-        hashes, has_begun, unknown_at = [], False, time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         while numbers:
             if not hashes and self.store.has_file(blob):
                 hashes = self.store.list_hashes(blob)
+                async with lock:
+                    await self._send_block(peer, HASHES, b"".join(hashes), writer)
             ready = {number for number in numbers if number < len(hashes) and self.store.has_file(hashes[number])}
             for number in sorted(ready):
                 self._counts[blob, peer] += 1
                 if self._counts[blob, peer] > MAX_COPIES * self.num_blocks:
                     raise ValueError("too many copies requested")
                 async with lock:
-                    if not has_begun:
-                        await self._send_block(peer, HASHES, b"".join(hashes), writer)
-                    has_begun = True
                     await self._send_block(peer, number, self.store.get(hashes[number]), writer)
             numbers -= ready
             if numbers and blob in self._downloads:

@@ -58,9 +58,7 @@ class LocalSteps:
     anchor moves next. When the anchor moves, the local parameters move by the same amount.
     """
 
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], outer: OuterOptimizer, make_inner: Callable[[], Optimizer]
-    ):
+    def __init__(self, params: Sequence[torch.Tensor], outer: OuterOptimizer, make_inner: Callable[[], Optimizer]):
         """:param make_inner: a function that creates an optimizer of these parameters, for the local steps"""
         self.params, self.outer, self.make_inner = params, outer, make_inner
         self.inner: Optimizer | None = None  # created by the first local step

@@ -20,11 +20,9 @@ PLAUSIBLE_MBITS = 1e-2, 1e6  # range of bandwidth claims; others are refused, be
 MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
 
 
-def choose_fractions(
-    fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
-) -> tuple[float, ...]:
+def choose_fractions(fractions: Sequence[float], modes: Sequence[AveragingMode], min_size: int) -> tuple[float, ...]:
     """Return what each peer averages, given the numbers in hivemind: at least MIN_FRACTION, with which it checks the
-    averages of the others, at most MAX_FRACTION, and nothing with fewer than min_vector_size elements (note 59)."""
+    averages of the others, at most MAX_FRACTION, and nothing with fewer than min_size elements (note 59)."""
     least = MIN_FRACTION * sum(fractions)
     fractions = [max(part, least) if mode == NODE else part for part, mode in zip(fractions, modes, strict=True)]
     positive = sorted(filter(None, fractions))
@@ -33,7 +31,7 @@ def choose_fractions(
     total = sum(fractions)
     # all peers see the same fractions in the same order, and drop the same ones
     kept = sorted(range(len(fractions)), key=lambda index: -fractions[index])
-    while len(kept) > 1 and fractions[kept[-1]] * total < min_vector_size * sum(fractions[index] for index in kept):
+    while len(kept) > 1 and fractions[kept[-1]] * total < min_size * sum(fractions[index] for index in kept):
         kept.pop()
     return tuple(fraction if index in kept else 0 for index, fraction in enumerate(fractions))
 
