@@ -86,9 +86,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         super().run()
 
     def run_in_background(self, **_) -> None:
-        """Start the averager's process; hivemind's method makes this process ignore Ctrl-C from then on (note 36)."""
+        """Start the averager's process, but do not wait for it, and do not ignore Ctrl-C, as in hivemind (note 36)."""
         self.start()
-        self.wait_until_ready()
 
     def _send(self, method: str, *args, **options) -> None:
         """Call a coroutine method in the averager's process, without waiting for it."""

@@ -42,8 +42,7 @@ class MembershipCredential:
 
 
 def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
-    """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid. The kind
-    of the content is part of the signed bytes."""
+    """Return the content of signed data of this kind, or raise a ValueError, before decoding it, if it is forged."""
     if len(data) > max_bytes:
         raise ValueError("it is too long")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]

@@ -87,14 +87,16 @@ class Swarm:
         return bool(others)
 
     def agree_on(self, contract: RunContract, lifetime: float) -> None:
-        """Compare this peer's contract with the run's, and publish it, or raise a ContractMismatch. Peers that start at
-        the same moment compare again, and at least one sees the other. Only peers that joined earlier count.
+        """Compare this peer's contract with the run's, and publish it, or raise a ContractMismatch. The first peers
+        of a run compare again, and at least one of two sees the other. Only peers that joined earlier count.
 
         :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
         """
         require_same(self.prefix, contract, self.list_contracts())
-        self.contract = contract
-        concurrent.futures.wait([self.publish_contract(contract, lifetime)], PUBLISH_TIMEOUT)
+        self.contract, published = contract, self.publish_contract(contract, lifetime)
+        if self.dht.attestation and self.dht.attestation.contract:  # all that start now compare with this one
+            return
+        concurrent.futures.wait([published], PUBLISH_TIMEOUT)
         try:
             others = [other for other in self.list_contracts() if other.joined < contract.joined]
             require_same(self.prefix, contract, others)

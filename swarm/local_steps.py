@@ -101,9 +101,8 @@ class LocalSteps:
 
     def dump_inner_state(self) -> dict:
         """Return a copy of the state of the local steps' optimizer, in host memory."""
-        return nested_map(
-            lambda it: it.to("cpu", copy=True) if isinstance(it, torch.Tensor) else it, self.inner.state_dict()
-        )
+        state = self.inner.state_dict()
+        return nested_map(lambda it: it.to("cpu", copy=True) if isinstance(it, torch.Tensor) else it, state)
 
     def load_inner_state(self, state_dict: dict) -> None:
         """Load the state of an optimizer of local steps, or of the swarm's."""

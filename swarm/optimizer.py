@@ -97,6 +97,8 @@ class CollaborativeOptimizer:
         own = dict(prefix=f"{prefix}_grad_averager", compression=compressions["gradients"])
         self.grad_averager = GradientAverager(self.state_averager.main_parameters, **own, **options)
         exit_if_process_dies(self.grad_averager, "gradient averager")
+        self.state_averager.wait_until_ready()  # both have started at the same time
+        self.grad_averager.wait_until_ready()
         self.state_averager.grad_averager = self.grad_averager
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
