@@ -175,7 +175,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         senders = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
         awaited = {peer for peer, received in senders if received < reducer.num_parts} - self.banned_senders
         reducers = zip(self.ordered_peer_ids, parts._outputs_registered_by_peer, parts.num_parts_by_peer, strict=True)
-        awaited |= {peer for peer, registered, expected in reducers if registered < expected}
+        if self.peer_id in self.sender_peer_ids:  # an auxiliary peer requests no averages
+            awaited |= {peer for peer, registered, expected in reducers if registered < expected}
         return list(awaited - {self.peer_id})
 
     def list_stragglers(self, are_reducers: bool) -> list[PeerID]:

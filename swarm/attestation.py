@@ -5,7 +5,7 @@ a run count only if none of these peers answers. A new peer asks them with a cli
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from functools import partial
 
 import hivemind
@@ -87,13 +87,8 @@ async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Ru
 
 def ask_initial_peers(dht: hivemind.DHT, prefix: str, is_new_run: bool) -> RunAttestation | None:
     """Return the merged attestations of the peers in `initial_peers`, see `merge_attestations`."""
-    peers = select_attesters(map(str, dht.initial_peers or ()))
-    return merge_attestations(dht.run_coroutine(partial(request_in_dht, peers=peers)), prefix, is_new_run)
-
-
-def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
-    """Return the first peers in `initial_peers`, without duplicates."""
-    return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:MAX_ATTESTERS]
+    request = partial(request_in_dht, peers=dht.initial_ids[:MAX_ATTESTERS])
+    return merge_attestations(dht.run_coroutine(request), prefix, is_new_run)
 
 
 def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
@@ -195,7 +190,7 @@ async def contact_initial_peers(
     maddrs = [maddr for maddr in maddrs if not maddr.startswith("/p2p/")]
     async with open_client(membership) as p2p:
         problems = dict(zip(maddrs, await asyncio.gather(*(find_problem(p2p, maddr) for maddr in maddrs)), strict=True))
-        peers = select_attesters(maddr for maddr, problem in problems.items() if problem is None)
+        peers = list({get_peer_id(maddr): 0 for maddr, problem in problems.items() if problem is None})[:MAX_ATTESTERS]
         if membership:
             await membership.exchange_revocations(p2p, peers)
         attestations = await request_attestations(p2p, peers)

@@ -186,33 +186,36 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
         timeouts = self.dht.uplink.timeouts
-        # checks are counted instead of seconds, because a frozen peer makes none; progress allows more of them
-        checks_left, progress = (timeouts.next_chunk + 2 * timeouts.round_seconds) / CHECK_INTERVAL, 0.0
-        max_pause, pauses = 2 * timeouts.next_chunk / CHECK_INTERVAL, Counter()  # since the last message of each peer
-        ping_checks = int(max(MIN_PING_DELAY, timeouts.round_seconds / 8) / CHECK_INTERVAL)
+        ping_delay, max_pause = max(MIN_PING_DELAY, timeouts.round_seconds / 8), 2 * timeouts.next_chunk
+        max_step = CHECK_INTERVAL + 2 * timeouts.silence_in_round  # of the clock: a frozen peer blames no other for it
+        elapsed, checked_at = 0.0, time.monotonic()
+        pauses, pings = Counter(), Counter()  # since the last message of each peer, by peer and the number of messages
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
                 return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
-            checks_left += (runner.progress - progress) * timeouts.slow_round / CHECK_INTERVAL - 1
-            progress = runner.progress
+            step, checked_at = min(time.monotonic() - checked_at, max_step), time.monotonic()
+            elapsed += step
+            allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
             newest = [(peer, runner.arrived[peer]) for peer in runner.list_awaited_peers()]
-            pauses.update(newest)
+            pauses.update(dict.fromkeys(newest, step))
             # a reducer that waits for a sender itself gives it up in half of this time
-            stalled = [peer for peer, count in newest if pauses[peer, count] > max_pause]
-            # a reducer that waits for a straggler itself gets 10 more checks to report it
-            late = runner.list_stragglers(are_reducers=checks_left < -10) if checks_left < 0 else []
+            stalled = [it[0] for it in newest if pauses[it] > max_pause]
+            # a reducer that waits for a straggler itself gets more time to report it
+            late = runner.list_stragglers(elapsed > allowed + 10 * CHECK_INTERVAL) if elapsed > allowed else []
             stragglers = [peer for peer in stalled if not runner.arrived[peer]] or late
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
             if stalled:  # no proof: after a change of address, pings use another connection than a round's stream
                 return runner.end(stalled[0], AllreduceException(f"peer {stalled[0]} has sent nothing for a while"))
-            quiet = {it[0].to_bytes(): it for it in newest if pauses[it] % ping_checks == 0 and it[0] not in clients}
+            quiet = [it for it in newest if pauses[it] > ping_delay * (1 + pings[it]) and it[0] not in clients]
             if quiet:
-                ping = partial(ping_peers, peer_ids=[*quiet], patience=timeouts.silence_in_round)
-                unanswered = quiet.keys() - await self.dht.run_coroutine(ping, return_future=True)
-                if silent := [it for it in unanswered if runner.arrived[quiet[it][0]] == quiet[it][1]]:
+                pings.update(quiet)
+                ids = {peer.to_bytes(): (peer, count) for peer, count in quiet}
+                ping = partial(ping_peers, peer_ids=[*ids], patience=timeouts.silence_in_round)
+                unanswered = ids.keys() - await self.dht.run_coroutine(ping, return_future=True)
+                if silent := [it for it in unanswered if runner.arrived[ids[it][0]] == ids[it][1]]:
                     runner.silent = silent
                     return runner.end(PeerID(silent[0]), PeersSilentError(silent))
 

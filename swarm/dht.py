@@ -36,8 +36,7 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     """Ping lost peers, which hivemind drops, until they answer (note 64). Runs in the DHT's process, forever."""
-    initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
-    touches = dict.fromkeys(initial_peers, 0)  # of each known peer since it was last there
+    touches = dict.fromkeys(node.initial_ids, 0)  # of each known peer since it was last there
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
         present = set(node.protocol.routing_table.peer_id_to_uid)
@@ -46,7 +45,7 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
         answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
         for peer, answer in zip(lost, answers, strict=True):
             touches[peer] += 1
-            if answer is None and touches[peer] >= TOUCHES and peer not in initial_peers:
+            if answer is None and touches[peer] >= TOUCHES and peer not in node.initial_ids:
                 del touches[peer]
 
 
@@ -86,6 +85,7 @@ class DHT(hivemind.DHT):
         #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
         self.attestation: RunAttestation | None = None
         maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
+        self.initial_ids = list(dict.fromkeys(get_peer_id(str(maddr)) for maddr in maddrs["initial_peers"] or ()))
         kwargs |= {name: add_quic(value) for name, value in maddrs.items() if value}
         kwargs["node_id"] = find_node_id(PeerID(find_peer_id(RecordValidator().local_public_key)))
         install()
@@ -99,7 +99,7 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
-        DHTNode.uplink, DHTNode.membership = self.uplink, self.membership
+        DHTNode.uplink, DHTNode.membership, DHTNode.initial_ids = self.uplink, self.membership, self.initial_ids
         install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()

@@ -21,7 +21,7 @@ from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
-from utils import MAX_WORKERS, LocalMetrics, make_validators
+from utils import MAX_WORKERS, make_validators
 
 logger = logging.getLogger("joining")
 
@@ -36,8 +36,7 @@ class Swarm:
 
     def __init__(self, config: SwarmConfig, dht: DHT, public_key: bytes):
         """:param public_key: the subkey of the records that this peer signs"""
-        self.config, self.dht, self.public_key = config, dht, public_key
-        self.prefix = config.experiment_prefix
+        self.config, self.prefix, self.dht, self.public_key = config, config.experiment_prefix, dht, public_key
         self.contract: RunContract | None = None  # the contract that this peer trains by, and publishes
         self.stores: dict[str, MPFuture] = {}  # by name, the last record of this peer on its way to the DHT
 
@@ -113,11 +112,7 @@ class Swarm:
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
         """Store this peer's contract for this number of seconds, or withdraw it (None), so that it does not bind the
         next run of this name; without waiting."""
-        return self._store("run", contract and contract.dict(), lifetime)
-
-    def publish_metrics(self, metrics: LocalMetrics, lifetime: float) -> None:
-        """Store this peer's metrics of an epoch for this number of seconds, without waiting."""
-        self._store("metrics", metrics.dict(), lifetime)
+        return self.publish("run", contract and contract.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
         """Tell new peers that have this peer's address the contract of most contributors, if any, and their ids. This
@@ -152,7 +147,8 @@ class Swarm:
         concurrent.futures.wait(self.stores.values(), STORE_TIMEOUT)
         shut_down(self.dht, optimizer)
 
-    def _store(self, name: str, value: dict | None, lifetime: float) -> MPFuture:
+    def publish(self, name: str, value: dict | None, lifetime: float) -> MPFuture:
+        """Store this peer's record for this number of seconds under one of the keys of RunSchema, without waiting."""
         options = dict(value=value, expiration_time=get_dht_time() + lifetime, return_future=True)
         self.stores[name] = self.dht.store(f"{self.prefix}_{name}", subkey=self.public_key, **options)
         return self.stores[name]

@@ -35,7 +35,6 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.addresses import get_peer_id
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
 from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
@@ -112,7 +111,7 @@ class LogRounds:
         self.dht, self.tracker, self.is_auxiliary = tracker.dht, tracker, tracker.trust.is_auxiliary
         self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
-        self.initial_peers = {get_peer_id(str(maddr)).to_bytes() for maddr in self.dht.initial_peers or ()}
+        self.initial_peers = {peer.to_bytes() for peer in self.dht.initial_ids}
         self.log: Log | None = None
         self.log_id = b""
         #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer

@@ -25,8 +25,8 @@ ENVIRONMENT = {
     "GOGC": "50",  # otherwise, p2pd uses 20 MB more for the same 24 MB of live data (note 90)
 }
 END_OF_STREAM = "end of stream"  # the last message of a stream
-UNREAD_TIMEOUT = 60.0  # seconds for a caller to read a message, or to close a stream that has ended
-MAX_MESSAGE_BYTES = 2**24  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
+UNREAD_TIMEOUT = 60.0  # seconds to send a message or to read one, and for a caller to close a stream that has ended
+MAX_MESSAGE_BYTES = 2**22  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
 EXTENSIONS = (0x40, 0x50)  # hivemind's types in a message: tuples, and dictionaries of the DHT
 MAX_NESTING = 8  # of values of these types
 CALL_STREAM_HANDLER, DECODE_EXTENSION = P2P.iterate_protobuf_handler, MSGPackSerializer._decode_ext_types
@@ -88,11 +88,12 @@ def decode_extension(cls: type, code: int, data: bytes) -> object:
 
 
 async def receive_limited(reader: asyncio.StreamReader) -> bytes:
-    """Receive a message of a stream, of which hivemind would keep as many bytes as a peer claims (note 92)."""
+    """Receive a message of a stream, of which hivemind would keep as many bytes as a peer claims, forever (note 92)."""
     size = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
-    return await reader.readexactly(size)
+    async with asyncio.timeout(UNREAD_TIMEOUT):
+        return await reader.readexactly(size)
 
 
 async def add_whole_stream_handler(

@@ -19,7 +19,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dh
 
 from common.console import format_count
 from swarm import logger
-from swarm.attestation import request_in_dht, select_attesters
+from swarm.attestation import MAX_ATTESTERS, request_in_dht
 from swarm.config import AveragingConfig
 from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
@@ -248,7 +248,7 @@ class PeerTracker:
                 attestations = [it for it in done.result().values() if it.prefix == self.prefix]
                 self.trust.attested = {worker for it in attestations for worker in it.workers} or self.trust.attested
 
-        if peers := select_attesters(map(str, self.dht.initial_peers or ())):
+        if peers := self.dht.initial_ids[:MAX_ATTESTERS]:
             self._attestations = self.dht.run_coroutine(partial(request_in_dht, peers=peers), return_future=True)
             self._attestations.add_done_callback(apply)
 

@@ -90,7 +90,7 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     MIN_BANDWIDTH if all are too slow. The first batch is a single request, and each one doubles, so that a slow
     connection needs few. Runs in the DHT process."""
     request, slowest = BytesValue(value=bytes(MEASURE_BYTES)), None
-    for peer_id in {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}:
+    for peer_id in node.initial_ids:
         requests, best, start = 1, 0.0, time.monotonic()
         try:
             while time.monotonic() < start + MEASURE_TIME:
@@ -127,8 +127,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
 
 async def ask_to_dial_back(ports: list[int], dht: hivemind.DHT, node: DHTNode) -> list[tuple[str, bool]]:
     """Ask up to four initial peers to dial back, and return the valid answers. Runs in the DHT process."""
-    peers = {get_peer_id(maddr) for maddr in dht.initial_peers}
-    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(peers)[:4]))
+    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in node.initial_ids[:4]))
     return [answer for answer in answers if answer]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import hivemind.dht.node
 import hivemind.dht.protocol
@@ -20,6 +20,7 @@ from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 # Limits per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB. All records of a key
 # fit in one message of at most 4 MB.
 PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
+MAX_UNKNOWN = 2  # nodes in an answer that may be invented; a search asks the nearest five
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 
 
@@ -36,17 +37,15 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
         self.held = TimedStorage()  # by sender: the size and the expiration time of each record, by key and subkey
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """Store only the records that `accepts_record` admits; hivemind stores all valid ones."""
+        """Store only the records that `may_store` admits; hivemind stores all valid ones."""
         records = list(zip(*(getattr(request, name) for name in FIELDS), strict=True))
-        admitted = [self.accepts_record(context.remote_id, *record) for record in records]
+        admitted = [self.may_store(context.remote_id, *record) for record in records]
         rest = dict(zip(FIELDS, zip(*itertools.compress(records, admitted), strict=True), strict=False))
         stored = iter((await super().rpc_store(dht_pb2.StoreRequest(peer=request.peer, **rest), context)).store_ok)
         store_ok = [next(stored) if is_admitted else False for is_admitted in admitted]
         return dht_pb2.StoreResponse(store_ok=store_ok, peer=self.node_info)
 
-    def accepts_record(
-        self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool
-    ) -> bool:
+    def may_store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool) -> bool:
         """Return whether a record belongs to its sender and is within the limits; count it if so."""
         try:
             subkey, stored, now = self.serializer.loads(tag), self.storage.get(DHTID.from_bytes(key)), get_dht_time()
@@ -87,6 +86,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             for subkey, record in data.items():
                 records.store(subkey, record.value, record.expiration_time)
             nearest = {find_node_id(other): other for other in nearest.values()}
+            unknown = [node_id for node_id, other in nearest.items() if other not in self.routing_table]
+            for node_id in sorted(unknown, key=key.xor_distance)[MAX_UNKNOWN:]:  # invented ones would hide all others
+                del nearest[node_id]
             results[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return results
 
@@ -94,8 +96,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
 class DHTNode(hivemind.dht.node.DHTNode):
     """A DHT node with a fraction of hivemind's traffic (note 76)."""
 
-    uplink: Uplink  # both are set by `DHT.run`
+    uplink: Uplink  # all three are set by `DHT.run`
     membership: Membership | None = None
+    initial_ids: Sequence[PeerID] = ()
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""

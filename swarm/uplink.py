@@ -118,6 +118,7 @@ class Uplink:
         self._is_paused = shared(c_bool)  # whether nothing is sent until a long queue has drained
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
+        self._rtts: deque[float] = deque(maxlen=2 * PROBES)  # the last ones, in the DHT's process
         # polls of a full uplink since the last queue; polls until it has drained; the last rates; that before a drain
         self._calm, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
 
@@ -206,9 +207,10 @@ class Uplink:
         self._times["epoch_seconds"].value = seconds
 
     def record_rtt(self, seconds: float) -> None:
-        """Record the RTT of a small message. The longest one counts, and decays; but it counts at most twice the one
-        before, because a frozen peer answers when it is back. If the network is slow, all answers are."""
-        rtt = self._times["rtt"]
+        """Record the RTT of a small message. The longest one counts, and decays; but not the slowest two of six, which
+        may be of one peer, and at most twice the one before, because a frozen peer answers when it is back."""
+        self._rtts.append(seconds)
+        rtt, seconds = self._times["rtt"], sorted(self._rtts)[-PROBES:][0]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
 
     # --- polls
@@ -341,5 +343,6 @@ def count_left() -> float:
 
 
 def choose_peers(node: DHTNode) -> list[PeerID]:
-    """Return the peers to ping: always the same while they are there, in an order that no peer can know."""
-    return sorted(node.protocol.routing_table.peer_id_to_uid, key=hash)[:PROBES]  # Python salts hashes of bytes
+    """Return the peers to ping: initial ones, as others may invent a queue, then the same ones in a secret order."""
+    peers = node.protocol.routing_table.peer_id_to_uid
+    return sorted(peers, key=lambda it: (it not in node.initial_ids, hash(it)))[:PROBES]  # Python salts hashes of bytes

@@ -53,7 +53,7 @@ def run_dhts(*validators_of_each: list):
             peers = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
             host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
             dht = hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
-            dht.uplink, dht.key = Uplink(), RSAPrivateKey()  # which trackers expect
+            dht.uplink, dht.key, dht.initial_ids = Uplink(), RSAPrivateKey(), [it.peer_id for it in dhts[:1]]
             dhts.append(dht)
         yield dhts
     finally:

@@ -147,7 +147,7 @@ class MetricsReporter:
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record
             logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {e}")
         else:
-            self.swarm.publish_metrics(metrics, self.state.args.statistics_expiration)
+            self.swarm.publish("metrics", metrics.dict(), self.state.args.statistics_expiration)
 
     def write(self, evaluation: Evaluation | None) -> dict:
         """Append the last epoch to history.jsonl, with its evaluation if there is one, and return the line."""

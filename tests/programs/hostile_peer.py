@@ -15,6 +15,7 @@ from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
+from swarm.storage import DHTProtocol
 from swarm.trust import RoundTrust
 from tests.programs import gradient_peer
 
@@ -98,6 +99,20 @@ def fall_silent(_: str) -> None:
     FailFastAllReduceRunner.rpc_aggregate_part = send_nothing
 
 
+def fall_silent_and_answer_late(_: str) -> None:
+    """The others wait for each answer to a ping as well."""
+    answer = DHTProtocol.rpc_ping
+
+    async def answer_late(self, request, context):
+        if not request.HasField("peer"):  # a second ping has it
+            await asyncio.sleep(3600)
+        await asyncio.sleep(1.3)
+        return await answer(self, request, context)
+
+    DHTProtocol.rpc_ping = answer_late
+    fall_silent("late")
+
+
 def claim_a_slow_line(_: str) -> None:
     """Its rounds would last for years, and it sends nothing in them."""
     GradientAverager.bandwidth = property(lambda _: 1e-7, lambda *_: None)
@@ -106,7 +121,8 @@ def claim_a_slow_line(_: str) -> None:
     FailFastAllReduceRunner.rpc_aggregate_part = answer
 
 
-HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line, "silent": fall_silent}
+HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line}
+HOLDS_UP |= {"silent": fall_silent, "late": fall_silent_and_answer_late}
 UNNAMED = {"mute": lead_without_rounds}  # no peer can prove that they do harm
 
 

@@ -15,6 +15,7 @@ import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
 from common.console import UserError
 from swarm import joining
+from swarm.addresses import get_peer_id
 from swarm.attestation import RunAttestation, ask_initial_peers, request_in_dht, set_attestation
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, fetch_contracts
@@ -54,7 +55,7 @@ def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
 def ask(dht: DHT, prefix: str, maddrs: list[str], is_new_run: bool = False) -> RunAttestation | None:
     """Ask these peers instead of those that the DHT was started with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dht, "initial_peers", maddrs)
+        patch.setattr(dht, "initial_ids", list(dict.fromkeys(map(get_peer_id, maddrs))))
         return ask_initial_peers(dht, prefix, is_new_run)
 
 

@@ -63,6 +63,17 @@ def test_second_stream_of_parts_is_refused():
     assert list(runner.violations) == [peer]
 
 
+def test_auxiliary_peer_awaits_no_averages():
+    """It would otherwise end the round, and blame a peer that is done."""
+    first, second, helper = (PeerID(bytes([number])) for number in range(3))
+    runner = SimpleNamespace(sender_peer_ids=[first, second], ordered_peer_ids=[first, second, helper])
+    runner.banned_senders, runner.tensor_part_reducer = set(), SimpleNamespace(num_parts_received=[3, 3], num_parts=3)
+    runner.tensor_part_container = SimpleNamespace(_outputs_registered_by_peer=[0, 0, 0], num_parts_by_peer=[2, 2, 3])
+    for peer, awaited in ((helper, set()), (first, {second, helper})):
+        runner.peer_id = peer
+        assert {*FailFastAllReduceRunner.list_awaited_peers(runner)} == awaited
+
+
 def test_clip_keeps_honest_gradients():
     for seed in range(200):
         torch.manual_seed(seed)

@@ -319,17 +319,21 @@ def test_unread_requests_block_connection():
     assert asyncio.run(count_streams(patches.add_whole_stream_handler)) == 5
 
 
-def test_size_of_stream_message_is_limited():
+def test_size_of_stream_message_is_limited(monkeypatch):
     """Note 92; receive_limited in swarm/patches.py."""
 
     async def receive(size: int) -> bytes:
         reader = asyncio.StreamReader()
         reader.feed_data(size.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + b"data")
-        return await asyncio.wait_for(patches.receive_limited(reader), 5)
+        async with asyncio.timeout(5):
+            return await patches.receive_limited(reader)
 
     assert asyncio.run(receive(4)) == b"data"
     with pytest.raises(ValueError, match=f"a message of {2**50} bytes"):
         asyncio.run(receive(2**50))
+    monkeypatch.setattr(patches, "UNREAD_TIMEOUT", 0.1)
+    with pytest.raises(TimeoutError):  # one that never ends
+        asyncio.run(receive(5))
 
 
 class CountingValidator(RecordValidatorBase):

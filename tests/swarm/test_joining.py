@@ -18,8 +18,7 @@ from processes import LOOPBACK, make_prefix, run_python, wait_until
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
-from swarm.addresses import add_quic, get_host_port, list_shareable_maddrs
-from swarm.attestation import select_attesters
+from swarm.addresses import add_quic, get_host_port, get_peer_id, list_shareable_maddrs
 from swarm.reachability import (
     DIAL_BACK,
     MAX_CALLERS,
@@ -120,7 +119,7 @@ def test_relayed_initial_peer_is_trusted_itself():
     """Not its relay, which any peer may be."""
     relay, peer = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
     maddr = f"/ip4/203.0.113.7/tcp/1/p2p/{relay}/p2p-circuit/p2p/{peer}"
-    assert select_attesters([maddr, f"/ip4/203.0.113.7/tcp/1/p2p/{relay}"]) == [peer, relay]
+    assert get_peer_id(maddr) == peer
     check_multiaddrs("--initial_peers", [maddr], needs_peer_id=True)
     with pytest.raises(UserError):
         check_multiaddrs("--initial_peers", ["/ip4/203.0.113.7/tcp/1"], needs_peer_id=True)
@@ -143,9 +142,8 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
     async def call(*_) -> BytesValue:
         return BytesValue(value=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
-    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
-    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
-    assert asyncio.run(ask_to_dial_back([31337], SimpleNamespace(initial_peers=[address]), node)) == expected
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
+    assert asyncio.run(ask_to_dial_back([31337], None, node)) == expected
 
 
 def test_dials_back_are_limited(monkeypatch):
@@ -191,26 +189,23 @@ def test_bandwidth_counts_if_peer_leaves_during_measurement():
         if len(calls) > 1:
             raise P2PDaemonError("the peer has left")
 
-    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
-    address = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
-    assert asyncio.run(measure_rate(SimpleNamespace(initial_peers=[address]), node)) > 10
+    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
+    assert asyncio.run(measure_rate(None, node)) > 10
 
 
 def test_bandwidth_is_measured_without_silent_peer(monkeypatch):
     """The uplink would start at the lowest rate because one of the initial peers is frozen."""
     monkeypatch.setattr("swarm.reachability.MEASURE_TIMEOUT", 0.2)
-    peers = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])) for number in (1, 2)]
 
-    def measure(silent: list[PeerID]) -> float:
-        async def call(peer: PeerID, *_) -> None:
+    def measure(*silent: str) -> float:
+        async def call(peer: str, *_) -> None:
             await asyncio.sleep(60 if peer in silent else 0.01)
 
-        node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
-        dht = SimpleNamespace(initial_peers=[f"/ip4/203.0.113.1/tcp/31337/p2p/{peer}" for peer in peers])
-        return asyncio.run(measure_rate(dht, node))
+        node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["a", "b"])
+        return asyncio.run(measure_rate(None, node))
 
-    assert min(measure(peers[:1]), measure(peers[1:])) > 10
-    assert measure(peers) == MIN_BANDWIDTH
+    assert min(measure("a"), measure("b")) > 10
+    assert measure("a", "b") == MIN_BANDWIDTH
 
 
 @pytest.mark.parametrize(

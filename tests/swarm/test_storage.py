@@ -2,7 +2,10 @@
 
 import asyncio
 import functools
+import itertools
 import math
+import random
+from functools import partial
 
 import hivemind.dht.node
 import msgpack
@@ -17,7 +20,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix
 from records import attack, sign, start_dht_as
 
-from swarm.dht import DHT
+from swarm.dht import DHT, ping_peers
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import install
 from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode, find_node_id
@@ -215,6 +218,57 @@ def test_storing_sends_no_foreign_records(uplink):
 
     stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 120))
     assert (stored, got) == ([0] * 5, [1] * 5) and found["reporter"].value == "new"
+
+
+async def find_invented(self, request: dht_pb2.FindRequest, _) -> dht_pb2.FindResponse:
+    """Name five nodes that are nearer to each key than all others, and do not exist."""
+    ids = [b"\x12\x20" + random.randbytes(32) for _ in range(3000)]
+    nodes = {DHTID.generate(peer_id): peer_id for peer_id in ids}
+    answer = dht_pb2.FindResponse(peer=self.node_info)
+    for key in map(DHTID.from_bytes, request.keys):
+        near = sorted(nodes, key=key.xor_distance)[:5]
+        answer.results.add(
+            type=dht_pb2.NOT_FOUND,
+            nearest_node_ids=[node_id.to_bytes() for node_id in near],
+            nearest_peer_ids=[nodes[node_id] for node_id in near],
+        )
+    return answer
+
+
+async def holds(_: DHT, node: DHTNode, key: str) -> bool:
+    return node.protocol.storage.get(DHTID.generate(key)) is not None
+
+
+def test_invented_nodes_hide_no_records(monkeypatch):
+    """Of nine nodes, the nearest one to a key is hostile."""
+    dhts, subkeys = [], []
+    try:
+        for number in range(9):
+            if number == 8:
+                monkeypatch.setattr("swarm.storage.DHTProtocol.rpc_find", find_invented)
+            RSAPrivateKey._process_wide_key = None
+            maddrs = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
+            validators, public_key = make_validators(PREFIX)
+            dhts.append(DHT(maddrs, host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators))
+            subkeys.append(public_key)
+        for dht in dhts:
+            ids = [other.peer_id.to_bytes() for other in dhts if other is not dht]
+            assert dht.run_coroutine(partial(ping_peers, peer_ids=ids)) == {*ids}
+
+        def sort_by_distance(key: str) -> list[DHT]:
+            return sorted(dhts, key=lambda dht: DHTID.generate(key).xor_distance(find_node_id(dht.peer_id)))
+
+        names = (f"{PREFIX}_{number}" for number in itertools.count())
+        key = next(name for name in names if sort_by_distance(name)[0] is dhts[-1])
+        _, *others, reader, reporter = sort_by_distance(key)
+        subkey = subkeys[dhts.index(reporter)]
+        reporter.store(key, "new", get_dht_time() + 60, subkey=subkey)
+        assert sum(other.run_coroutine(partial(holds, key=key)) for other in others) >= 2
+        assert reader.get(key, latest=True).value[subkey].value == "new"
+    finally:
+        RSAPrivateKey._process_wide_key = None
+        for dht in dhts:
+            dht.shutdown()
 
 
 @pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (DHTNode, True)])

@@ -336,7 +336,7 @@ class SilentNode:
     """A DHT node, and of its three peers the one that is not dead, which answers a ping late."""
 
     def __init__(self, seconds: float):
-        self.answers_at, self.protocol = time.monotonic() + seconds, self
+        self.answers_at, self.protocol, self.initial_ids = time.monotonic() + seconds, self, ()
         self.node_id = DHTID.generate()
         self.routing_table = RoutingTable(self.node_id, bucket_size=20, depth_modulo=5)
         for peer in ("dead", "peer", "gone"):
@@ -437,6 +437,25 @@ def test_peer_with_many_ids_is_pinged_once():
     for number in (1, 2, 4):
         node.routing_table.add_or_update_node(DHTID(node.node_id ^ number), "gone")
     assert sorted(choose_peers(node)) == ["dead", "gone", "peer"]
+
+
+def test_initial_peer_is_pinged_first():
+    """A dozen keys could otherwise invent a queue."""
+    node = SilentNode(0.0)
+    node.initial_ids = ["gone"]
+    for number in range(20):
+        node.routing_table.add_or_update_node(DHTID.generate(), f"untrusted {number}")
+        assert choose_peers(node)[0] == "gone"
+
+
+def test_slow_peer_of_three_sets_no_timeout():
+    uplink = Uplink()
+    for seconds in 20 * (2.4, 0.05, 0.05):
+        uplink.record_rtt(seconds)
+    assert uplink.timeouts.response == 1.5
+    for seconds in 20 * (2.4, 2.0, 0.05):  # this peer's own network is slow
+        uplink.record_rtt(seconds)
+    assert 6 * 1.6 < uplink.timeouts.response <= 6 * 2.0
 
 
 def test_impossible_time_of_ping_is_no_measurement():
