@@ -32,9 +32,10 @@ others, or newer ones of their owners. In a fork, the branch with offers of more
 smaller first hash. A peer's votes in the certificates of both are a proof. A leave record counts from the commit that
 holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
-**Gossip.** A `Status` names the commits, offers and votes that a peer has. The answer is all that it lacks. So lost
-messages repeat, late peers catch up, and clients, which cannot be called, take part. The voters and the owners of
-counted offers have limits of their own for bytes, and thus for signatures to check; all other peers share one.
+**Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, whose answers
+are all that it lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take part. The
+voters and the owners of counted offers have limits of their own for bytes, and thus for signatures to check; all other
+peers share one.
 """
 
 import math
@@ -223,9 +224,9 @@ def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) ->
 class Action(NamedTuple):
     """An order to the caller, in the order of the list.
 
-    `send`: the message to `peers`, or to all peers if there are none (as the response if the peer has just called).
-    `save`: write the memory to disk before any later action. `fetch`: the blob of an offer, from any participant, then
-    call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it.
+    `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
+    `gossip`: to some random ones. `save`: write the memory to disk before any later action. `fetch`: the blob of an
+    offer, from any participant, then call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it.
     """
 
     kind: str
@@ -288,7 +289,7 @@ class Log:
 
     def mark_complete(self, now: float) -> list[Action]:
         """Continue after a blob has arrived, so that `holds` is true for it."""
-        self.now, self.is_dirty = now, True
+        self.now = now
         return self.finish()
 
     def leave(self, now: float) -> list[Action]:
@@ -345,11 +346,11 @@ class Log:
                 return False
         return True
 
-    def send(self, *records: object, to: bytes | None = None) -> None:
-        """Send a message to a peer that stays below its limit, or to all."""
+    def send(self, *records: object, to: bytes | None = None, kind: str = "send") -> None:
+        """Send a message to a peer that stays below its limit, or to several."""
         message = encode(*records)
         if to is None or self.spend(to, len(message)):
-            self.actions.append(Action("send", message, (to,) if to else ()))
+            self.actions.append(Action(kind, message, (to,) if to else ()))
 
     def sign(self, kind: type, *values) -> object:
         """Return a record of this kind with this peer's signature."""
@@ -375,13 +376,13 @@ class Log:
     # The gossip
 
     def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
-        """Say what this peer has."""
+        """Say what this peer has, to a peer or to some random ones."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
         wanted = [self.missing_keys & peers for peers in ({to}, self.head.participants, self.missing_keys)]
         missing = dict.fromkeys(peer for peers in wanted for peer in sorted(peers))
         known = tuple(self.records)[:1024], tuple(missing)[:MAX_VOTERS]
-        self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to)
+        self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to, kind="gossip")
 
     def take_status(self, sender: bytes, status: Status) -> None:
         """Send a peer all that it lacks."""

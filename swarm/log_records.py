@@ -19,7 +19,6 @@ Hash = Annotated[bytes, 32, 32]
 Peer = Annotated[bytes, 1, 64]
 Peers = Annotated[tuple, 0, MAX_VOTERS, Peer]
 History = Annotated[tuple, WINDOW, WINDOW, Peers]
-Names = Annotated[tuple, 0, 1024, Annotated[bytes, 8, 8]]
 Signature = Annotated[bytes, 1, 512]
 Number = Annotated[int, 0, 2**48]
 
@@ -195,7 +194,7 @@ class Status:
     """The knowledge of a peer, by which others find what it lacks. Records have the first bytes of their hash."""
 
     heads: Annotated[tuple, 1, len(ANCESTOR_STEPS) + 3, Hash]  # the newest commit, and some before
-    records: Names
+    records: Annotated[tuple, 0, 1024, Annotated[bytes, 8, 8]]
     missing_keys: Peers
     is_answer: Annotated[bool, 0, 1]  # so that no status follows
 

@@ -50,7 +50,7 @@ RECENT = 30.0  # seconds for which a peer's message tells its log
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
-POLLED_PEERS = 3  # that a client calls at once
+GOSSIPED_PEERS = 4  # to which each status goes, and which a client calls at once
 MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
 HELPERS_INTERVAL = 10.0  # seconds between two searches for them
@@ -297,8 +297,10 @@ class LogRounds:
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
         for kind, content, peers in actions:
-            if kind == "send" and self._unsaved != self.log.head.head:  # a vote that is not on disk must not be sent
-                for peer in peers or self._list_members():
+            if kind in ("send", "gossip") and self._unsaved != self.log.head.head:  # or a vote may not be on disk
+                peers = [*(peers or self._list_members())]
+                random.shuffle(peers)
+                for peer in peers[: GOSSIPED_PEERS if kind == "gossip" else None]:
                     self._outbox[peer].append(content)
             elif kind == "save":
                 self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.head.head
@@ -370,7 +372,7 @@ class LogRounds:
         has_open_offer = bool(self.log.own) or bool(self.log.fetching)
         self._next_poll = time.monotonic() + (POLL_INTERVAL if has_open_offer else IDLE_POLL_INTERVAL)
         peers = [peer for peer in self._list_participants() if self.can_call(peer) and peer not in self._called]
-        for peer in random.sample(peers, min(POLLED_PEERS, len(peers))):
+        for peer in random.sample(peers, min(GOSSIPED_PEERS, len(peers))):
             self._call(peer)
 
     def _make_envelope(self, peer: bytes) -> Envelope:

@@ -43,8 +43,6 @@ def quiet_hivemind_logs() -> None:
     sys.excepthook = lambda *error: None if STOPPING.value else show(*error)
     # hivemind moves the schedule to the epoch of a downloaded state before this process makes its first step.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-    # The default number of data loader workers suits a machine with a GPU; on two cores torch warns about it.
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:

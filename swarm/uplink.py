@@ -225,12 +225,12 @@ class Uplink:
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
-            now, has_traffic = time.monotonic(), self._sent.value > sent
-            peers = choose_peers(node)
-            if not peers or not has_traffic and now < polled + IDLE_POLL_INTERVAL:
-                continue
+            now, peers = time.monotonic(), choose_peers(node)
             seconds = max(POLL_INTERVAL / 2, now - max(polled, self._began.value))
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
+            has_traffic = share > 0.02  # messages of the log alone make no queue
+            if not peers or not has_traffic and now < polled + IDLE_POLL_INTERVAL:
+                continue
             sent, polled = self._sent.value, now
             # an answer that came late is not a sample
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}

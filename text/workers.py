@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 
 import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
@@ -17,6 +18,8 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         return map(prepared.__getitem__, keys)
     from torch.utils.data import DataLoader
 
+    # the default number suits a machine with a GPU; on two cores, torch warns about it
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     loader = DataLoader(
         prepared,
         sampler=keys,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import Offer
+from swarm.log_rounds import GOSSIPED_PEERS
 
 TIMEOUT = 5.0
 DIGEST = bytes(32)
@@ -95,7 +96,10 @@ class Trainer:
         """Do what the log says."""
         network = self.network
         for kind, content, peers in actions:
-            if kind == "send":
+            if kind == "gossip":
+                for peer in peers or network.random.sample(network.names, min(GOSSIPED_PEERS, len(network.names))):
+                    network.post(self.peer, peer, content)
+            elif kind == "send":
                 is_lie = self.kind is ForgetfulLog and not peers  # half of the peers see half of its lists
                 for peer in (
                     network.random.sample(network.names, len(network.names) // 2) if is_lie else peers or network.names
