@@ -330,7 +330,7 @@ def give_endlessly() -> None:
         while True:
             yield averaging_pb2.DownloadData(tensor_part=part)
 
-    StateSnapshot.give = give_blocks
+    StateSnapshot.serve = give_blocks
     donate()
 
 
