@@ -8,7 +8,8 @@ import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
-from hivemind.proto import averaging_pb2
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2, dht_pb2
 
 from common.console import clean_end, setup_logging
 from swarm.averager import FailFastAllReduceRunner
@@ -103,7 +104,7 @@ def fall_silent_and_answer_late(_: str) -> None:
     """The others wait for each answer to a ping as well."""
     answer = DHTProtocol.rpc_ping
 
-    async def answer_late(self, request, context):
+    async def answer_late(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         if not request.HasField("peer"):  # a second ping has it
             await asyncio.sleep(3600)
         await asyncio.sleep(1.3)
