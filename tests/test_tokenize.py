@@ -1,4 +1,4 @@
-"""tokenize_wikitext103.py, run as users run it. Run: python -m pytest tests/test_tokenize.py"""
+"""tokenize_wikitext103.py, run as users run it, and its tokenizers and datasets as they are loaded."""
 
 import itertools
 import json
@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 from mains import expect_user_error, refuse, run_main
 from processes import ROOT, read_files, run_python
+from rows import SPECIAL
 from transformers import AlbertTokenizer
 
 import tokenize_wikitext103
@@ -21,11 +22,12 @@ from arguments import DataArguments, ModelArguments
 from common.console import UserError
 from common.hub import hub
 from experiment import data
+from finetune_mlm import load_folder
 from text import tokenization
 from text.documents import read_documents, read_text
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset
-from text.tokenizers import load_tokenizer, train_tokenizer
+from text.tokenizers import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
 
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
@@ -86,8 +88,8 @@ def test_sequences_keep_all_text_within_documents(written):
         texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
         rows = []
         for row in dataset[name]:
-            cut = row["input_ids"].index(3)
-            segments = [row["input_ids"][1:cut], row["input_ids"][cut + 1 : -1]]
+            ids, cut = row["input_ids"], row["input_ids"].index(3)
+            segments = ids[1:cut], ids[cut + 1 : -1]
             rows.append(sum(segments[::-1] if row["sentence_order_label"] else segments, []))
         assert sum(rows, []) == sum(texts, [])
         # each document ends with a row
@@ -102,11 +104,64 @@ def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
     assert read_files(tmp_path / "dataset") == read_files(written / "dataset")
 
 
-def test_foreign_dataset_is_refused(written, tmp_path):
-    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
-    AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match="another tokenizer"):
-        load_tokenized_dataset(written / "dataset", load_tokenizer(tmp_path / "tokenizer"))
+def test_foreign_dataset_is_refused(written):
+    with expect_user_error("another tokenizer"):
+        load_tokenized_dataset(written / "dataset", AlbertTokenizer(vocab=[(piece, 0.0) for piece in [*SPECIAL, "a"]]))
+
+
+def test_missing_tokenizer_names_command(tmp_path, written, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    tokenizer, script = load_tokenizer(written / "tokenizer"), "python tokenize_wikitext103.py"
+    for wrong in ("data/tokeniser", "./tokenizer", "/no/such/folder"):
+        with expect_user_error(f"no tokenizer in {wrong}, which is not a folder: make one with {script}"):
+            load_tokenizer(wrong)
+    for load in (
+        lambda: load_tokenizer(tmp_path),
+        lambda: load_tokenized_dataset(tmp_path / "none", tokenizer),
+        lambda: load_tokenized_dataset(tmp_path, tokenizer),
+    ):
+        with expect_user_error(script):
+            load()
+    with expect_user_error("--objective clm --dataset_path"):
+        load_tokenized_dataset(tmp_path / "none", tokenizer, TEXT)
+    with expect_user_error(f"{script} --objective clm"):
+        load_tokenizer("./none", TEXT)
+    # this may also be a name on the Hub
+    monkeypatch.setattr("common.hub.is_reachable", lambda _: False)
+    with expect_user_error("cannot load the tokenizer tokeniser, which is not a folder here, from the "):
+        load_tokenizer("tokeniser")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' + 100_000 * "[" + 100_000 * "]" + "}")
+    with expect_user_error("holds no readable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_code_is_not_run(tmp_path, written, monkeypatch):
+    """transformers would ask, and run the code after `y`."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    folder = shutil.copytree(written / "tokenizer", tmp_path / "tokenizer")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for load in (load_tokenizer, lambda path: load_folder(path, f"--checkpoint {path}", "give another")):
+        with pytest.raises(UserError, match=r"^[^\n]*custom code[^\n]*not run[^\n]*$"):
+            load(folder)
+        # also next to a model with custom code
+        (folder / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_fingerprint_differs_between_tokenizers(tmp_path):
+    vocabulary = [(token, 0.0) for token in SPECIAL] + [(f"▁{c}", -3.0) for c in "abcdeABCDEMRmr"] + [("▁déjà", -3.0)]
+    variants = [AlbertTokenizer(vocab=vocabulary), AlbertTokenizer(vocab=vocabulary[:-1])]
+    variants += [AlbertTokenizer(vocab=vocabulary, **it) for it in (dict(do_lower_case=False), dict(keep_accents=True))]
+    fingerprints = [tokenizer_fingerprint(variant) for variant in variants]
+    assert len(set(fingerprints)) == len(variants)
+    for number, variant in enumerate(variants):
+        variant.save_pretrained(tmp_path / str(number))
+        assert tokenizer_fingerprint(load_tokenizer(tmp_path / str(number))) == fingerprints[number]
 
 
 @pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
@@ -122,8 +177,7 @@ def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     assert len(before) == 1500
     for again in (loaded, load_tokenizer(tmp_path / "twice"), AlbertTokenizer.from_pretrained(tmp_path / "twice")):
         assert again(lines, verbose=False)["input_ids"] == before
-    pair = loaded("one", "two")
-    assert "token_type_ids" in pair and pair["token_type_ids"][-1] == 1
+    assert loaded("one", "two")["token_type_ids"][-1] == 1
     assert (loaded("йод")["input_ids"] == loaded("иод")["input_ids"]) != keep_accents
     assert (loaded("Emma")["input_ids"] == loaded("emma")["input_ids"]) != cased
     assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
@@ -188,7 +242,7 @@ def test_tokenize_is_deterministic_across_processes(blocks, written, tmp_path):
     """The training of a tokenizer iterates over hash tables, whose order differs between runs."""
     _, folder, flags = blocks
     commands = []
-    for name, own in (("blocks", flags), ("pairs", [*flags[2:]])):
+    for name, own in (("blocks", flags), ("pairs", flags[2:])):
         paths = ["--dataset_path", tmp_path / name / "dataset", "--tokenizer_path", tmp_path / name / "tokenizer"]
         commands.append([str(word) for word in [*own, *paths, "--num_proc", 2]])
     run_python("-c", TWICE, json.dumps(commands), cwd=ROOT, expect=0, env={"PYTHONHASHSEED": "1"})
@@ -200,7 +254,7 @@ def test_tokenize_is_deterministic_across_processes(blocks, written, tmp_path):
 def test_dataset_of_other_objective_is_refused(blocks, written):
     objective, folder, _ = blocks
     tokenizer = load_tokenizer(folder / "tokenizer", KINDS[objective])
-    with pytest.raises(UserError, match="^[^\n]*tokenize again with --objective mlm_sop[^\n]*$"):
+    with expect_user_error("tokenize again with --objective mlm_sop"):
         load_tokenized_dataset(folder / "dataset", tokenizer, PAIRS)
     if objective == "mlm":
         pairs, _ = load_tokenized_dataset(written / "dataset", load_tokenizer(written / "tokenizer"), BLOCKS)
@@ -218,29 +272,37 @@ def test_tokenizer_without_mask_needs_clm(blocks, tmp_path):
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
 
 
+@pytest.fixture
+def no_hub(monkeypatch):
+    """The Hub does not answer."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+
 @pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
-def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
+def test_trainer_reuses_tokenized_text(written, tmp_path, source):
     shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
     (tmp_path / "bert.json").write_text(json.dumps(shape))
     model = ModelArguments(str(tmp_path / "bert.json"), tokenizer_path=str(written / "tokenizer"))
     (tmp_path / "text").mkdir()
-    text = (written / "documents.jsonl").read_text()
-    (tmp_path / "text" / "train.jsonl").write_text(text)
-    where = str(tmp_path / "text") if source == "--dataset_name" else str(tmp_path / "text" / "train.jsonl")
-    options = {source[2:]: where, "max_sequence_length": 48}
+    file = shutil.copy(written / "documents.jsonl", tmp_path / "text" / "train.jsonl")
+    where = tmp_path / "text" if source == "--dataset_name" else file
+    options = {source[2:]: str(where), "max_sequence_length": 48}
 
     def load(number: int = 1, **changes):
         args = DataArguments(dataset_cache_dir=str(tmp_path / f"cache{number}"), **options | changes)
         return data.load_data(model, args, needs_validation=True)
 
-    tokenizer, splits, corpus = load()
+    def list_times() -> list[int]:
+        return [path.stat().st_mtime_ns for path in (tmp_path / "cache1").glob("text-*/corpus.json")]
+
+    _, splits, corpus = load()
     assert corpus["objective"] == "mlm" and corpus["seq_length"] == 48
     assert corpus["documents"] == {"train": 38, "validation": 2}
-    made = list((tmp_path / "cache1").glob("text-*/corpus.json"))
-    times = [path.stat().st_mtime_ns for path in made]
+    times = list_times()
     again, other = load()[1], load(2)[1]
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "cache1").glob("text-*/corpus.json")] == times
-    assert len(times) == 1
+    assert list_times() == times and len(times) == 1
     for name in splits:
         assert splits[name]["input_ids"] == again[name]["input_ids"] == other[name]["input_ids"]
     # a text of its own for validation; other text, other length, other folders
@@ -250,9 +312,9 @@ def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
     load(max_sequence_length=32)
     load(language="russian")
     if source == "--train_file":
-        Path(where).write_text(text + "\n" + json.dumps({"text": "One more. And more."}))
+        file.write_text(file.read_text() + "\n" + json.dumps({"text": "One more. And more."}))
         load()
-    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 4 + (source == "--train_file")
+    assert len(list_times()) == 4 + (source == "--train_file")
 
 
 @pytest.mark.parametrize(
@@ -269,11 +331,8 @@ def test_trainer_reuses_tokenized_text(written, tmp_path, capfd, source):
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_missing_text_is_one_line(written, tmp_path, monkeypatch, options, words):
+def test_missing_text_is_one_line(written, tmp_path, monkeypatch, no_hub, options, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "texts").mkdir()
@@ -294,6 +353,7 @@ FAULTS = {
     "xz": (b"\xfd7zXZ\x00\x00", ["--text_files", "input.xz"], "damaged or not a .xz"),
     "folder": (b"", ["--text_files", "."], "is a folder"),
     "no JSON": (b"plain\n", ["--text_files", "input.jsonl"], "line 1 is not JSON"),
+    "deep JSON": (b'{"a": ' + 100_000 * b"[", ["--text_files", "input.jsonl"], "line 1 is not JSON"),
     "field": (b'{"body": "x"}\n', ["--text_files", "input.jsonl"], "--text_column"),
     "no text": (b'{"text": 3}\n', ["--text_files", "input.jsonl"], "--text_column"),
     "one sentence": (b"Hello.", ["--text_files", "input.txt"], "give more"),
@@ -318,10 +378,8 @@ def test_tokenize_errors_leave_nothing(tmp_path, monkeypatch, fault):
     assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
 
 
-def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch):
+def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch, no_hub):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for flags, cure in (([], "--corpus sample"), (["--corpus", "sample"], "--train_tokenizer")):
         line = refuse(tokenize_wikitext103, *flags, "--cache_dir", tmp_path / "home")
         assert "Hugging Face Hub" in line and cure in line
@@ -329,11 +387,8 @@ def test_tokenize_without_hub_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", [None, "0"])
-def test_hub_access_keeps_environment(monkeypatch, variable):
+def test_hub_access_keeps_environment(monkeypatch, no_hub, variable):
     """HF_HUB_OFFLINE=0 would override TRANSFORMERS_OFFLINE."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     if variable is None:
         monkeypatch.delenv("HF_HUB_OFFLINE")
     with hub("it", "another"):
@@ -356,18 +411,15 @@ def test_tokenize_interrupt_leaves_nothing(start, written, tmp_path, number, cod
     assert not script.left_processes()
 
 
-def test_tokenize_worker_error_is_one_line(written):
-    tokenizer = load_tokenizer(written / "tokenizer")
-    args = TokenizeArguments(language="klingon", num_proc=2)
-    with pytest.raises(UserError, match="^no language klingon: choose one of [^\n]*$"):
-        tokenization.tokenize_splits({"train": [["One sentence."]]}, tokenizer, args)
+def test_tokenize_worker_errors_reach_parent(written, monkeypatch):
+    """An error of the user is one line; a bug has a traceback."""
 
-
-def test_tokenize_worker_bug_shows_traceback(written, monkeypatch):
     def fail(*_):
         raise RuntimeError("a bug")
 
+    splits, tokenizer = {"train": [["One sentence."]]}, load_tokenizer(written / "tokenizer")
+    with expect_user_error("no language klingon: choose one of "):
+        tokenization.tokenize_splits(splits, tokenizer, TokenizeArguments(language="klingon", num_proc=2))
     monkeypatch.setattr(tokenization, "make_instances", fail)
-    tokenizer = load_tokenizer(written / "tokenizer")
     with pytest.raises(RuntimeError, match="(?s)Original Traceback.*a bug"):
-        tokenization.tokenize_splits({"train": [["One sentence."]]}, tokenizer, TokenizeArguments(num_proc=2))
+        tokenization.tokenize_splits(splits, tokenizer, TokenizeArguments(num_proc=2))

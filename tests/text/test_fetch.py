@@ -30,12 +30,23 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 FOUND = b"HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: "
 
 
+@pytest.fixture
+def cache(tmp_path):
+    """A folder for downloads, which does not exist yet."""
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def short_patience(request, monkeypatch):
     """With hostile servers; an honest one may be slow on a busy machine."""
     if "server" not in request.fixturenames:
         monkeypatch.setattr(http, "STALL_SECONDS", 0.5)
         monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
+
+
+def left_in(cache: Path) -> list[Path]:
+    """Return the files in the cache, except for locks."""
+    return [path for path in cache.iterdir() if path.suffix != ".lock"]
 
 
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
@@ -45,7 +56,7 @@ def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> lis
         fetch.fetch(url, None, cache, patience)
     assert str(error.value).isprintable()  # one line, and no escapes
     assert time.monotonic() - start < 20  # this machine may be busy
-    return sorted("".join(path.suffixes) for path in cache.iterdir() if path.suffix != ".lock")
+    return sorted("".join(path.suffixes) for path in left_in(cache))
 
 
 def make_tar(path: Path, text: str = "{}") -> bytes:
@@ -56,8 +67,13 @@ def make_tar(path: Path, text: str = "{}") -> bytes:
     return path.read_bytes()
 
 
+def find_start(request: bytes) -> int:
+    """Return the first byte that the request's Range asks for."""
+    return int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
+
+
 def send_one_byte(request: bytes) -> Iterator[bytes]:
-    start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
+    start = find_start(request)
     status = b"206 No\r\nContent-Range: bytes %d-998/999" % start if start else b"200 OK\r\nContent-Length: 999"
     yield b"HTTP/1.1 %b\r\nConnection: close\r\n\r\nx" % status
 
@@ -81,16 +97,13 @@ ATTACKS = {
     "never starts": (flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000), SLOW, []),
     "one byte a connection": (send_one_byte, "(cut after|received|fewer than) .*; gave up", PART),
     "circle": (send(FOUND, b"/data.tar\r\n\r\n"), "without end", []),
-    "ever other address": (lambda _: iter([FOUND + b"/%d\r\n\r\n" % time.time_ns()]), "without end", []),
     "endless redirect": (flood(FOUND + b"/data.tar\r\n\r\n", bytes(2**16)), "without end", []),
     "ftp": (send(FOUND, b"ftp://127.0.0.1/etc/passwd\r\n\r\n"), "unsupported protocol", []),
-    "file": (send(FOUND, b"file:///etc/passwd\r\n\r\n"), "unsupported protocol", []),
     "two lines": (send(FOUND, b"file:///a\r\n \x1b[2J run: curl evil\r\n\r\n"), "unsupported protocol|answers 302", []),
     "escapes": (send(b"HTTP/1.1 404 \x1b[2Jrun: curl evil\r\n\r\n"), r"answers 404  \[2Jrun: curl evil", []),
     "more": (send_length("Content-Length: 2000"), "received 1000 bytes, expected 2000.; gave up", PART),
     "far more": (send_length(f"Content-Length: {10**19}"), "received 1000 bytes, expected 1.*; gave up", PART),
     "fewer": (send_length("Content-Length: 500"), "is damaged, not a .tar", []),
-    "negative": (send_length("Content-Length: -5"), "bad Content-Length", []),
     "no number": (send_length("Content-Length: many"), "bad Content-Length", []),
     "part": (send(b"HTTP/1.1 206 No\r\nContent-Range: bytes 0-1/2\r\n\r\nab"), "has changed in the meantime", []),
     "missing": (send(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n"), "404 Not Found: check the address", []),
@@ -145,11 +158,10 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 
     def send_half(tag: bytes, second: int) -> Callable:
         def answer(request: bytes) -> Iterator[bytes]:
-            start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
+            start = find_start(request)
             head = b"HTTP/1.1 206 No\r\nContent-Range: bytes %d-%d/%d\r\n" % (start, len(content) - 1, len(content))
             yield head if start else b"HTTP/1.1 200 OK\r\n"
-            yield b"Connection: close\r\nETag: %b\r\n" % tag
-            yield b"Last-Modified: Sun, 01 Nov 2026 00:00:%02d GMT\r\n" % second
+            yield b"Connection: close\r\nETag: %b\r\nLast-Modified: Sun, 01 Nov 2026 00:00:%02d GMT\r\n" % (tag, second)
             yield b"Content-Length: %d\r\n\r\n" % (len(content) - start)
             yield content[start:] if start else content[:1000]
 
@@ -189,10 +201,9 @@ def hosted(tmp_path_factory, tiny_data) -> Path:
     folder = tmp_path_factory.mktemp("hosted")
     for name in ("tiny.tar.gz", "plain.tar"):
         make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], folder / name)
-    padding = folder / "padding"
-    padding.mkdir()
-    (padding / "noise").write_bytes(np.random.default_rng(0).bytes(3_000_000))
-    pack(folder / "big.tar", {"dataset": tiny_data["--dataset_path"], "padding": padding})
+    (folder / "padding").mkdir()
+    (folder / "padding" / "noise").write_bytes(np.random.default_rng(0).bytes(3_000_000))
+    pack(folder / "big.tar", {"dataset": tiny_data["--dataset_path"], "padding": folder / "padding"})
     return folder
 
 
@@ -200,11 +211,6 @@ def hosted(tmp_path_factory, tiny_data) -> Path:
 def server(hosted):
     with FileServer(hosted) as file_server:
         yield file_server
-
-
-def left_in(cache: Path) -> list[str]:
-    """Return the names of the files in the cache, except for locks."""
-    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
 
 
 def expect_stop(words: str, *arguments) -> None:
@@ -235,7 +241,7 @@ def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, na
     assert read_files(fetched) == read_files(tiny_data["--tokenizer_path"])
     # the second call found it in the cache
     assert len(server.requests) == is_remote
-    assert left_in(cache) == [f"{name.split('.')[0]}-{sha256[:16]}"]
+    assert [path.name for path in left_in(cache)] == [f"{name.split('.')[0]}-{sha256[:16]}"]
     # the archive's own tokenizer is taken unless another one is named
     assert data.choose_tokenizer(fetched, ModelArguments()) == fetched
     assert data.choose_tokenizer(fetched, ModelArguments(tokenizer_path="mine")) == "mine"
@@ -265,11 +271,10 @@ CUTS = {  # the features of the server, and the requests
 def test_cut_download_resumes(server, hosted, cache, support):
     attributes, requests = CUTS[support]
     vars(server).update(attributes)
-    has_all = attributes.get("has_ranges", True)
-    server.cuts["/big.tar"] = [1_000_000, 1_000_000] if has_all or support == "no ranges" else [1_000_000]
+    server.cuts["/big.tar"] = [1_000_000] * (len(requests) - 1)
     fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert [wanted for _, wanted in server.requests] == requests
-    if has_all:
+    if server.has_ranges:
         assert server.count("big.tar") == (hosted / "big.tar").stat().st_size  # no byte twice
 
 
@@ -319,22 +324,18 @@ MEMBERS = {  # name, type and target of a link
     "inner parent": ("dataset/../../escaped", tarfile.REGTYPE, ""),
     "absolute": ("/tmp/escaped", tarfile.REGTYPE, ""),
     "symlink": ("dataset/link", tarfile.SYMTYPE, "../../.."),
-    "absolute symlink": ("dataset/link", tarfile.SYMTYPE, "/tmp"),
     "inner symlink": ("dataset/link", tarfile.SYMTYPE, "corpus.json"),
     "hard link": ("dataset/link", tarfile.LNKTYPE, "../../../escaped"),
     "device": ("dataset/null", tarfile.CHRTYPE, ""),
-    "fifo": ("dataset/fifo", tarfile.FIFOTYPE, ""),
 }
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_archive_path_traversal_is_refused(tmp_path, cache, kind):
     with tarfile.open(tmp_path / "hostile.tar", "w") as archive:
-        good, bad, through_link = (
-            tarfile.TarInfo(n) for n in ("dataset/corpus.json", MEMBERS[kind][0], "dataset/link/a")
-        )
+        good, bad, through_link = map(tarfile.TarInfo, ("dataset/corpus.json", "", "dataset/link/a"))
         good.size = through_link.size = 2
-        _, bad.type, bad.linkname = MEMBERS[kind]
+        bad.name, bad.type, bad.linkname = MEMBERS[kind]
         bad.devmajor, bad.devminor = 1, 3
         for member in (good, bad, through_link):
             archive.addfile(member, io.BytesIO(b"{}"[: member.size]))

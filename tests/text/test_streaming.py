@@ -16,15 +16,14 @@ import pyarrow.parquet
 import pytest
 import torch
 from file_server import FileServer
-from mains import expect_user_error, refuse
+from mains import expect_user_error
 from processes import ROOT, make_prefix, wait_until
+from rows import are_equal
 from swarms import TINY, stop
 
-import run_trainer
 from arguments import DataArguments
 from experiment import data
 from text import streams
-from text.documents import split_sentences
 from text.instances import BLOCKS, PAIRS, TEXT
 from text.streams import Broken, Position, Source, read_sources, stream_documents
 from text.tokenizers import load_tokenizer
@@ -56,8 +55,7 @@ def take_documents(stream, count: int) -> list[tuple[int, str]]:
 
 def write_format(folder: Path, name: str) -> Path:
     """Write RECORDS to a file or folder of this format."""
-    lines = write_jsonl(folder / "lines.jsonl", RECORDS).read_bytes()
-    path = folder / name
+    lines, path = write_jsonl(folder / "lines.jsonl", RECORDS).read_bytes(), folder / name
     if name == "hub":
         path.mkdir()
         for part in range(3):
@@ -69,8 +67,7 @@ def write_format(folder: Path, name: str) -> Path:
         with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
             file.write(lines)
     else:
-        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
-        path.write_bytes(pack(lines))
+        path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(lines))
     return path
 
 
@@ -94,16 +91,14 @@ def test_stream_file_order_differs_by_peer(tmp_path):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number}a", f"{number}b"])
     source = Source(path=f"{tmp_path}/*.jsonl", name="files")
     passes = [read_pass(source, Position(number), seed) for seed in (1, 2) for number in range(3)]
-    assert len({tuple(texts) for texts in passes}) == 6
-    assert len({texts[0] for texts in passes}) > 2
+    assert len({tuple(texts) for texts in passes}) == 6 and len({texts[0] for texts in passes}) > 2
     assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
-    endless = source.read(1, Position(), GO_ON)
-    assert [text for text, _ in itertools.islice(endless, 48)] == sum(passes[:3], [])
+    items = list(itertools.islice(source.read(1, Position(), GO_ON), 48))
+    assert [text for text, _ in items] == sum(passes[:3], [])
     # a new file changes the order, so the next pass starts
-    behind = next(source.read(1, Position(), GO_ON))[1]
     write_jsonl(tmp_path / "8.jsonl", ["8a"])
     source = Source(path=f"{tmp_path}/*.jsonl", name="files")
-    assert next(source.read(1, behind, GO_ON))[1].number == 1
+    assert next(source.read(1, items[0][1], GO_ON))[1].number == 1
 
 
 def test_stream_text_splits_between_paragraphs(tmp_path, monkeypatch):
@@ -158,18 +153,14 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
             source = Source(path=str(path))
             first_pass = itertools.takewhile(lambda item: item[1].number == 0, source.read(1, Position(), GO_ON))
             found[path.name[0]] = [text for text, _ in first_pass], source.broken
-    assert found["a"][0] == RECORDS[:50]
     # the next pass has already found three of them
-    assert found["a"][1] == len(broken) + 3
-    assert len(found["b"][0]) > 4000 and set(found["b"][0]) == set(RECORDS[:50])
-    assert found["b"][1] == 1
-    assert 0 < len(found["c"][0]) < 600 and set(found["c"][0]) < set(RECORDS)
-    assert found["c"][1] >= 1
+    assert found["a"] == (RECORDS[:50], len(broken) + 3)
+    assert len(found["b"][0]) > 4000 and set(found["b"][0]) == set(RECORDS[:50]) and found["b"][1] == 1
+    assert 0 < len(found["c"][0]) < 600 and set(found["c"][0]) < set(RECORDS) and found["c"][1] >= 1
     assert [text.split("\n")[0] for text in found["d"][0]] == ["One line.", "Three lines."]
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("a.jsonl, record 1 of part 1 is broken (Invalid control character" in message for message in messages)
-    assert any("d.txt, record 2 of part 1 is broken ('utf-8' codec" in message for message in messages)
-    assert sum("a.jsonl" in message for message in messages) == 1
+    [message] = [message for message in caplog.messages if "a.jsonl" in message]
+    assert "a.jsonl, record 1 of part 1 is broken (Invalid control character" in message
+    assert any("d.txt, record 2 of part 1 is broken ('utf-8' codec" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
@@ -192,10 +183,9 @@ def test_stream_missing_file_is_skipped(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", RECORDS[:10])
     with FileServer(tmp_path) as server:
         source = Source(path=[f"{server.url}/gone.jsonl", f"{server.url}/a.jsonl"])
-        items = [text for text, _ in source.read_pass(1, Position(), GO_ON)]
-        assert [text for text in items if not isinstance(text, Broken)] == RECORDS[:10]
-        [problem] = [str(text) for text in items if isinstance(text, Broken)]
-        assert problem.startswith(f"{server.url}/gone.jsonl: No such file")
+        assert read_pass(source) == RECORDS[:10]
+        [problem] = [text for text, _ in source.read_pass(1, Position(), GO_ON) if isinstance(text, Broken)]
+        assert str(problem).startswith(f"{server.url}/gone.jsonl: No such file")
 
 
 def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
@@ -209,22 +199,17 @@ def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
         documents = take_documents(stream, 20_000)
     counts = Counter(index for index, _ in documents)
     # the data of four requests
-    assert 7000 < counts[0] < 9500
-    assert counts[0] + counts[1] == 20_000
+    assert 7000 < counts[0] < 9500 and counts.total() == 20_000
     assert len({index for index, _ in documents[-1000:]}) == 1
-    assert sum("is late" in record.getMessage() for record in caplog.records) == 1
+    assert sum("is late" in message for message in caplog.messages) == 1
 
 
-@pytest.fixture
-def mixture(tmp_path) -> list[Source]:
+def test_mixture_follows_weights_and_repeats(tmp_path):
     entries = []
     for name, count, weight in (("a", 7, 1), ("b", 400, 2), ("c", 90, 5)):
-        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(count)])
-        entries.append({"path": tmp_path / f"{name}.jsonl", "weight": weight})
-    return read_sources(write_sources(tmp_path / "sources.json", *entries))
-
-
-def test_mixture_follows_weights_and_repeats(mixture):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(count)])
+        entries.append({"path": path, "weight": weight})
+    mixture = read_sources(write_sources(tmp_path / "sources.json", *entries))
     documents = take_documents(stream_documents(mixture, seed=1), 8000)
     shares = np.bincount([index for index, _ in documents]) / 8000
     # four standard deviations of a choice
@@ -235,16 +220,6 @@ def test_mixture_follows_weights_and_repeats(mixture):
         assert len(times) == count and max(times.values()) - min(times.values()) <= 1
 
 
-def test_mixture_is_deterministic_and_resumes(mixture):
-    chunks = list(itertools.islice(stream_documents(mixture, seed=1), 20))
-    assert chunks == list(itertools.islice(stream_documents(mixture, seed=1), 20))
-    assert chunks[0] != next(iter(stream_documents(mixture, seed=2)))
-    for number in (1, 13):
-        state = json.loads(json.dumps(chunks[number][0]))
-        resumed = itertools.islice(stream_documents(mixture, seed=1, state=state), 20 - number)
-        assert [chunk for _, chunk in resumed] == [chunk for _, chunk in chunks[number:]]
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny_data):
     return load_tokenizer(tiny_data["--tokenizer_path"])
@@ -252,11 +227,11 @@ def tokenizer(tiny_data):
 
 @pytest.fixture
 def austen(tmp_path, monkeypatch) -> Path:
-    """Sources with small documents and chunks, so that a test sees several pools."""
+    """Sources with small documents and chunks, so that a test sees several pools, and passes over the second one."""
     monkeypatch.setattr(streams, "TEXT_BYTES", 1000)
     monkeypatch.setattr(streams, "CHUNK_CHARACTERS", 3000)
     novel = {"path": ROOT / "sample_data" / "austen.txt.xz", "weight": 3}
-    return write_sources(tmp_path / "sources.json", novel, {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS)})
+    return write_sources(tmp_path / "sources.json", novel, {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS[:20])})
 
 
 def open_stream(tokenizer, sources, kind=PAIRS, shuffle_buffer=data.SHUFFLE_BUFFER, **options):
@@ -287,10 +262,8 @@ def make_rows(*args, **options) -> tuple[list[list[tuple]], dict]:
 def test_stream_batches_are_independent_of_workers(tokenizer, austen):
     batches, _ = make_batches(tokenizer, austen, 60)
     for num_workers in (1, 2):
-        others, _ = make_batches(tokenizer, austen, 60, num_workers=num_workers)
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(batches, others, strict=True) for name in a)
-    others, _ = make_batches(tokenizer, austen, 1, seed=2)
-    assert others[0]["input_ids"].tolist() != batches[0]["input_ids"].tolist()
+        assert are_equal(make_batches(tokenizer, austen, 60, num_workers=num_workers)[0], batches)
+    assert not are_equal(make_batches(tokenizer, austen, 1, seed=2)[0], batches[:1])
     assert all(batch["input_ids"].shape[1] <= 64 for batch in batches)
     padding = 1 - np.mean([batch["attention_mask"].float().mean() for batch in batches])
     assert padding < 0.12
@@ -371,17 +344,10 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
     assert ids.tolist() == expected and lengths[:-1].tolist() == [32] * (len(lengths) - 1)
 
 
-def test_russian_uses_razdel():
-    paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
-    sentences = split_sentences(paragraph, "russian")
-    assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
-    assert split_sentences(paragraph)[0] != sentences[0]
-
-
 @pytest.mark.parametrize(
     "entry, words",
     [
-        ({"path": "missing.jsonl"}, ["missing.jsonl", "No such file"]),
+        ({"path": "missing.jsonl"}, ["--sources", "missing.jsonl", "No such file"]),
         ({"path": "no/*.jsonl"}, ["no/*.jsonl", "no text"]),
         ({"path": "{folder}/body.jsonl"}, ["record 1", "has no text", "body", "text_column"]),
         ({"path": "{folder}/body.parquet"}, ["no text", "body", "text_column"]),
@@ -411,10 +377,9 @@ def test_empty_source_is_one_line(entry, words, tmp_path, tokenizer):
             open_stream(tokenizer, tmp_path / "sources.json")
 
 
-@pytest.mark.parametrize("name", ["sources.json", "sources-russian.json"])
-def test_documented_stream_examples_parse(name):
-    sources = read_sources(ROOT / "configs" / name)
-    assert all(source.weight > 0 for source in sources)
+def test_documented_stream_examples_parse():
+    for name in ("sources.json", "sources-russian.json"):
+        assert all(source.weight > 0 for source in read_sources(ROOT / "configs" / name))
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -432,25 +397,16 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     trainer.kill()
     trainer.process.wait(10)
     befores = [json.loads(file.read_text()) for file in files]
-    before = befores[0]
     trainer = start("second", "run_trainer.py", *flags)
-    trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
+    trainer.wait_for(rf"continuing after document {befores[0]['documents']:,}", 60)
     trainer.wait_for("epoch 6/", 90)
     stop(trainer)
     for file, before in zip(files, befores, strict=True):
         after = json.loads(file.read_text())
         assert after["seed"] == before["seed"]
         assert (after["documents"], after["taken"]) > (before["documents"], before["taken"])
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["sources"]["austen"]["documents"] > 0
-    assert summary["sources"]["austen"]["broken"] == 0
-
-
-def test_trainer_without_source_is_one_line(tiny_data, tmp_path):
-    sources = write_sources(tmp_path / "s.json", {"path": tmp_path / "gone.jsonl"})
-    flags = ["--run_id", "a", "--streaming", "--sources", sources, "--config_path", "configs/demo.json"]
-    line = refuse(run_trainer, *flags, "--tokenizer_path", tiny_data["--tokenizer_path"])
-    assert "gone.jsonl" in line and "--sources" in line
+    austen = json.loads((tmp_path / "out" / "summary.json").read_text())["sources"]["austen"]
+    assert austen["documents"] > 0 and austen["broken"] == 0
 
 
 def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
