@@ -1,32 +1,34 @@
-"""Every kind of language model: losses against transformers' own, and swarms that train each on the sample corpus."""
+"""Every kind of language model: losses against transformers' own, swarms that train each, and adapters (LoRA)."""
 
 import json
 import logging
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from mains import expect_user_error
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from rows import collate, make_model_batch
 from safetensors.torch import load_file, save_file
-from swarms import TRAINER, flags, largest_difference, run_card, start_trainer, stop
+from swarms import SHARED, TRAINER, flags, largest_difference, run_card, start_trainer, stop
 from tokenizers import Tokenizer, models
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
+import finetune_mlm
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import make_contract
+from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
 from models.build import describe_architecture, find_longest_sequence
-from swarm.contract import find_differences
+from swarm.contract import RunContract, find_differences
 from text.collators import DataCollatorForCausalLM
 from text.instances import BLOCKS
 from text.tokenizers import load_tokenizer
-from training.checkpoint import find_checkpoints
+from training.checkpoint import find_checkpoints, write_weights
 from training.evaluation import evaluate
 from training.model import make_trained_model, move_batch
 
@@ -69,11 +71,28 @@ def write(tmp_path):
     return write_config
 
 
+@pytest.fixture
+def save(write, tmp_path):
+    """save(type, seed) -> the folder of a pretrained model, which has random weights."""
+
+    def save_model(name: str, seed: int = 42, size: int = VOCABULARY) -> str:
+        folder = tmp_path / f"{name}_{seed}"
+        make_model(ModelArguments(write(name), seed=seed), size).save_pretrained(folder)
+        return str(folder)
+
+    return save_model
+
+
+def contract(model) -> RunContract:
+    return make_contract(model, "a" * 64, OptimizerArguments(), AveragingArguments())
+
+
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL, "albert"])
 def test_families_match_transformers_losses_and_gradients(write, name):
     is_causal, has_pairs = name in CAUSAL, name == "albert"
     kind = "CausalLM" if is_causal else "PreTraining" if has_pairs else "MaskedLM"
     objective = {"CausalLM": "clm", "PreTraining": "mlm_sop", "MaskedLM": "mlm"}[kind]
+    output = "prediction_logits" if has_pairs else "logits"
     model = make_model(ModelArguments(write(name)), VOCABULARY).eval()
     reference = getattr(transformers, f"AutoModelFor{kind}").from_config(model.config).eval()
     assert type(reference) is type(model) and model.objective.name == objective
@@ -86,7 +105,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     outputs = reference(**inputs, labels=batch["labels"], **order)
     outputs.loss.backward()
     # of each token, predicted at the position before it by causal models
-    logits = outputs["prediction_logits" if has_pairs else "logits"].roll(int(is_causal), dims=1)
+    logits = outputs[output].roll(int(is_causal), dims=1)
     token_loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
 
     losses = compute_losses(model, move_batch(batch, CPU))
@@ -94,10 +113,8 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     assert losses["loss"].item() == pytest.approx(outputs.loss.item(), rel=1e-5)
     assert losses["token_loss"].item() == pytest.approx(token_loss, rel=1e-5)
     assert has_pairs or losses["token_loss"].item() == losses["loss"].item()
-    for (key, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), key
-        if param.grad is not None:
-            torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
+    gradients, expected = ([param.grad for param in each.parameters()] for each in (model, reference))
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)  # both None without a gradient
 
     # use the predictions as labels, except for one
     labels = torch.where(batch["labels"] == -100, -100, logits.argmax(-1))
@@ -112,7 +129,7 @@ def test_families_match_transformers_losses_and_gradients(write, name):
     # an evaluation is of the tokens alone, not of the order of sentences
     assert evaluate(model, [batch, batch], CPU)["loss"] == pytest.approx(token_loss, rel=1e-5)
     # other callers still get all logits
-    assert model.eval()(**inputs)["prediction_logits" if has_pairs else "logits"].shape == (4, 16, VOCABULARY)
+    assert model.eval()(**inputs)[output].shape == (4, 16, VOCABULARY)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -140,93 +157,74 @@ def test_packed_documents_match_documents_alone(write, name):
 def test_model_that_joins_documents_is_known(write, name, is_apart):
     """The contract names it, because it changes the loss."""
     model = make_model(ModelArguments(write(name), objective="clm"), VOCABULARY)
-    contract = make_contract(model, "a", OptimizerArguments(), AveragingArguments()).contract
-    assert model.keeps_documents_apart is is_apart and ("documents" in contract) is is_apart
+    assert model.keeps_documents_apart is is_apart and ("documents" in contract(model).contract) is is_apart
     collator = DataCollatorForCausalLM(make_word_tokenizer())
     batch = collate(collator, [{"input_ids": [5, 7, 2, 8, 9]}, {"input_ids": [5, 7]}])
     assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
 
 
-@pytest.fixture
-def model():
-    """The demo's ALBERT."""
-    return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
-
-
-def test_batch_without_labels_has_zero_loss(model):
+def test_batch_without_labels_has_zero_loss(write):
     batch = make_model_batch() | {"labels": torch.full((4, 16), -100)}
-    losses = compute_losses(model, move_batch(batch, CPU))
-    assert losses["token_loss"].item() == 0
-    assert losses["loss"].isfinite()
+    losses = compute_losses(make_model(ModelArguments(write("albert")), VOCABULARY), move_batch(batch, CPU))
+    assert losses["token_loss"].item() == 0 and losses["loss"].isfinite()
 
 
-def test_make_model_depends_on_seed(model):
+def test_make_model_depends_on_seed(write):
+    model = make_model(ModelArguments(write("albert")), VOCABULARY)
     torch.rand(3)  # earlier draws change nothing
-    again = make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
-    other = make_model(ModelArguments(config_path="configs/demo.json", seed=7), VOCABULARY)
-    name = "albert.embeddings.word_embeddings.weight"
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(model.state_dict()[name], other.state_dict()[name])
+    again, other = (make_model(ModelArguments(write("albert"), seed=seed), VOCABULARY) for seed in (42, 7))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    assert not torch.equal(model.get_input_embeddings().weight, other.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("name", ["albert-large", "lean-albert"])
-def test_albert_large_has_published_size(name):
-    with torch.device("meta"):
-        model = make_model(ModelArguments(f"configs/{name}.json"), 30_000)
-    # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
-    assert 17.5e6 < model.num_parameters() < 18.5e6
+def test_albert_large_has_published_size():
+    for name in ("albert-large", "lean-albert"):
+        with torch.device("meta"):
+            model = make_model(ModelArguments(f"configs/{name}.json"), 30_000)
+        # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
+        assert 17.5e6 < model.num_parameters() < 18.5e6
 
 
 def test_model_type_selects_objective(write):
     expected = {"bert": "mlm", "roberta": "mlm", "gpt2": "clm", "llama": "clm", "albert": "mlm_sop"}
     assert {name: find_objective(ModelArguments(write(name))).name for name in expected} == expected
-    model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
+    model = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
     assert type(model) is transformers.BertLMHeadModel and model.config.is_decoder
-    model = make_trained_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
+    model = make_model(ModelArguments(write("lean_albert"), objective="mlm"), VOCABULARY)
     assert type(model).__name__ == "LeanAlbertForMaskedLM"
 
 
-@pytest.mark.parametrize(
-    "name, options, words",
-    [
-        ("bert", dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
-        ("gpt2", dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
-        ("vit", {}, ["vit is not a language model"]),
-        ("t5", {}, ["t5 needs more than one text"]),
-        ("bart", dict(objective="clm"), ["bart needs more than one text"]),
-        ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),
-        ("xlnet", {}, ["xlnet sees the tokens that it should predict"]),
-        ("ibert", {}, ["ibert collects statistics"]),
-        ("esm", {}, ["esm cannot be trained on text alone"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_untrainable_model_is_one_line(write, name, options, words):
+# type, fields of its configuration, arguments, words of the error
+UNTRAINABLE = [
+    ("bert", {}, dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
+    ("gpt2", {}, dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
+    ("vit", {}, {}, ["vit is not a language model"]),
+    ("t5", {}, {}, ["t5 needs more than one text"]),
+    ("bart", {}, dict(objective="clm"), ["bart needs more than one text"]),
+    ("gemma3", {}, {}, ["gemma3 needs more than one text", "the part that reads text"]),
+    ("xlnet", {}, {}, ["xlnet sees the tokens that it should predict"]),
+    ("ibert", {}, {}, ["ibert collects statistics"]),
+    ("esm", {}, {}, ["esm cannot be trained on text alone"]),
+    ("bert", dict(hidden_size="64"), {}, ["hidden_size"]),
+    ("bert", dict(num_attention_heads=3), {}, ["num_attention_heads 3 must divide hidden_size 64"]),
+    ("bert", dict(num_atention_heads=2), {}, ["no field num_atention_heads, did you mean num_attention_heads?"]),
+    ("bert", dict(layers=2), {}, ["bert has no field layers: remove it"]),
+    ("bert", dict(hidden_act="magic"), {}, ["magic"]),
+    ("bert", dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}), {}, ["custom code"]),
+]
+
+
+@pytest.mark.parametrize("name, fields, options, words", UNTRAINABLE, ids=[words[-1] for *_, words in UNTRAINABLE])
+def test_untrainable_model_is_one_line(write, name, fields, options, words):
     with expect_user_error(*words):
-        make_trained_model(ModelArguments(write(name), **options), TrainerArguments(), VOCABULARY)
+        make_trained_model(ModelArguments(write(name, **fields), **options), TrainerArguments(), VOCABULARY)
 
 
-WRONG_FIELDS = {
-    "hidden_size": dict(hidden_size="64"),
-    "num_attention_heads 3 must divide hidden_size 64": dict(num_attention_heads=3),
-    "bert has no field num_atention_heads, did you mean num_attention_heads?": dict(num_atention_heads=2),
-    "bert has no field layers: remove it": dict(layers=2),
-    "magic": dict(hidden_act="magic"),
-    "custom code": dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}),
-}
-
-
-@pytest.mark.parametrize("words", WRONG_FIELDS)
-def test_wrong_config_is_one_line(write, words):
-    with expect_user_error(words):
-        make_model(ModelArguments(write("bert", **WRONG_FIELDS[words])), VOCABULARY)
-
-
-def test_foreign_weights_are_one_line(write, tmp_path):
-    make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
-    config, weights = tmp_path / "model/config.json", tmp_path / "model/model.safetensors"
+def test_foreign_weights_are_one_line(save):
+    args = ModelArguments(model_name_or_path=save("bert"))
+    folder = Path(args.model_name_or_path)
+    config, weights = folder / "config.json", folder / "model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 120}))
-    args = ModelArguments(model_name_or_path=str(tmp_path / "model"))
     with expect_user_error("different shapes than its config.json says: bert.encoder"):
         make_model(args, VOCABULARY)
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -236,16 +234,15 @@ def test_foreign_weights_are_one_line(write, tmp_path):
         make_model(ModelArguments(model_name_or_path=str(config)), VOCABULARY)
 
 
-def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
-    make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
-    args, weights = ModelArguments(model_name_or_path=str(tmp_path / "model")), tmp_path / "model/model.safetensors"
+def test_pretrained_mismatched_weights_are_named(save, caplog):
+    args = ModelArguments(model_name_or_path=save("bert"))
     make_model(args, VOCABULARY)
     assert not caplog.records
-    name = "cls.predictions.transform.dense.weight"
+    name, weights = "cls.predictions.transform.dense.weight", Path(args.model_name_or_path) / "model.safetensors"
     changed = {"my_head.weight" if key == name else key: tensor for key, tensor in load_file(weights).items()}
     save_file(changed, weights, {"format": "pt"})
     make_model(args, VOCABULARY)
-    what = f"{tmp_path / 'model'} (saved by BertForMaskedLM, opened by BertForMaskedLM)"
+    what = f"{args.model_name_or_path} (saved by BertForMaskedLM, opened by BertForMaskedLM)"
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.WARNING, f"{what} lacks these weights, which start from random values: {name}"),
         (logging.WARNING, f"{what} has these weights, which are not used: my_head.weight"),
@@ -256,8 +253,7 @@ def test_pretrained_mismatched_weights_are_named(write, tmp_path, caplog):
 def test_configs_without_padding_token_build(write, name):
     """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
     model = make_trained_model(ModelArguments(write(name)), TrainerArguments(), make_word_tokenizer())
-    assert model.objective.name == "clm"
-    assert getattr(model.config, "eos_token_id", None) in (None, 2)
+    assert model.objective.name == "clm" and getattr(model.config, "eos_token_id", None) in (None, 2)
 
 
 def test_tokenizer_changed_by_saving_is_one_line(write):
@@ -289,19 +285,17 @@ def test_roberta_length_excludes_padding_positions(write):
     longest = find_longest_sequence(model)
     assert (model.config.pad_token_id, longest, model.config.vocab_size) == (6, 33, 57)
     assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
-    ids = torch.full((1, longest), 5)
-    model(input_ids=ids)
+    model(input_ids=torch.full((1, longest), 5))
     with pytest.raises((IndexError, RuntimeError)):
         model(input_ids=torch.full((1, longest + 1), 5))
     for name, expected in (("bert", 40), ("gpt2", 40), ("llama", 40), ("distilbert", 40), ("lean_albert", math.inf)):
         assert find_longest_sequence(make_model(ModelArguments(write(name)), VOCABULARY)) == expected
 
 
-def test_roles_build_same_architecture(write, tmp_path):
+def test_roles_build_same_architecture(write, save):
     """A pretrained folder and its configuration have the same architecture, and contracts that differ."""
+    folder = save("bert")
     model = make_model(ModelArguments(write("bert")), VOCABULARY)
-    model.save_pretrained(tmp_path / "folder")
-    folder = str(tmp_path / "folder")
     pretrained = make_model(ModelArguments(model_name_or_path=folder, seed=7), VOCABULARY)
     scratch = make_model(ModelArguments(folder, seed=7), VOCABULARY)
     assert all(map(torch.equal, model.parameters(), pretrained.parameters()))
@@ -310,39 +304,38 @@ def test_roles_build_same_architecture(write, tmp_path):
     assert len(described) == 1
     assert model.initial_weights == scratch.initial_weights == "random"
     assert re.fullmatch(r"pretrained \w{12}", pretrained.initial_weights)
-    groups = OptimizerArguments(), AveragingArguments()
-    run, mine = (make_contract(m, "a", *groups) for m in (pretrained, scratch))
-    [difference] = find_differences(mine, [run])
+    [difference] = find_differences(contract(scratch), [contract(pretrained)])
     assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
     # these changes keep the shapes of all weights
-    for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
-        assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
-    causal = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
-    assert describe_architecture(causal) not in described
+    changes = (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6))
+    args = [
+        *(ModelArguments(write("bert", **change)) for change in changes),
+        ModelArguments(write("bert"), objective="clm"),
+    ]
+    for each in args:
+        assert describe_architecture(make_model(each, VOCABULARY)) not in described
     # so does the contract of another model's weights
-    make_model(ModelArguments(write("bert"), seed=8), VOCABULARY).save_pretrained(tmp_path / "other")
-    other = make_model(ModelArguments(model_name_or_path=str(tmp_path / "other")), VOCABULARY)
+    other = make_model(ModelArguments(model_name_or_path=save("bert", seed=8)), VOCABULARY)
     assert other.initial_weights != pretrained.initial_weights
 
 
-def test_pretrained_vocabulary_only_grows(write, tmp_path):
-    model = make_model(ModelArguments(write("bert")), 320)
-    model.save_pretrained(tmp_path)
-    args = ModelArguments(model_name_or_path=str(tmp_path))
+def test_pretrained_vocabulary_only_grows(save):
+    args = ModelArguments(model_name_or_path=save("bert", size=320))
+    stored = transformers.BertForMaskedLM.from_pretrained(args.model_name_or_path)
     rounded, grown, again = (make_model(args, size) for size in (VOCABULARY, 400, 400))
-    rows = [m.get_input_embeddings().weight for m in (model, rounded, grown, again)]
+    rows = [m.get_input_embeddings().weight for m in (stored, rounded, grown, again)]
     assert [len(weight) for weight in rows] == [320, 320, 400, 400]
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2][:320]) and torch.equal(rows[2], rows[3])
     compute_losses(rounded, move_batch(make_model_batch(), CPU))["loss"].backward()
 
 
 def test_missing_head_depends_on_seed(minilm):
-    args = ModelArguments(model_name_or_path=str(minilm))
     tokenizer = load_tokenizer(minilm, BLOCKS)
-    model = make_model(args, tokenizer)
-    torch.rand(5)
-    again, other = make_model(args, tokenizer), make_model(ModelArguments(**vars(args) | {"seed": 1}), tokenizer)
-    weights = [m.state_dict() for m in (model, again, other)]
+    made = []
+    for seed in (0, 0, 1):
+        made.append(make_model(ModelArguments(model_name_or_path=str(minilm), seed=seed), tokenizer))
+        torch.rand(5)  # changes nothing
+    weights = [model.state_dict() for model in made]
     stored = transformers.AutoModel.from_pretrained(minilm).state_dict()
     for name, tensor in weights[0].items():
         assert tensor.equal(weights[1][name]), name
@@ -350,7 +343,7 @@ def test_missing_head_depends_on_seed(minilm):
             assert tensor.equal(weights[2][name]) and tensor.equal(stored[name.removeprefix("bert.")]), name
     head = "cls.predictions.transform.dense.weight"
     assert not weights[0][head].equal(weights[2][head])
-    assert model.initial_weights == again.initial_weights == other.initial_weights
+    assert len({model.initial_weights for model in made}) == 1
 
 
 LEARNING = ("bert", "roberta", "distilbert", "modernbert", "fnet", "albert", "lean_albert", "llama")
@@ -362,20 +355,20 @@ def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, t
     data = text_data if name in CAUSAL else tiny_data
     # the other models learn more slowly, in larger epochs
     target = 128 if name == "gpt2" else 1024
-    own = {"--config_path": write(name), "--max_steps": 8, "--total_steps": 40, "--target_batch_size": target}
-    own |= {"--target_group_size": 2}
     shared = {
-        flag: value for flag, value in (TRAINER | own).items() if not flag.startswith(("--per", "--gradient", "--d"))
+        "--config_path": write(name),
+        "--total_steps": 40,
+        "--target_batch_size": target,
+        "--target_group_size": 2,
     }
-    shared.pop("--max_steps")
+    own = shared | {"--max_steps": 8, "--do_eval": []}
+    shared = {name: TRAINER[name] for name in SHARED} | shared
     prefix, archive = make_prefix(), tmp_path / "archive"
     aux_flags = {"--tokenizer_path": data["--tokenizer_path"], "--save_checkpoint_step_interval": 2}
     aux_flags |= {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
-    words = ["--experiment_prefix", prefix, *LOOPBACK, *flags(shared, aux_flags)]
-    aux = start("aux", "run_aux_peer.py", *words)
+    aux = start("aux", "run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, *flags(shared, aux_flags))
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)
     names = ["first", "second"]
-    own |= {"--do_eval": []}
     trainers = [start_trainer(start, tmp_path, who, prefix, peers, data, own, pace=0.1) for who in names]
     for trainer in trainers:
         trainer.assert_clean_end(120)
@@ -400,3 +393,75 @@ def test_unnamed_output_layer_has_same_loss(write, monkeypatch):
     monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
     other = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
     torch.testing.assert_close(compute_losses(other, batch)["loss"], expected)
+
+
+LORA = {"lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def test_lora_trains_only_equal_adapters(save):
+    base = save("llama")
+    model, twin = (make_model(ModelArguments(model_name_or_path=base, **LORA), VOCABULARY) for _ in range(2))
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    optimizer = make_local_optimizer(OptimizerArguments(optim="adamw", warmup_steps=0), make_param_groups(model))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, other) is (name not in trained)
+
+
+def test_lora_contract_names_base_and_rank(save):
+    def name_differences(seed: int, **changes) -> set[str]:
+        args = (ModelArguments(model_name_or_path=save("llama", s), **LORA | c) for s, c in ((0, {}), (seed, changes)))
+        mine, other = (contract(make_model(each, VOCABULARY)) for each in args)
+        return {text.split(":")[0] for text in find_differences(mine, [other])}
+
+    assert name_differences(0) == set()
+    assert name_differences(1) == {"initial weights"}
+    assert name_differences(0, lora_r=8) == {"initial weights", "model shapes"}
+
+
+@pytest.mark.parametrize(
+    "name, adapted, auto_class, output",
+    [
+        ("llama", LORA, transformers.AutoModelForCausalLM, "logits"),
+        # transformers does not have its class
+        ("lean_albert", {"lora_r": 4}, transformers.AutoModelForPreTraining, "prediction_logits"),
+    ],
+)
+def test_merged_adapters_compute_the_same(save, tmp_path, name, adapted, auto_class, output):
+    model = make_model(ModelArguments(model_name_or_path=save(name), **adapted), VOCABULARY).eval()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "lora_B" in key:
+                param.normal_(std=0.1)
+    folder, merged, ids = tmp_path / "model", tmp_path / "merged", torch.arange(20)[None]
+    write_weights(model, None, folder)
+    make_word_tokenizer().save_pretrained(folder)
+    run_python("-m", "experiment.merge", folder, merged, expect=0)
+    assert not (merged / "adapter_config.json").exists()
+    for each in (folder, merged):
+        opened = auto_class.from_pretrained(each).eval()
+        torch.testing.assert_close(opened(ids)[output], model(input_ids=ids)[output])
+    again = run_python("-m", "experiment.merge", folder, merged, expect=2)
+    assert "exists already" in again.stderr
+    assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
+
+
+def test_finetune_with_adapters_names_merge(save, tmp_path):
+    """transformers freezes the weights of a folder with adapters."""
+    model = make_model(ModelArguments(model_name_or_path=save("lean_albert"), lora_r=4), VOCABULARY)
+    write_weights(model, None, tmp_path / "model")
+    args = finetune_mlm.FinetuneArguments(task="terra", checkpoint=str(tmp_path / "model"))
+    with expect_user_error("model has adapters", f"python -m experiment.merge {tmp_path / 'model'}"):
+        finetune_mlm.load_pretrained(args)
+
+
+def test_lora_wrong_flags_are_one_line(save):
+    with expect_user_error("--lora_r needs --model_name_or_path"):
+        ModelArguments(lora_r=4)
+    options = LORA | {"model_name_or_path": save("llama"), "lora_target_modules": ["nothing"]}
+    with expect_user_error("--lora_target_modules: ", "choose some of ", "q_proj"):
+        make_model(ModelArguments(**options), VOCABULARY)
