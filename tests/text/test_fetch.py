@@ -59,6 +59,11 @@ def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> lis
     return sorted("".join(path.suffixes) for path in left_in(cache))
 
 
+def expect_stop(words: str, *arguments) -> None:
+    with expect_user_error(words):
+        fetch.fetch_data(*arguments)
+
+
 def make_tar(path: Path, text: str = "{}") -> bytes:
     with tarfile.open(path, "w") as archive:
         member = tarfile.TarInfo("dataset/corpus.json")
@@ -177,20 +182,18 @@ def test_fetch_ignores_time_but_checks_tag(cache, tmp_path):
 @pytest.mark.parametrize("text", [NESTED, "[]", '{"objective": []}'], ids=["nested", "list", "kind"])
 def test_fetch_invalid_corpus_is_refused(cache, tmp_path, text):
     make_tar(tmp_path / "data.tar", text)
-    with pytest.raises(UserError, match="is not a dataset of"):
+    with expect_user_error("is not a dataset of"):
         load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache)[0], None)
 
 
 def test_unpack_endless_headers_are_refused(cache, tmp_path):
     """tarfile reads a member with a long name recursively, and that may be another long name."""
-    member = tarfile.TarInfo("././@LongLink")
-    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 512
-    (tmp_path / "nested.tar").write_bytes(2000 * (member.tobuf() + bytes(512)))
+    nested, long = tarfile.TarInfo("././@LongLink"), tarfile.TarInfo("second")
+    nested.type, nested.size, long.pax_headers = tarfile.GNUTYPE_LONGNAME, 512, {"comment": 2**21 * "x"}
+    (tmp_path / "nested.tar").write_bytes(2000 * (nested.tobuf() + bytes(512)))
     with tarfile.open(tmp_path / "long.tar", "w") as archive:
         archive.addfile(tarfile.TarInfo("first"))
-        member = tarfile.TarInfo("second")
-        member.pax_headers = {"comment": 2**21 * "x"}
-        archive.addfile(member)
+        archive.addfile(long)
     assert expect_line("is damaged", str(tmp_path / "nested.tar"), cache) == []
     assert expect_line("a header of 2,097,1.. bytes", str(tmp_path / "long.tar"), cache) == []
 
@@ -213,11 +216,6 @@ def server(hosted):
         yield file_server
 
 
-def expect_stop(words: str, *arguments) -> None:
-    with expect_user_error(words):
-        fetch.fetch_data(*arguments)
-
-
 def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in tiny_data["--dataset_path"].rglob("*"):
@@ -226,7 +224,7 @@ def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, mo
     assert (tmp_path / "other.tar.gz").read_bytes() == (hosted / "tiny.tar.gz").read_bytes()
     assert f"/other.tar.gz --dataset_sha256 {hash_file(hosted / 'tiny.tar.gz')}" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
-    with pytest.raises(UserError, match="other.tar.gz already exists"):
+    with expect_user_error("other.tar.gz already exists"):
         check_archive(tmp_path / "other.tar.gz")
 
 
@@ -235,12 +233,11 @@ def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, mo
 def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, name, is_remote):
     source = f"{server.url}/{name}" if is_remote else str(hosted / name)
     sha256 = hash_file(hosted / name)
-    for _ in range(2):
-        folder, fetched = fetch.fetch_data(source, sha256, cache)
+    folder, fetched = fetch.fetch_data(source, sha256, cache)
     assert read_files(folder) == read_files(tiny_data["--dataset_path"])
     assert read_files(fetched) == read_files(tiny_data["--tokenizer_path"])
-    # the second call found it in the cache
-    assert len(server.requests) == is_remote
+    # the second call finds it in the cache
+    assert fetch.fetch_data(source, sha256, cache) == (folder, fetched) and len(server.requests) == is_remote
     assert [path.name for path in left_in(cache)] == [f"{name.split('.')[0]}-{sha256[:16]}"]
     # the archive's own tokenizer is taken unless another one is named
     assert data.choose_tokenizer(fetched, ModelArguments()) == fetched
@@ -286,7 +283,7 @@ def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, chang
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
     server.cuts["/data.tar"] = [(hosted / first).stat().st_size - 1000]
     server.answers["/data.tar"] = [200, 404]
-    with pytest.raises(UserError, match="404"):
+    with expect_user_error("404"):
         fetch.fetch(f"{server.url}/data.tar", None, cache)
     (tmp_path / "data.tar").write_bytes((hosted / second).read_bytes())
     server.answers, server.version = {}, "2"
@@ -301,13 +298,11 @@ def test_failing_server_is_retried_then_dropped(server, cache, caplog):
     assert len(server.requests) == 3 and "answers 500" in caplog.text
     server.answers["/plain.tar"] = [503]
     start = time.monotonic()
-    with pytest.raises(UserError, match="answers 503 .*gave up"):
-        fetch.fetch(f"{server.url}/plain.tar", None, cache, patience=2)
+    expect_line("answers 503 .*gave up", f"{server.url}/plain.tar", cache, patience=2)
     assert time.monotonic() - start < 5
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(UserError, match="All connection attempts failed; gave up"):
-        fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
+    expect_line("All connection attempts failed; gave up", f"http://127.0.0.1:{port}/tiny.tar.gz", cache, patience=0.5)
 
 
 def test_wrong_or_cut_archive_is_refused(server, hosted, cache):

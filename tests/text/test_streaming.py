@@ -293,12 +293,11 @@ def test_stream_sequence_length_changes_next_batch(tokenizer, austen, caplog):
     args = DataArguments(initial_sequence_length=32, max_sequence_length=128, sequence_length_warmup_steps=10)
     dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = data.make_train_batches(dataset, tokenizer, args, batch_size=16, seed=1, num_workers=2)
-    feed, iterator = PrefetchLoader(batches, torch.device("cpu"), args), None
+    feed = PrefetchLoader(batches, torch.device("cpu"), args)
     caplog.set_level(logging.INFO, "batches")
     for epoch, length in ((0, 32), (7, 96), (4, 64), (4, 64), (10, 128)):
         feed.begin_epoch(epoch)
-        iterator = iterator or iter(batches)
-        longest = [int(next(iterator)["attention_mask"].sum(1).max()) for _ in range(10)]
+        longest = [int(batch["attention_mask"].sum(1).max()) for batch in itertools.islice(feed, 10)]
         assert length - 10 < max(longest) <= length, (length, longest)
     assert caplog.messages == [f"sequences of up to {length} tokens from now on" for length in (32, 96, 64, 128)]
 
