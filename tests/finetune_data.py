@@ -21,37 +21,28 @@ LEAVES = "Осенью с клёна падают листья. Дворник �
 NEWS = "Анна Лебедева живёт в Омске. В Омске Анна Лебедева встретила Егора."
 QUERY = "Теперь Егор и @placeholder ищут квартиру."
 BOW, ONION = "Охотник взял лук и стрелы.", "На кухне резали лук."
-
-SOUP, MAPLE = "Мать сказала, что суп готов.", "Падают ли листья с клёна?"
+SOUP, READY, MAPLE = "Мать сказала, что суп готов.", "Суп готов.", "Падают ли листья с клёна?"
+RAIN, DRY = "Дождь шёл всю ночь.", "Ночь была сухой."
 ANSWERS = [{"idx": 7, "text": "Фёдор", "label": 1}, {"idx": 8, "text": "Клён", "label": 0}]
 ASKED = {"idx": 2, "question": "Кто метёт листья?", "answers": ANSWERS}
 OMSK = [place(NEWS, "Омске"), {"start": 31, "end": 36}]  # twice
 
 
-def alike(line: dict, label: int, texts: list[tuple], *spans: list[str]) -> tuple:
+def alike(right: int, texts: list[tuple], *spans: list[str], **line) -> tuple:
     """Return the records of a task whose record on the Hub differs from the benchmark's line in its label alone."""
-    return line | {"idx": 4}, [line | {"idx": 4, "label": label}], [(texts, [label], list(spans))]
+    return line | {"idx": 4}, [line | {"idx": 4, "label": right}], [(texts, [right], list(spans))]
 
 
+PARUS = {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она совсем красная."}
+RUSSE = {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
 #: task -> (a line of the benchmark's own file, records of the Hub, (texts, right, texts at the spans) of each)
 RECORDS = {
-    "rcb": alike(
-        {"premise": SOUP, "hypothesis": "Суп готов.", "label": "entailment", "verb": "сказать"},
-        0,
-        [(SOUP, "Суп готов.")],
-    ),
-    "terra": alike(
-        {"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": "not_entailment"},
-        1,
-        [("Дождь шёл всю ночь.", "Ночь была сухой.")],
-    ),
-    "danetqa": alike({"question": MAPLE, "passage": LEAVES, "label": True}, 1, [(LEAVES, MAPLE)]),
+    "rcb": alike(0, [(SOUP, READY)], premise=SOUP, hypothesis=READY, label="entailment", verb="сказать"),
+    "terra": alike(1, [(RAIN, DRY)], premise=RAIN, hypothesis=DRY, label="not_entailment"),
+    "danetqa": alike(1, [(LEAVES, MAPLE)], question=MAPLE, passage=LEAVES, label=True),
     # the cause stands before the effect
     "parus": alike(
-        {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она совсем красная.", "question": "cause"}
-        | {"label": 0},
-        0,
-        [("Её задел кот.", "Чашка упала."), ("Она совсем красная.", "Чашка упала.")],
+        0, [(PARUS[n], PARUS["premise"]) for n in ("choice1", "choice2")], **PARUS, question="cause", label=0
     ),
     "muserc": (
         {"idx": 4, "passage": {"text": LEAVES, "questions": [ASKED]}},
@@ -62,14 +53,7 @@ RECORDS = {
         ],
         [([(LEAVES, "Кто метёт листья? Фёдор")], [1], []), ([(LEAVES, "Кто метёт листья? Клён")], [0], [])],
     ),
-    "russe": alike(
-        {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
-        | {"label": False},
-        0,
-        [(BOW, ONION)],
-        ["лук"],
-        ["лук"],
-    ),
+    "russe": alike(0, [(BOW, ONION)], ["лук"], ["лук"], **RUSSE, label=False),
     "rucos": (
         {"idx": 4, "passage": {"text": NEWS, "entities": [place(NEWS, "Анна Лебедева"), *OMSK, place(NEWS, "Егора")]}}
         | {"qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}]},
@@ -80,11 +64,7 @@ RECORDS = {
         ],
         [([(NEWS, QUERY)], [0], [["@placeholder"], ["Анна Лебедева"] * 2, ["Омске"] * 2, ["Егора"]])],
     ),
-    "lidirus": alike(
-        {"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": "entailment"},
-        0,
-        [("Чай остыл.", "Чай был горячим.")],
-    ),
+    "lidirus": alike(0, [(RAIN, DRY)], sentence1=RAIN, sentence2=DRY, label="entailment"),
 }
 
 NAMES = ["Анна", "Борис", "Вера", "Глеб", "Дарья", "Егор", "Жанна", "Захар"]
@@ -150,10 +130,9 @@ def make_toy_gaps() -> list[dict]:
 
 def write_lidirus(folder: Path) -> list[dict]:
     """Write pairs in LiDiRus's schema, a quarter with a wrong label."""
-    labels, draw = ("entailment", "not_entailment"), random.Random(0)
-    records = []
+    other, draw, records = {"entailment": "not_entailment", "not_entailment": "entailment"}, random.Random(0), []
     for number, pair in enumerate(make_toy_pairs()):
-        label = pair["label"] if draw.random() < 0.75 else labels[pair["label"] == "entailment"]
+        label = pair["label"] if draw.random() < 0.75 else other[pair["label"]]
         names = {"sentence1": pair["premise"], "sentence2": pair["hypothesis"]}
         records.append(names | {"label": label, "idx": number, "logic": "Negation"})
     write_lines(folder / "LiDiRus" / "LiDiRus.jsonl", records)
