@@ -11,13 +11,13 @@ import torch
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from mains import expect_user_error
 from processes import ROOT, make_prefix, wait_until
 from records import ask, make_metrics, run_dhts, run_trackers
-from swarms import TINY, read_epochs, start_monitor, stop
+from swarms import TINY, history, read_epochs, start_monitor, stop
 from transformers import AutoModelForPreTraining
 
 from arguments import TRAINER_ARGS, DataArguments, ModelArguments, parse_arguments
-from common.console import UserError
 from experiment.data import make_eval_batches
 from experiment.model import make_model
 from experiment.samples import PROMPTS, SENTENCES, sample_texts
@@ -52,15 +52,12 @@ def test_bits_per_byte_is_independent_of_tokenizer():
 
 @pytest.mark.parametrize("config, kind", [("demo", PAIRS), ("lean-demo", PAIRS), ("gpt-demo", TEXT)])
 def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, config, kind):
-    data = text_data if kind is TEXT else tiny_data
-    tokenizer = load_tokenizer(data["--tokenizer_path"], kind)
+    tokenizer = load_tokenizer((text_data if kind is TEXT else tiny_data)["--tokenizer_path"], kind)
     model = make_model(ModelArguments(config_path=f"configs/{config}.json"), tokenizer)
     texts, state = sample_texts(model, tokenizer), torch.get_rng_state()
-    assert texts == sample_texts(model, tokenizer) and model.training
-    assert torch.equal(state, torch.get_rng_state())
-    parts = [(prompt, "") for prompt in PROMPTS]
-    if kind is PAIRS:
-        parts = [sentence.replace("___", "[___]").split("___") for sentence in SENTENCES]
+    assert texts == sample_texts(model, tokenizer) and model.training and state.equal(torch.get_rng_state())
+    gaps = [sentence.replace("___", "[___]").split("___") for sentence in SENTENCES]
+    parts = gaps if kind is PAIRS else [(prompt, "") for prompt in PROMPTS]
     for text, (before, after) in zip(texts, parts, strict=True):
         assert text.startswith(before) and text.endswith(after) and len(text) > len(before + after)
 
@@ -139,9 +136,8 @@ def test_suspended_peer_is_not_awaited():
             tracker.report_local_progress(5, 30)
 
         def other_counts(samples: int, is_in_step: bool) -> bool:
-            view = other.view
-            seen = view.epoch, view.samples, view.num_peers
-            return seen == (5, samples, 1 + is_in_step) and (one_id in other.peers_at_epoch) == is_in_step
+            seen = other.view.epoch, other.view.samples, other.view.num_peers, one_id in other.peers_at_epoch
+            return seen == (5, samples, 1 + is_in_step, is_in_step)
 
         wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
         speed = one.performance_ema.samples_per_second
@@ -169,27 +165,23 @@ def test_new_peer_in_evaluation_is_not_awaited():
 
 
 def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
-    prefix, monitor_dir, output_dir = make_prefix(), tmp_path / "monitor", tmp_path / "out"
-    flags = ("--status_port", "0", "--report_to", "none")
-    monitor, address = start_monitor(start, prefix, monitor_dir, *flags)
-    port = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
-    trainer = start(
-        "trainer",
-        *("run_trainer.py", *TINY, "--experiment_prefix", prefix, "--initial_peers", address),
-        *(*sum(tiny_data.items(), ()), "--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5),
-        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1),
-    )
+    prefix, output_dir, page = make_prefix(), tmp_path / "out", {}
+    monitor, address = start_monitor(start, prefix, tmp_path / "monitor", "--status_port", 0, "--report_to", "none")
+    port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
+    words = [*TINY, *sum(tiny_data.items(), ()), "--experiment_prefix", prefix, "--initial_peers", address]
+    words += ["--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5, "--matchmaking_time", 1]
+    trainer = start("trainer", "run_trainer.py", *words, "--do_eval", "--eval_steps", 2, "--max_eval_samples", 40)
     trainer.assert_clean_end(120)
-    history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
-    evaluated = {line["epoch"]: line for line in history if "validation_loss" in line}
+    epochs = history(tmp_path, "out")
+    evaluated = {epoch: line for epoch, line in epochs.items() if "validation_loss" in line}
     assert list(evaluated) == [2, 4, 5]
     for epoch, line in evaluated.items():
         assert line["validation_epoch"] == epoch
         assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
-    summary, last = json.loads((output_dir / "summary.json").read_text()), history[-1]
+    summary, last = json.loads((output_dir / "summary.json").read_text()), epochs[5]
     assert last["validation_loss"] < evaluated[2]["validation_loss"] < summary["start_loss"]
     assert [last[name] for name in ("final_epoch", "target_batch_size", "swarm_samples")] == [5, 64, 320]
-    assert last["seconds_left"] == 0 and history[1]["seconds_left"] > 0
+    assert last["seconds_left"] == 0 and epochs[2]["seconds_left"] > 0
 
     # the last evaluation is of the saved model
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
@@ -198,43 +190,38 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     saved.load_state_dict(AutoModelForPreTraining.from_pretrained(output_dir / "model").state_dict())
     batches = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=8, max_samples=40)
     result = evaluate(saved, batches, torch.device("cpu"))
-    for values, prefix_ in ((summary, "final"), (last, "validation")):
-        assert values[f"{prefix_}_loss"] == pytest.approx(result["loss"], rel=1e-4)
-        assert values[f"{prefix_}_accuracy"] == pytest.approx(result["accuracy"], abs=1e-6)
+    for values, name in ((summary, "final"), (last, "validation")):
+        assert values[f"{name}_loss"] == pytest.approx(result["loss"], rel=1e-4)
+        assert values[f"{name}_accuracy"] == pytest.approx(result["accuracy"], abs=1e-6)
 
     def read_page() -> dict:
-        return json.loads(ask(int(port))[2])
+        page.update(json.loads(ask(port)[2]))
+        return page
 
     wait_until(lambda: read_page().get("validation_epoch") == 5, 20, f"the last evaluation\n{monitor.text[-2000:]}")
-    page = read_page()
     assert page["validation_loss"] == last["validation_loss"]
     assert (page["final_epoch"], page["epoch"], page["swarm_samples"], page["seconds_left"]) == (5, 5, 320, 0)
     wait_until(lambda: read_page()["ended"], 40, f"the end\n{monitor.text[-2000:]}")
-    page = read_page()
     assert (page["peers"], page["samples_per_second"], page["validation_loss"]) == (0, 0, last["validation_loss"])
     assert abs(page["ended"] - last["time"]) < 10
     stop(monitor)
-    seen = {line["validation_epoch"]: line for line in read_epochs(monitor_dir) if "validation_loss" in line}
+    seen = {it["validation_epoch"]: it for it in read_epochs(tmp_path / "monitor") if "validation_loss" in it}
     # the monitor may have missed one in between
     assert {5} <= seen.keys() <= {0, 2, 4, 5}
     for epoch in seen.keys() - {0}:
-        names = [name for name in seen[epoch] if name.startswith("validation_")]
-        assert len(names) == 5
-        assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
+        values = {name: value for name, value in seen[epoch].items() if name.startswith("validation_")}
+        assert len(values) == 5 and values.items() <= evaluated[epoch].items()
     assert re.search(rf"validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
     assert all(re.search(r"epoch 5/5  loss \d\.\d{4}  peers 1/1  ", script.text) for script in (monitor, trainer))
-    saved_summary = json.loads((monitor_dir / "summary.json").read_text())
+    saved_summary = json.loads((tmp_path / "monitor" / "summary.json").read_text())
     assert saved_summary["validation_loss"] == last["validation_loss"]
 
 
 def test_ctrl_c_in_evaluation_saves_first(start, tmp_path, tiny_data):
     """A notebook or systemd kills the trainer after 90 s."""
-    trainer = start(
-        "trainer",
-        *("-m", "tests.programs.changed_trainer", "slowly_evaluated", *TINY, "--experiment_prefix", make_prefix()),
-        *(*sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out", "--do_eval", "--eval_steps", 2),
-        *("--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 16),
-    )
+    words = [*TINY, *sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out"]
+    words += ["--do_eval", "--eval_steps", 2, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 16]
+    trainer = start("trainer", "-m", "tests.programs.changed_trainer", "slowly_evaluated", *words)
     trainer.wait_for("evaluating", 120)
     trainer.interrupt()
     wait_until((tmp_path / "out" / "checkpoint-2" / "training_state.json").exists, 15, "the checkpoint")
@@ -243,18 +230,15 @@ def test_ctrl_c_in_evaluation_saves_first(start, tmp_path, tiny_data):
 def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkeypatch):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])
-    passes = 328 / size
     command = ["run_trainer.py", *TINY, *sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out"]
-    command += ["--experiment_prefix", make_prefix(), "--num_train_epochs", passes]
-    computed = []
-    for name in ("first", "again"):
+    command += ["--experiment_prefix", make_prefix(), "--num_train_epochs", 328 / size]
+    for name in ("first", "again"):  # a restart has nothing to do
         trainer = start(name, *command)
         trainer.assert_clean_end(90)
         assert "passes over" in trainer.text
-        computed.append(json.loads((tmp_path / "out" / "summary.json").read_text())["computed_samples"])
-    # steps of 16 samples; a restart has nothing to do
-    assert computed == [336, 336]
+        # steps of 16 samples
+        assert json.loads((tmp_path / "out" / "summary.json").read_text())["computed_samples"] == 336
     assert (tmp_path / "out" / "checkpoint-5").is_dir() and (tmp_path / "out" / "model").is_dir()
     monkeypatch.setattr("sys.argv", [str(word) for word in [*command, "--streaming"]])
-    with pytest.raises(UserError, match="--num_train_epochs: .* pass --max_steps instead"):
+    with expect_user_error("--num_train_epochs: ", " pass --max_steps instead"):
         parse_arguments(*TRAINER_ARGS)
