@@ -1,9 +1,11 @@
 """Chat tuning (--objective sft): labels, packing, bad input, and swarms that run the guide's command."""
 
+import dataclasses
 import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,13 +34,12 @@ GUIDE = (ROOT / "docs" / "new_experiment.md").read_text().split("## Chat tuning"
 TEMPLATE = re.search(r"```jinja\n(.*?)```", GUIDE, re.DOTALL)[1]
 COMMAND = shlex.split(re.search(r"python run_trainer.py (.*?)\n\n", GUIDE, re.DOTALL)[1].replace("\\\n", ""))
 ANSWERS = ["Emma was handsome.", "She was clever, and rich.", "With a happy home.", "Twenty-one years."]
-CPU = torch.device("cpu")
+CPU, RATE = torch.device("cpu"), 5e-3  # above the guide's rate, for visible steps
 
 
 def make_chat(*turns: str) -> dict:
     """A conversation in which user and assistant take turns."""
-    roles = ["user", "assistant"] * len(turns)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]}
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]}
 
 
 CHATS = [make_chat(f"Question {n}?", ANSWERS[n % 4], "And then?", ANSWERS[(n + 1) % 4]) for n in range(5)]
@@ -52,33 +53,32 @@ def files(tmp_path, text_data, monkeypatch):
     shutil.copytree(text_data["--tokenizer_path"], "chat_tokenizer")
     (tmp_path / "chat_tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     write_chats("chats.jsonl", CHATS)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        size = len(load_tokenizer("chat_tokenizer", CHAT))
-        config = transformers.LlamaConfig(**sizes, vocab_size=size, max_position_embeddings=512)
-        transformers.LlamaForCausalLM(config).save_pretrained("gpt2")  # a model in a folder of this name
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    (tmp_path / "llama.json").write_text(json.dumps(shape | {"model_type": "llama", "max_position_embeddings": 512}))
+    model = make_model(ModelArguments("llama.json"), load_tokenizer("chat_tokenizer", CHAT))
+    model.save_pretrained("gpt2")  # a model in a folder of this name
     return tmp_path
 
 
 def write_chats(path: str, chats: list) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(chat) + "\n" for chat in chats)
+    Path(path).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+ARGS = ModelArguments(model_name_or_path="gpt2", tokenizer_path="chat_tokenizer", objective="sft")
 
 
 def load(**changes) -> tuple:
     """Load the data of the guide's command."""
     options = dict(train_file="chats.jsonl", max_sequence_length=128, dataset_cache_dir="cache") | changes
-    args = ModelArguments(model_name_or_path="gpt2", tokenizer_path="chat_tokenizer", objective="sft")
-    return load_data(args, DataArguments(**options), needs_validation=True)
+    return load_data(ARGS, DataArguments(**options), needs_validation=True)
 
 
 def test_only_assistant_tokens_have_labels(files, capsys):
     write_chats("chats.jsonl", [*CHATS, make_chat("Nobody answers."), make_chat("A long question. " * 50, "Yes.")])
     write_chats("validation.jsonl", CHATS[:2])
     tokenizer, splits, corpus = load(validation_file="validation.jsonl")
-    dropped = "train: dropped 2 conversations without an assistant's turn in their first 128 tokens"
-    assert dropped in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "train: dropped 2 conversations without an assistant's turn in their first 128 tokens" in output
     assert corpus["documents"]["train"] == 22 and 0 < corpus["unigram_entropy"] < 5
     texts, answers = [], []
     for row in splits["train"]:
@@ -97,13 +97,12 @@ def test_only_assistant_tokens_have_labels(files, capsys):
 
 def test_packed_conversations_match_conversations_alone(files):
     tokenizer = load_tokenizer("chat_tokenizer", CHAT)
-    model = make_model(ModelArguments(model_name_or_path="gpt2", objective="sft"), tokenizer)
+    model = make_model(ARGS, tokenizer)
     collator, documents = DataCollatorForCausalLM(tokenizer), read_documents("chats.jsonl", kind=CHAT)
 
     def measure(groups: list) -> dict:
         packed = [pack_conversations(*encode_conversations(group, tokenizer), 128)[:2] for group in groups]
-        batches = [collator.collate(*rows, None, 128) for rows in packed]
-        return evaluate(model, batches, CPU, tokenizer)
+        return evaluate(model, [collator.collate(*rows, None, 128) for rows in packed], CPU, tokenizer)
 
     together, alone = measure([documents]), measure([[document] for document in documents])
     assert together.pop("samples") < alone.pop("samples") == len(CHATS)
@@ -127,8 +126,7 @@ def test_chat_template_is_in_contract_and_cache(files):
     contracts = []
     for template in (TEMPLATE, TEMPLATE.replace("message.role }}>", "message.role }}:")):
         (files / "chat_tokenizer" / "chat_template.jinja").write_text(template)
-        tokenizer = load()[0]
-        model = make_model(ModelArguments(model_name_or_path="gpt2", objective="sft"), tokenizer)
+        model = make_model(ARGS, load()[0])
         contracts.append(make_contract(model, "a", OptimizerArguments(), AveragingArguments()).contract)
     assert {name for name in contracts[0] if contracts[0][name] != contracts[1][name]} == {"chat template"}
     assert len(list((files / "cache").glob("text-*/corpus.json"))) == 2
@@ -136,12 +134,7 @@ def test_chat_template_is_in_contract_and_cache(files):
 
 BAD = {
     "no template": (None, CHATS, {}, "has no chat template: write chat_template.jinja in its folder"),
-    "no marks": (
-        re.sub("{% (end)?generation %}", "", TEMPLATE),
-        CHATS,
-        {},
-        "a chat template without {% generation %} marks: write",
-    ),
+    "no marks": (re.sub("{% (end)?generation %}", "", TEMPLATE), CHATS, {}, "without {% generation %} marks: write"),
     "strict": ("{{ raise_exception('no') }}{% generation %}{% endgeneration %}", CHATS, {}, "rejects a conversation"),
     "no answer": (TEMPLATE, [make_chat("Hello?")] * 30, {}, "all conversations of the train split are without"),
     "one": (TEMPLATE, CHATS[:1], {}, "there is a single conversation"),
@@ -166,8 +159,7 @@ def train_alone(files, rows: int, steps: int, lora_r: int | None) -> list[dict[s
     """Return the weights after each step of one process, of which each batch is the whole train split."""
     options = OptimizerArguments(optim="adamw", learning_rate=RATE, warmup_steps=5, total_steps=100)
     tokenizer, splits, _ = load(max_sequence_length=512)
-    args = ModelArguments(model_name_or_path="gpt2", objective="sft", lora_r=lora_r)
-    model = make_model(args, tokenizer)
+    model = make_model(dataclasses.replace(ARGS, lora_r=lora_r), tokenizer)
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler, states = make_scheduler(options, optimizer), []
     [batch] = make_eval_batches(splits["train"], tokenizer, DataArguments(max_sequence_length=512), batch_size=rows)
@@ -188,9 +180,6 @@ def find_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-RATE = 5e-3  # above the guide's, for visible steps
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_r", [None, 4], ids=["weights", "adapters"])
 def test_chat_swarm_matches_single_process(start, files, lora_r):
@@ -200,11 +189,10 @@ def test_chat_swarm_matches_single_process(start, files, lora_r):
     """
     rows, prefix, archive = len(load(max_sequence_length=512)[1]["train"]), make_prefix(), files / "archive"
     words = [str(files / word) if (files / word).exists() else word for word in COMMAND]
-    shared = {"--model_name_or_path": files / "gpt2", "--tokenizer_path": files / "chat_tokenizer"}
+    shared = {name: TRAINER[name] for name in SHARED if name != "--config_path"}
+    shared |= {"--model_name_or_path": files / "gpt2", "--tokenizer_path": files / "chat_tokenizer"}
     shared |= {"--objective": "sft", "--learning_rate": RATE, "--target_batch_size": 60 * rows}
-    shared |= {"--load_state_compression": "none", "--target_group_size": 3}
-    shared |= {"--lora_r": lora_r} if lora_r else {}
-    shared = {name: TRAINER[name] for name in SHARED if name != "--config_path"} | shared
+    shared |= {"--load_state_compression": "none", "--target_group_size": 3} | ({"--lora_r": lora_r} if lora_r else {})
     own = {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
     own |= {"--experiment_prefix": prefix, "--save_checkpoint_step_interval": 2}
     aux = start("aux", "run_aux_peer.py", *LOOPBACK, *flags(shared, own))

@@ -26,7 +26,8 @@ def copy(tmp_path) -> Path:
 
 
 def apply_recipe(copy: Path, name: str) -> None:
-    """Apply each part of the diff to its file."""
+    """Apply each part of the diff to its file; there is one diff for each file, and no other."""
+    assert GUIDE.count("```diff") == len(RECIPES) == 3
     text = (copy / name).read_text()
     parts = [part.splitlines() for part in RECIPES[name].split("@@\n") if part]
     assert sum(line[:1] in ("+", "-") for part in parts for line in part) <= 30
@@ -44,11 +45,6 @@ def run(copy: Path, program: str, *words: object, **options) -> dict:
 
 
 STEPS = ("--optim", "adamw", "--learning_rate", "3e-3", "--warmup_steps", "0")
-
-
-def test_each_recipe_changes_one_file():
-    assert list(RECIPES) == ["experiment/model.py", "experiment/data.py", "experiment/optimizer.py"]
-    assert GUIDE.count("```diff") == 3
 
 
 def test_recipe_custom_head_trains_and_opens(copy, tiny_data):
@@ -75,17 +71,13 @@ def test_recipe_custom_head_trains_and_opens(copy, tiny_data):
 
 def test_custom_objective_reuses_a_kind(copy, tiny_data):
     """CONTRIBUTING.md describes the steps: an entry, and its name in the flag's type."""
-    for name, before, after in (
-        ("arguments.py", 'OBJECTIVES = Literal["mlm", ', 'OBJECTIVES = Literal["mine", "mlm", '),
-        (
-            "experiment/objectives.py",
-            '    "mlm": ',
-            '    "mine": Objective("mine", BLOCKS, find_masked_class, "words"),\n    "mlm": ',
-        ),
+    for name, before, more in (
+        ("arguments.py", 'OBJECTIVES = Literal["mlm", ', '"mine", '),
+        ("experiment/objectives.py", '    "mlm": ', '"mine": Objective("mine", BLOCKS, find_masked_class, "words"), '),
     ):
-        text = (copy / name).read_text()
+        text, place = (copy / name).read_text(), before.index('"mlm"')
         assert text.count(before) == 1
-        (copy / name).write_text(text.replace(before, after))
+        (copy / name).write_text(text.replace(before, before[:place] + more + before[place:]))
     (copy / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
     (copy / "bert.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
     words = [*STEPS, "--config_path", "bert.json", "--objective", "mine", "--train_file", "a.txt"]
@@ -112,14 +104,14 @@ def test_recipe_json_lines_trains(copy, tiny_data):
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 
 
+MUON = "muon, beta 0.9 0.999, epsilon 1e-06, decay 0.5, clip 1"
+
+
 @pytest.mark.parametrize(
     "optim, rate, terms, kinds",
     [
         ("adamw", 0.1, "sgd, momentum 0.9, decay 0.5, clip 1", {"momentum_buffer": 32}),  # by the recipe
-        (
-            *("muon", 0.01, "muon, beta 0.9 0.999, epsilon 1e-06, decay 0.5, clip 1"),
-            {"momentum_buffer": 10, "exp_avg": 22},
-        ),
+        ("muon", 0.01, MUON, {"momentum_buffer": 10, "exp_avg": 22}),
     ],
 )
 def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
@@ -135,8 +127,7 @@ def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
 
 @pytest.mark.parametrize("objective", ["mlm", "clm"])
 def test_show_prints_each_batch_kind(tmp_path, tiny_data, objective):
-    shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert" if objective == "mlm" else "gpt2"}))
     (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
     words = ["-m", "experiment.show", "--config_path", tmp_path / "config.json", "--max_sequence_length", 32]
     words += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path]

@@ -15,14 +15,7 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from common.console import UserError
 from experiment.model import make_model
 from experiment.objectives import OBJECTIVES
-from experiment.optimizer import (
-    learning_rate_factor,
-    make_contract,
-    make_local_optimizer,
-    make_param_groups,
-    make_scheduler,
-    orthogonalize,
-)
+from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups, make_scheduler, orthogonalize
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from models.state_codecs import COMPRESSIONS
 from swarm.contract import RunContract, find_differences
@@ -51,33 +44,29 @@ def test_param_groups_exclude_norms_and_biases(config):
     assert (decayed["decayed"], undecayed["decayed"]) == (True, False)
 
 
+WARM_UP, COSINE = [0.2, 0.4, 0.6, 0.8], [(1 + math.cos(math.pi * epoch / 8)) / 2 for epoch in range(9)]
+
+
 @pytest.mark.parametrize(
-    "kind, factors",
+    "kind, least, rates",
     [
-        ("linear", [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
-        ("cosine", [(1 + math.cos(math.pi * min(epoch, 8) / 8)) / 2 for epoch in range(10)]),
-        ("wsd", [1, 1, 1, 1, 1, 1, 1, 1 / 2, 0, 0]),  # 12 // 5 epochs of decay
-        ("constant", [1] * 10),
+        ("linear", 0, [*WARM_UP, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
+        ("linear", 0.2, [*WARM_UP, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2]),
+        ("cosine", 0, [*WARM_UP, *COSINE, 0]),
+        ("wsd", 0, [*WARM_UP, 1, 1, 1, 1, 1, 1, 1, 1 / 2, 0, 0]),  # 12 // 5 epochs of decay
+        ("constant", 0, [*WARM_UP, *[1] * 10]),
     ],
 )
-def test_schedule_warms_up_and_decays(kind, factors):
-    args = OptimizerArguments(lr_scheduler_type=kind, warmup_steps=4, total_steps=12)
-    found = [learning_rate_factor(epoch, args) for epoch in range(14)]
-    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, *factors])
-    at_once = OptimizerArguments(lr_scheduler_type=kind, warmup_steps=0, total_steps=10)
-    assert learning_rate_factor(0, at_once) == 1
-
-
-def test_schedule_ends_at_min_learning_rate():
-    """Also beyond total_steps; the warm-up does not change."""
-    args = OptimizerArguments(learning_rate=0.9, min_learning_rate=0.1, warmup_steps=2, total_steps=6)
-    optimizer = make_local_optimizer(args, [{"params": [nn.Parameter(torch.ones(2))], "decayed": True}])
-    scheduler, rates = make_scheduler(args, optimizer), []
-    for _ in range(9):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([0.3, 0.6, 0.9, 0.7, 0.5, 0.3, 0.1, 0.1, 0.1])
+def test_schedule_warms_up_and_decays(kind, least, rates):
+    options = dict(lr_scheduler_type=kind, learning_rate=1.0, min_learning_rate=least)
+    for warmup, expected in ((4, rates), (0, rates[4:5])):
+        args = OptimizerArguments(**options, warmup_steps=warmup, total_steps=8 + warmup)
+        optimizer = make_local_optimizer(args, [{"params": [nn.Parameter(torch.ones(2))], "decayed": True}])
+        scheduler = make_scheduler(args, optimizer)
+        for rate in expected:
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+            optimizer.step()
+            scheduler.step()
 
 
 @pytest.mark.parametrize(
@@ -94,17 +83,15 @@ def test_schedule_ends_at_min_learning_rate():
 )
 def test_optimizer_state_starts_at_zero(make):
     """hivemind's own initialization takes a step (note 8). Here no decay enters the state, and no step is counted."""
-    params = []
-    for is_initialized in (False, True):
-        param = nn.Parameter(torch.linspace(-1, 1, 10))
+    params = [nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2)]
+    for param in params:
         optimizer = make([{"params": [param], "weight_decay": 0.5}], lr=0.1)
-        if is_initialized:
+        if param is params[0]:
             initialize_optimizer_state_(optimizer)
             assert any(torch.is_tensor(value) for value in optimizer.state[param].values())
         for _ in range(2):
             param.grad = torch.linspace(2, -1, 10)
             optimizer.step()
-        params.append(param)
     assert torch.equal(*params)
 
 
@@ -140,8 +127,7 @@ def test_muon_matches_torch_on_any_device(device):
         assert (param - expected).norm() <= tolerance and not torch.equal(param, start)
     assert list(optimizer.state) == list_params(optimizer)  # peers exchange states in this order
     for param, expected in zip(optimizer.param_groups[0]["params"], hidden["params"], strict=True):
-        momentum = optimizer.state[param]["momentum_buffer"]
-        assert torch.equal(momentum, parts[0].state[expected]["momentum_buffer"])
+        assert optimizer.state[param]["momentum_buffer"].equal(parts[0].state[expected]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("shape", [(20, 50), (50, 20)])
@@ -174,17 +160,15 @@ def test_eight_bit_moments_need_65536_elements(numbers, name):
 
 @pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
 def test_step_clips_gradient_norm(name):
-    results = []
+    args, params = OptimizerArguments(optim=name, max_grad_norm=0.5, min_8bit_size=1), []
     for scale in (1.0, 1000.0):
-        param = nn.Parameter(torch.ones(4))
-        args = OptimizerArguments(optim=name, max_grad_norm=0.5, min_8bit_size=1)
-        optimizer = make_local_optimizer(args, [{"params": [param], "decayed": False}])
-        param.grad = torch.tensor([1.0, -1, 2, 3]) * scale
+        params.append(nn.Parameter(torch.ones(4)))
+        optimizer = make_local_optimizer(args, [{"params": params[-1:], "decayed": False}])
+        params[-1].grad = torch.tensor([1.0, -1, 2, 3]) * scale
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(15**0.5 * scale)
-        assert param.grad.norm().item() == pytest.approx(0.5, rel=1e-4)
-        results.append(param.detach().clone())
-    torch.testing.assert_close(results[0], results[1])
+        assert params[-1].grad.norm().item() == pytest.approx(0.5, rel=1e-4)
+    torch.testing.assert_close(*params)
 
 
 def contract(model, tokenizer="a" * 64, optimizer=None, averaging=None) -> RunContract:
@@ -219,8 +203,7 @@ def test_contract_mismatch_names_settings(model):
 
 
 def test_contract_majority_wins_then_oldest(model):
-    mine = contract(model)
-    other = contract(model, averaging=AveragingArguments(target_batch_size=64))
+    mine, other = contract(model), contract(model, averaging=AveragingArguments(target_batch_size=64))
     younger = RunContract(joined=2.0, contract=mine.contract)
     assert find_differences(mine, [other, other, mine]) != []
     assert find_differences(mine, [other, younger, mine]) == []
@@ -262,9 +245,8 @@ OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)
 @pytest.mark.parametrize("signed", [True, False])
 def test_lamb_8bit_codebook_values(signed):
     values = make_dynamic_values(signed)
-    assert len(values) == 256 and values[-1] == 1 and (values == 0).sum() == 1
-    assert (values.diff() > 0).all()
-    assert values[0] == (-1 if signed else 0)
+    assert len(values) == 256 and (values == 0).sum() == 1 and (values.diff() > 0).all()
+    assert (values[0], values[-1]) == (-1 if signed else 0, 1)
     # three quarters of the values are in the two upper decades, and two in the lowest
     assert (values.abs() > 0.01).sum() == 193
     assert ((values != 0) & (values.abs() < 1e-6)).sum() == 2
@@ -293,9 +275,8 @@ def test_lamb_8bit_rounds_to_nearest(shape, signed, device):
 
 def test_lamb_8bit_handles_zero_and_nonfinite():
     quantizer = DynamicQuantizer(signed=True)
-    assert torch.equal(quantizer.dequantize(*quantizer.quantize(torch.zeros(300))), torch.zeros(300))
-    tiny = torch.full((300,), 1e-42)
-    assert quantizer.dequantize(*quantizer.quantize(tiny)).abs().max() <= 1e-42
+    for number in (0.0, 1e-42):
+        assert quantizer.dequantize(*quantizer.quantize(torch.full((300,), number))).abs().max() <= number
     for number in (float("nan"), float("inf")):
         tensor = torch.ones(2 * BLOCK_SIZE)
         tensor[7] = number
@@ -334,9 +315,9 @@ def test_lamb_8bit_tracks_lamb(min_8bit_size, error, device):
 
 def test_lamb_8bit_is_independent_of_chunks(monkeypatch):
     whole, pieces = make_params(), make_params()
-    take_steps(Lamb8bit(make_groups(whole), min_8bit_size=1, **OPTIONS), 3)
-    monkeypatch.setattr("models.lamb_8bit.PIECE", BLOCK_SIZE)
-    take_steps(Lamb8bit(make_groups(pieces), min_8bit_size=1, **OPTIONS), 3)
+    for params in (whole, pieces):
+        take_steps(Lamb8bit(make_groups(params), min_8bit_size=1, **OPTIONS), 3)
+        monkeypatch.setattr("models.lamb_8bit.PIECE", BLOCK_SIZE)
     assert all(map(torch.equal, whole, pieces))
 
 
