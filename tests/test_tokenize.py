@@ -262,41 +262,38 @@ def no_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
 
-@pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
-def test_trainer_reuses_tokenized_text(written, tmp_path, source):
+def test_trainer_reuses_tokenized_text(written, tmp_path):
     shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
     (tmp_path / "bert.json").write_text(json.dumps(shape))
     model = ModelArguments(str(tmp_path / "bert.json"), tokenizer_path=str(written / "tokenizer"))
     (tmp_path / "text").mkdir()
     file = shutil.copy(written / "documents.jsonl", tmp_path / "text" / "train.jsonl")
-    where = tmp_path / "text" if source == "--dataset_name" else file
-    options = {source[2:]: str(where), "max_sequence_length": 48}
 
     def load(number: int = 1, **changes):
-        args = DataArguments(dataset_cache_dir=str(tmp_path / f"cache{number}"), **options | changes)
-        return data.load_data(model, args, needs_validation=True)
+        options = {"train_file": str(file), "max_sequence_length": 48} | changes
+        args = DataArguments(dataset_cache_dir=str(tmp_path / f"cache{number}"), **options)
+        return data.load_data(model, args, needs_validation=True)[1:]
 
     def list_times() -> list[int]:
         return [path.stat().st_mtime_ns for path in (tmp_path / "cache1").glob("text-*/corpus.json")]
 
-    _, splits, corpus = load()
+    splits, corpus = load()
     assert corpus["objective"] == "mlm" and corpus["seq_length"] == 48
     assert corpus["documents"] == {"train": 38, "validation": 2}
     times = list_times()
-    again, other = load()[1], load(2)[1]
+    others = [load()[0], load(2)[0], load(3, train_file=None, dataset_name=str(tmp_path / "text"))[0]]
     assert list_times() == times and len(times) == 1
     for name in splits:
-        assert splits[name]["input_ids"] == again[name]["input_ids"] == other[name]["input_ids"]
+        assert all(splits[name]["input_ids"] == other[name]["input_ids"] for other in others)
     # a text of its own for validation; other text, other length, other folders
     (tmp_path / "other.txt").write_text("One sentence here.\n\nAnother one there.\n" * 50)
-    _, apart, corpus = load(validation_file=str(tmp_path / "other.txt"))
+    apart, corpus = load(validation_file=str(tmp_path / "other.txt"))
     assert corpus["documents"] == {"train": 40, "validation": 1} and len(apart["train"]) > len(splits["train"])
     load(max_sequence_length=32)
     load(language="russian")
-    if source == "--train_file":
-        file.write_text(file.read_text() + "\n" + json.dumps({"text": "One more. And more."}))
-        load()
-    assert len(list_times()) == 4 + (source == "--train_file")
+    file.write_text(file.read_text() + "\n" + json.dumps({"text": "One more. And more."}))
+    load()
+    assert len(list_times()) == 5
 
 
 @pytest.mark.parametrize(
