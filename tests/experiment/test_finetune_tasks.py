@@ -9,7 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from finetune_data import BOW, QUERY, RECORDS, write_lines
+from finetune_data import BOW, RECORDS, write_lines
 from hub_server import Commit, HubServer
 from mains import expect_user_error
 from torch.nn.functional import cross_entropy
@@ -17,7 +17,6 @@ from transformers import AlbertTokenizer, GPT2Config
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import finetune_mlm
-from common.console import UserError
 from experiment import tasks
 from experiment.tasks import TASKS, Example, load_examples, load_task_file, make_examples
 from finetune_mlm import FinetuneArguments, collate, compute_logits, compute_losses, encode, load_pretrained
@@ -35,13 +34,6 @@ def spell(example: Example) -> tuple:
     return example.texts, example.right, places
 
 
-def drop_labels(value):
-    """Remove the labels, as in the test data."""
-    if isinstance(value, dict):
-        return {name: drop_labels(part) for name, part in value.items() if name != "label"}
-    return [drop_labels(part) for part in value] if isinstance(value, list) else value
-
-
 def parse(name: str, *records: dict) -> list[Example]:
     """Return the examples of these records, as on the Hub."""
     return make_examples(TASKS[name], [("the Hub", record) for record in records])
@@ -57,13 +49,13 @@ def test_tasks_parse_both_schemas(name, tmp_path):
     assert [spell(example) for example in parse(name, *records)] == expected
 
     # a test split without labels
-    is_gap = name == "rucos"
-    bare = line | {"qas": [{"idx": 9, "query": QUERY}]} if is_gap else drop_labels(line)
+    label, missing = ("answers", []) if name == "rucos" else ("label", -1)
+    bare = json.loads(json.dumps(line), object_hook=lambda part: {k: part[k] for k in part if k != label})
     write_lines(tmp_path / task.name / task.files["test"], [bare])
     examples = load_examples(task, tmp_path)["test"]
     assert [(example.texts, example.right) for example in examples] == [(texts, None) for texts, _, _ in expected]
-    records = [record | ({"answers": []} if is_gap else {"label": -1}) for record in records]
-    assert [example.right for example in parse(name, *records)] == [None] * len(expected)
+    examples = parse(name, *(record | {label: missing} for record in records))
+    assert [example.right for example in examples] == [None] * len(expected)
 
 
 def test_rucola_parses(tmp_path):
@@ -287,11 +279,9 @@ def test_task_losses_match_torch():
     expected = cross_entropy(logits, torch.tensor([0, 2, 1]), reduction="none")
     torch.testing.assert_close(compute_losses(logits, right), expected)
     # two right answers: minus the logarithm of what they have together; none: nothing, and no gradient
-    right = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
-    losses = compute_losses(logits, right)
+    losses = compute_losses(logits, torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
     together = math.exp(1) + math.exp(2)
-    assert losses[0].item() == pytest.approx(-math.log(together / (together + math.exp(0.5))))
-    assert losses[1:].tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert losses.tolist() == pytest.approx([-math.log(together / (together + math.exp(0.5))), 0, 0], abs=1e-6)
     losses.sum().backward()
     assert logits.grad.isfinite().all() and logits.grad[1].eq(0).all() and logits.grad[0].ne(0).any()
 
@@ -328,8 +318,7 @@ def test_finetune_batches_group_similar_lengths():
         return [batch.tolist() for batch in group_by_length(padded, 16, np.random.default_rng(seed), keep_rest=True)]
 
     batches = order(0)
-    assert sorted(row for batch in batches for row in batch) == list(range(1000))
-    assert all(len(batch) <= 16 for batch in batches) and len(batches) == 63
+    assert sorted(sum(batches, [])) == list(range(1000)) and max(map(len, batches)) == 16 and len(batches) == 63
     assert batches == order(0) != order(1)
     # the batch of 8 rows has any length
     shorter = [lengths[batch].mean() for seed in range(30) for batch in order(seed) if len(batch) < 16]
@@ -401,15 +390,15 @@ def test_tasks_load_from_hub(tmp_path, monkeypatch):
             files[f"{name}/{path}"] = make_parquet(name, part)
             expected[name, split] = [(e.texts, e.right, e.spans) for e in parse(name, *part)]
 
-    def set_hub(**values) -> None:
-        for name, value in values.items():
+    def set_hub(endpoint: str, cache: str) -> None:
+        values = {"ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / cache), "HF_HUB_OFFLINE": False}
+        values |= {"HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+        for name, value in (values | {"HF_HUB_DISABLE_XET": True}).items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
 
-    set_hub(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=False, HF_HUB_DISABLE_XET=True)
     with HubServer() as hub:
         hub.repositories["RussianNLP/russian_super_glue"] = [Commit("conversion", files)]
-        files_at = "/{repo_id}/resolve/{revision}/{filename}"
-        set_hub(ENDPOINT=hub.endpoint, HUGGINGFACE_CO_URL_TEMPLATE=hub.endpoint + files_at)
+        set_hub(hub.endpoint, "hub")
         found = {
             (name, split): [(e.texts, e.right, e.spans) for e in examples]
             for name in RECORDS
@@ -418,6 +407,6 @@ def test_tasks_load_from_hub(tmp_path, monkeypatch):
         assert found == expected
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
     # without a server and without a cache
-    set_hub(ENDPOINT="http://127.0.0.1:1", HF_HUB_CACHE=str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="cannot load the dataset RussianNLP.*no connection.*TERRa/train.jsonl"):
+    set_hub("http://127.0.0.1:1", "empty")
+    with expect_user_error("cannot load the dataset RussianNLP", "no connection", "TERRa/train.jsonl"):
         load_examples(TASKS["terra"], tmp_path)
