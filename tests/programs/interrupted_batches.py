@@ -1,28 +1,37 @@
-"""Reads batches of two workers until Ctrl-C, and then some more, or ends at once."""
+"""Reads batches of two workers until Ctrl-C: of a stream; or of a dataset, and then some more, or ends at once.
+
+python -m tests.programs.interrupted_batches stream|finish|at_once TOKENIZER SOURCES|DATASET
+"""
 
 import signal
 import sys
+import threading
 
 from datasets import load_from_disk
-from transformers import AlbertTokenizer
 
 from arguments import DataArguments
 from experiment import data
+from text.tokenizers import load_tokenizer
 
-special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
-tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in [*special, *(f"▁word{number}" for number in range(195))]])
-signals = []
-is_patient = sys.argv[2] == "finish"  # a trainer that notes the signal and finishes its step
-# a shell makes background processes ignore it
-signal.signal(signal.SIGINT, (lambda number, _: signals.append(number)) if is_patient else signal.default_int_handler)
-options = dict(batch_size=8, seed=1, num_workers=2)
-batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, DataArguments(), **options))
-next(batches)
+way, tokenizer, source = sys.argv[1], load_tokenizer(sys.argv[2]), sys.argv[3]
+stop, options = threading.Event(), dict(batch_size=8, seed=1, num_workers=2)
+# a shell makes background processes ignore it; a trainer notes the signal and finishes its step
+signal.signal(signal.SIGINT, signal.default_int_handler if way == "at_once" else lambda *_: stop.set())
+if way == "stream":
+    args = DataArguments(streaming=True, sources=source, max_sequence_length=64)
+    batches = data.make_train_batches(
+        data.make_training_dataset(tokenizer, args), tokenizer, args, **options, stop=stop
+    )
+else:
+    batches = data.make_train_batches(load_from_disk(source), tokenizer, DataArguments(), **options)
+batches = iter(batches)
 try:
-    print("ready", flush=True)
-    while not signals:
-        next(batches)
-    for _ in range(50):
+    for number, _ in enumerate(batches):
+        if number == 0:
+            print("ready", flush=True)
+        if way == "finish" and stop.is_set():
+            break
+    for _ in range(50 if way == "finish" else 0):
         next(batches)
 except KeyboardInterrupt:
     pass

@@ -111,10 +111,12 @@ def test_eval_batches_are_fixed(dataset, tokenizer):
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
 
 
-@pytest.mark.parametrize("way", ["finish", "at once"])
-def test_workers_survive_ctrl_c_until_trainer_ends(start, dataset, tmp_path, way):
+@pytest.mark.parametrize("way", ["finish", "at_once"])
+def test_workers_survive_ctrl_c_until_trainer_ends(start, dataset, tokenizer, tmp_path, way):
     dataset.save_to_disk(str(tmp_path / "dataset"))
-    script = start("script", "-m", "tests.programs.interrupted_batches", tmp_path / "dataset", way)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = ["-m", "tests.programs.interrupted_batches", way, tmp_path / "tokenizer", tmp_path / "dataset"]
+    script = start("script", *words)
     script.wait_for("ready")
     script.interrupt()
     script.assert_clean_end()

@@ -487,6 +487,7 @@ def test_ctrl_c_ends_wait_for_stalled_server(tmp_path, tiny_data, start):
     with FileServer(tmp_path) as server:
         server.cuts["/far.jsonl"], server.is_stalling = [10**7, 100_000], True
         sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
-        script = start("script", "-m", "tests.programs.interrupted_stream", tiny_data["--tokenizer_path"], sources)
+        words = ["-m", "tests.programs.interrupted_batches", "stream", tiny_data["--tokenizer_path"], sources]
+        script = start("script", *words)
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
         stop(script)
