@@ -33,7 +33,7 @@ def alike(right: int, texts: list[tuple], *spans: list[str], **line) -> tuple:
     return line | {"idx": 4}, [line | {"idx": 4, "label": right}], [(texts, [right], list(spans))]
 
 
-PARUS = {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она совсем красная."}
+PARUS = {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она совсем красная.", "question": "cause"}
 RUSSE = {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
 #: task -> (a line of the benchmark's own file, records of the Hub, (texts, right, texts at the spans) of each)
 RECORDS = {
@@ -41,9 +41,7 @@ RECORDS = {
     "terra": alike(1, [(RAIN, DRY)], premise=RAIN, hypothesis=DRY, label="not_entailment"),
     "danetqa": alike(1, [(LEAVES, MAPLE)], question=MAPLE, passage=LEAVES, label=True),
     # the cause stands before the effect
-    "parus": alike(
-        0, [(PARUS[n], PARUS["premise"]) for n in ("choice1", "choice2")], **PARUS, question="cause", label=0
-    ),
+    "parus": alike(0, [(PARUS[name], PARUS["premise"]) for name in ("choice1", "choice2")], **PARUS, label=0),
     "muserc": (
         {"idx": 4, "passage": {"text": LEAVES, "questions": [ASKED]}},
         [

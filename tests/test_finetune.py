@@ -467,9 +467,7 @@ def test_lidirus_wrong_run_is_one_line(terra_run, tmp_path):
     rest = {name: tensor for name, tensor in weights.items() if not name.startswith("classifier")}
     save_file(rest, run / "model" / "model.safetensors", {"format": "pt"})
     look("no weights for 2 of its tensors (classifier.weight", "-m", run)
-    for text, words in (
-        (json.dumps(read_results(run) | {"task": "RCB"}), "tuned for RCB"),
-        ("[]", "not a run of finetune"),
-    ):
+    other = json.dumps(read_results(run) | {"task": "RCB"})
+    for text, words in ((other, "tuned for RCB"), ("[]", "not a run of finetune_mlm.py")):
         (run / "results.json").write_text(text)
         look(words, "-m", run)

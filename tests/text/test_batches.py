@@ -96,9 +96,7 @@ def test_batch_width_is_multiple_of_8(dataset, tokenizer):
 
 def test_eval_batches_are_fixed(dataset, tokenizer):
     def rows_of(batches):
-        parts = [
-            zip(batch["input_ids"], batch["attention_mask"].bool(), batch["labels"], strict=True) for batch in batches
-        ]
+        parts = [zip(it["input_ids"], it["attention_mask"].bool(), it["labels"], strict=True) for it in batches]
         return sorted((ids[mask].tolist(), labels[mask].tolist()) for part in parts for ids, mask, labels in part)
 
     for args in (DataArguments(), DataArguments(whole_word_mask=False, max_sequence_length=40)):
