@@ -235,13 +235,11 @@ def test_pretrained_mismatched_weights_are_named(save, caplog):
 
 
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
-def test_configs_without_padding_token_build(write, name):
+def test_tokenizer_must_fit_model_type(write, name):
     """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
     model = make_trained_model(ModelArguments(write(name)), TrainerArguments(), make_word_tokenizer())
     assert model.objective.name == "clm" and getattr(model.config, "eos_token_id", None) in (None, 2)
-
-
-def test_tokenizer_changed_by_saving_is_one_line(write):
+    # a type whose tokenizer class would change this one
     with expect_user_error("model of type qwen2"):
         make_trained_model(ModelArguments(write("qwen2")), TrainerArguments(), make_word_tokenizer())
 

@@ -31,10 +31,16 @@ from text.tokenizers import load_tokenizer
 from training.prefetch import PrefetchLoader
 
 
-def test_paragraphs_join_wrapped_lines():
+def test_text_splits_into_paragraphs_and_sentences():
     assert documents.split_paragraphs("One line\nof two.\n\n  \nNext\n") == ["One line of two.", "Next"]
     long_lines = ["word " * 60, "another " * 60]
     assert documents.split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
+    sentences = documents.split_sentences(["Dr. Smith went home. He slept", "Then"])
+    assert sentences == ["Dr. Smith went home.", "He slept", "Then"]
+    paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
+    sentences = documents.split_sentences(paragraph, "russian")
+    assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
+    assert documents.split_sentences(paragraph)[0] != sentences[0]
 
 
 def test_sample_corpus_splits_by_chapter():
@@ -76,15 +82,6 @@ def test_records_replace_half_of_surrogate_pair(tmp_path):
     assert list(records) == [(1, {"a": "x ? y", "b": ["\U0001f600", 1]}), (2, {"a": "é"})]
 
 
-def test_sentences_stay_in_their_paragraph():
-    sentences = documents.split_sentences(["Dr. Smith went home. He slept", "Then"])
-    assert sentences == ["Dr. Smith went home.", "He slept", "Then"]
-    paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
-    sentences = documents.split_sentences(paragraph, "russian")
-    assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
-    assert documents.split_sentences(paragraph)[0] != sentences[0]
-
-
 @pytest.mark.parametrize("seq_length, longest", [(32, 10), (32, 100), (512, 60), (8, 9)])
 def test_sentence_pairs_keep_text_in_order(seq_length, longest):
     lengths = random.Random(0)
@@ -105,27 +102,17 @@ def test_sentence_pairs_keep_text_in_order(seq_length, longest):
 
 
 def test_sentence_pairs_depend_on_document():
-    sentences = [[number] * 5 for number in range(100)]
-
-    def make(seed, split, index):
+    def make(sentences, seed=1, split="train", index=0):
         return documents.make_sentence_pairs(sentences, 64, documents.make_document_random(seed, split, index))
 
-    assert make(1, "train", 0) == make(1, "train", 0)
-    keys = ((1, "train", 0), (2, "train", 0), (1, "validation", 0), (1, "train", 1))
-    assert len({str(make(*key)) for key in keys}) == 4
-
-
-def test_sentence_pair_cut_reaches_every_sentence():
-    sentences, cuts = [[number] for number in range(5)], set()
-    for index in range(200):
-        [(first, second, label)] = documents.make_sentence_pairs(sentences, 64, random.Random(index))
-        cuts.add(len(second if label else first))
-    assert cuts == {1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("sentences, count", [([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)])
-def test_sentence_pairs_of_tiny_documents(sentences, count):
-    assert len(documents.make_sentence_pairs(sentences, 64, random.Random(0))) == count
+    many = [[number] * 5 for number in range(100)]
+    assert make(many) == make(many)
+    assert len({str(make(many, **key)) for key in ({}, {"seed": 2}, {"split": "validation"}, {"index": 1})}) == 4
+    # a cut may be after each sentence
+    pairs = [make([[number] for number in range(5)], index=index) for index in range(200)]
+    assert {len(second if label else first) for [(first, second, label)] in pairs} == {1, 2, 3, 4}
+    for sentences, count in (([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)):
+        assert len(make(sentences)) == count
 
 
 GO_ON = threading.Event()  # never set
