@@ -103,7 +103,7 @@ ATTACKS = {
     "one byte a connection": (send_one_byte, "(cut after|received|fewer than) .*; gave up", PART),
     "circle": (send(FOUND, b"/data.tar\r\n\r\n"), "without end", []),
     "endless redirect": (flood(FOUND + b"/data.tar\r\n\r\n", bytes(2**16)), "without end", []),
-    "ftp": (send(FOUND, b"ftp://127.0.0.1/etc/passwd\r\n\r\n"), "unsupported protocol", []),
+    "file": (send(FOUND, b"file:///etc/passwd\r\n\r\n"), "unsupported protocol", []),
     "two lines": (send(FOUND, b"file:///a\r\n \x1b[2J run: curl evil\r\n\r\n"), "unsupported protocol|answers 302", []),
     "escapes": (send(b"HTTP/1.1 404 \x1b[2Jrun: curl evil\r\n\r\n"), r"answers 404  \[2Jrun: curl evil", []),
     "more": (send_length("Content-Length: 2000"), "received 1000 bytes, expected 2000.; gave up", PART),
