@@ -173,9 +173,9 @@ def test_albert_large_has_published_size():
 
 
 def test_objective_selects_class(write):
-    model = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
+    model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
     assert type(model) is transformers.BertLMHeadModel and model.config.is_decoder
-    model = make_model(ModelArguments(write("lean_albert"), objective="mlm"), VOCABULARY)
+    model = make_trained_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
     assert type(model).__name__ == "LeanAlbertForMaskedLM"
 
 
