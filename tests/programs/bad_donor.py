@@ -1,7 +1,6 @@
 """A peer that offers a state to joining peers, and sends invalid ones: each time another kind of KINDS.
 
-It claims the highest epoch, so that it is asked first. Its parameter is that of gradient_peer.py. Run
-by tests/swarm/test_averaging.py.
+It claims the highest epoch, so that it is asked first. Its parameter is that of gradient_peer.py.
 """
 
 import asyncio
@@ -14,14 +13,13 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind knows a stream by this
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PContext
-from hivemind.proto import averaging_pb2
+from hivemind.proto.averaging_pb2 import DownloadData
 
 from common.console import clean_end, handle_stop_signals, setup_logging
 from swarm.log_records import unpack
 from swarm.optimizer_state import StateAverager
-from swarm.processes import shut_down
 from swarm.state_server import StateRequest
-from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts
+from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts, shut_down
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 
@@ -49,9 +47,7 @@ class BadStateAverager(StateAverager):
             metadata["optimizer_metadata"] = [{"type": "tensor", "index": 99}]
         return metadata, tensors, infos
 
-    async def rpc_download_state(
-        self, request: BytesValue, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         if is_description := not unpack(StateRequest, request.value).blocks:
             self.downloads.value += 1
             self._snapshots.clear()
@@ -61,16 +57,16 @@ class BadStateAverager(StateAverager):
         parts = 0
         async for message in super().rpc_download_state(request, context):
             parts += 1
-            if not is_description:
-                if parts == 2 and self.kind == "truncated":
+            match None if is_description else self.kind:
+                case "truncated" if parts == 2:
                     return
-                if parts == 2 and self.kind == "hanging":
+                case "hanging" if parts == 2:
                     await asyncio.sleep(3600)
-                if parts == 2 and self.kind == "breaking":
+                case "breaking" if parts == 2:
                     raise RuntimeError("this donor breaks")
-                if self.kind == "bytes":
+                case "bytes":
                     message.tensor_part.buffer = b"not a tensor"
-                if self.kind == "lying":  # 0 where it has described -777
+                case "lying":  # 0 where it has described -777
                     message.tensor_part.buffer = bytes(len(message.tensor_part.buffer))
             yield message
 
@@ -80,19 +76,15 @@ BadStateAverager.__name__ = StateAverager.__name__
 BadStateAverager.__qualname__ = StateAverager.__qualname__
 
 
-def main() -> None:
-    prefix, *maddrs = sys.argv[1:]
-    setup_logging("donor")
-    dht = join(prefix, maddrs).dht
-    averager = make_state_averager(dht, prefix, torch.full([100_000], -777.0), kind=BadStateAverager)
-    averager.state_sharing_priority = 1000
-    stop = handle_stop_signals()
-    print_facts(maddrs=list_maddrs(dht))
-    while not stop.is_set():
-        time.sleep(0.2)
-    shut_down(dht)
-
-
 if __name__ == "__main__":
     with clean_end():
-        main()
+        prefix, *maddrs = sys.argv[1:]
+        setup_logging("donor")
+        dht = join(prefix, maddrs).dht
+        averager = make_state_averager(dht, prefix, torch.full([100_000], -777.0), kind=BadStateAverager)
+        averager.state_sharing_priority = 1000
+        stop = handle_stop_signals()
+        print_facts(maddrs=list_maddrs(dht))
+        while not stop.is_set():
+            time.sleep(0.2)
+        shut_down(dht)

@@ -21,9 +21,8 @@ from text.collators import DataCollatorForWholeWordMask
 from training import ranks
 
 IS_MAIN = ranks.NUMBER_VARIABLE not in os.environ
-make_model, make_optimizer, move_batch = (
-    getattr(run_trainer, name) for name in ("make_trained_model", "make_optimizer", "move_batch")
-)
+make_model, move_batch = run_trainer.make_trained_model, run_trainer.move_batch
+make_optimizer = run_trainer.make_optimizer
 models, optimizers, rows, ready, passes = [], [], [], [], itertools.count(1)
 
 
@@ -47,9 +46,7 @@ def make_crowded_optimizer(*args, **options):
 def make_faulty_model(*args):
     """The output of every fifth forward pass is NaN, a bad machine's work."""
     model = keep_model(*args)
-    model.predictions.register_forward_hook(
-        lambda module, inputs, output: output * float("nan") if next(passes) % 5 == 0 else output
-    )
+    model.predictions.register_forward_hook(lambda *it: it[2] * float("nan") if next(passes) % 5 == 0 else it[2])
     return model
 
 

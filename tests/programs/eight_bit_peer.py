@@ -10,30 +10,18 @@ from arguments import AveragingArguments, OptimizerArguments
 from common.console import clean_end, handle_stop_signals
 from experiment.optimizer import make_optimizer
 from swarm.config import AveragingConfig, make_config
-from swarm.processes import shut_down
-from tests.programs.peers import join, list_maddrs, print_facts
+from tests.programs.peers import join, list_maddrs, print_facts, shut_down
 
 with clean_end():
     prefix, seed, folder, *maddrs = sys.argv[1:]
     swarm = join(prefix, maddrs)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
-    averaging = make_config(
-        AveragingConfig,
-        AveragingArguments(),
-        target_batch_size=64,
-        matchmaking_time=2,
-        request_timeout=1,
-        averaging_timeout=10,
-        next_chunk_timeout=4,
-        target_group_size=2,
-        compression="8bit",
-        average_state_every=10**6,
-        default_refresh_period=0.3,
-    )
+    settings = dict(target_batch_size=64, target_group_size=2, compression="8bit", average_state_every=10**6)
+    settings |= dict(matchmaking_time=2, request_timeout=1, averaging_timeout=10, next_chunk_timeout=4)
+    averaging = make_config(AveragingConfig, AveragingArguments(), default_refresh_period=0.3, **settings)
     options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
-    optimizer = make_optimizer(model, swarm, options, averaging)
-    stop = handle_stop_signals()
+    optimizer, stop = make_optimizer(model, swarm, options, averaging), handle_stop_signals()
     print_facts(maddrs=list_maddrs(swarm.dht))
     torch.manual_seed(int(seed))
     epoch = 0

@@ -1,7 +1,7 @@
 """A peer whose gradient is known: SGD on one vector, so that parameters tell which gradients entered the average.
 
-Run by tests/swarm/test_averaging.py as a process of its own. The gradient of every step is `--gradient` in all
-components; after each epoch it prints a JSON line with its parameters and counters.
+The gradient of every step is `--gradient` in all components; after each epoch it prints a JSON line with its parameters
+and counters.
 """
 
 import argparse
@@ -35,61 +35,27 @@ from swarm.gradients import GradientAverager
 from swarm.log_rounds import LogRounds
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
-from swarm.processes import shut_down
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
-from tests.programs.peers import join, list_maddrs, print_facts
+from tests.programs.peers import join, list_maddrs, print_facts, shut_down
+
+TIMES = dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0, averaging_timeout=10.0)
 
 
-def make_gradient_optimizer(
-    dht,
-    prefix: str,
-    parameter: torch.nn.Parameter,
-    target_batch_size: int,
-    group_size: int,
-    auxiliary: bool = False,
-    average_state_every: int = 10**6,
-    averaging_timeout: float = 10.0,
-    is_robust: bool = False,
-    density: float = 1.0,
-    times_follow_the_line: bool = False,
-    counts_less: bool = False,
-    **settings,
-) -> CollaborativeOptimizer:
+def make_gradient_optimizer(dht, prefix: str, parameter, auxiliary=False, density=1.0, **settings):
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
-    if counts_less:
-        PeerTracker.ready_to_update_epoch = False
-        GradientAverager.run = collect_and_run
-        GradientAverager._expected = property(lambda _: None, lambda *_: None)  # its process is told at each step
-    if not times_follow_the_line:
-        settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
-        settings["averaging_timeout"] = averaging_timeout
-    averaging = make_config(
-        AveragingConfig,
-        AveragingArguments(),
-        target_batch_size=target_batch_size,
-        batch_size_lead=0,
-        target_group_size=group_size,
-        min_vector_size=0,
-        average_state_every=average_state_every,
-        robust_averaging="clip" if is_robust else "none",
-        min_refresh_period=0.5,
-        default_refresh_period=0.5,
-        metadata_expiration=60.0,
-        **settings,
-    )
-    kind = AveragingHelper if auxiliary else CollaborativeOptimizer
-    return kind(
+    fixed = dict(batch_size_lead=0, min_vector_size=0, average_state_every=10**6, metadata_expiration=60.0)
+    fixed |= dict(min_refresh_period=0.5, default_refresh_period=0.5)
+    codecs = dict.fromkeys(("gradients", "state_averaging", "load_state"), COMPRESSIONS["none"])
+    return (AveragingHelper if auxiliary else CollaborativeOptimizer)(
         dht,
         prefix,
-        averaging,
+        make_config(AveragingConfig, AveragingArguments(), **fixed | settings),
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        gradients=COMPRESSIONS["none"],
         local_steps=TopKCompression(density),
-        state_averaging=COMPRESSIONS["none"],
-        load_state=COMPRESSIONS["none"],
+        **codecs,
     )
 
 
@@ -185,24 +151,18 @@ def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--experiment_prefix", required=True)
+    plain = dict(step_seconds=0.3, target_batch_size=128, group_size=2, numbers=100_000, average_state_every=10**6)
+    plain |= dict(averaging_timeout=10.0, local_steps=1, local_steps_from=3, nudge_by=1.0, experiment_prefix="")
+    for name, default in (plain | dict(gradient=0.0, batch_size=0)).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--initial_peers", nargs="*", default=[])
-    parser.add_argument("--gradient", type=float, required=True)
-    parser.add_argument("--batch_size", type=int, required=True)
-    parser.add_argument("--step_seconds", type=float, default=0.3)
-    parser.add_argument("--target_batch_size", type=int, default=128)
-    parser.add_argument("--group_size", type=int, default=2)
-    parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--client_mode", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--begin_at", type=int, help="this epoch, with a state of its own, as from a checkpoint")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
-    parser.add_argument(
-        "--download_from", type=int, default=0, help="epoch of the swarm: before, it takes over no state"
-    )
-    parser.add_argument("--average_state_every", type=int, default=10**6)
+    parser.add_argument("--download_from", type=int, default=0, help="swarm's epoch: before, it takes over no state")
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
-    parser.add_argument("--averaging_timeout", type=float, default=10.0)
     parser.add_argument("--times_follow_the_line", action="store_true", help="instead of being given")
     parser.add_argument("--host", default="127.0.0.1", help="its address")
     parser.add_argument("--robust", dest="is_robust", action="store_true")
@@ -212,18 +172,12 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
-    parser.add_argument("--local_steps", type=int, default=1)
-    parser.add_argument("--local_steps_from", type=int, default=3)
-    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--density", type=float, default=1.0, help="of local steps")
     parser.add_argument("--counts_less", action="store_true", help="than the others: for it, no epoch is ever over")
-    parser.add_argument("--nudge_by", type=float, default=1.0)
     parser.add_argument("--matchmaking", type=float, nargs=2, help="seconds for it, before and from epoch 2 on")
     parser.add_argument("--asks_in_vain", action="store_true", help="the first time, whomever it asks to lead")
     parser.add_argument("--skips", type=int, help="this epoch: it makes no step until the others have")
-    parser.add_argument(
-        "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
-    )
+    parser.add_argument("--cancels_at", type=int, help="this epoch: its first search; then it goes on slowly")
     parser.add_argument("--waits", action="store_true", help="for each commit, so that all peers have an offer in it")
     parser.add_argument("--full_disk", type=int, default=0, help="its first offers, which cannot be stored")
     parser.add_argument("--late_anchor", action="store_true", help="a log's first state, at the first attempt")
@@ -235,6 +189,9 @@ def main() -> None:
     log_steps.SILENCE_TIMEOUT = args.silence
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
+    if args.counts_less:
+        PeerTracker.ready_to_update_epoch, GradientAverager.run = False, collect_and_run
+        GradientAverager._expected = property(lambda _: None, lambda *_: None)  # its process is told at each step
     if args.late_anchor:
         delay_anchor()
     fail_to_store(args.full_disk, LogRounds, "add_offer")
@@ -246,18 +203,18 @@ def main() -> None:
     if args.mbits:
         dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
     parameter = torch.nn.Parameter(torch.full([args.numbers], args.begin))
-    names = "target_batch_size group_size auxiliary average_state_every averaging_timeout is_robust counts_less "
-    names += "times_follow_the_line local_steps local_steps_from overlap density"
+    names = "target_batch_size auxiliary average_state_every local_steps local_steps_from overlap density"
     options = {name: getattr(args, name) for name in names.split()} | dict(outer_lr=1.0, outer_momentum=0.5)
+    options |= dict(target_group_size=args.group_size, robust_averaging="clip" if args.is_robust else "none")
+    if not args.times_follow_the_line:
+        options |= TIMES | dict(averaging_timeout=args.averaging_timeout)
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, **options)
     if args.auxiliary:
         optimizer.state_averager.relay_states()
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
     optimizer.sync.backoff.min_epoch = args.download_from
-    start_download = optimizer.state_averager.start_download
-    optimizer.state_averager.start_download = lambda *own, **more: (
-        time.sleep(args.slow_downloads) or start_download(*own, **more)
-    )
+    start_download, pause = optimizer.state_averager.start_download, partial(time.sleep, args.slow_downloads)
+    optimizer.state_averager.start_download = lambda *own, **more: pause() or start_download(*own, **more)
     if args.begin_at:
         optimizer.load_training_state(optimizer.training_state() | {"local_epoch": args.begin_at, "lineage": 32 * "ab"})
     stop = handle_stop_signals()
@@ -305,22 +262,14 @@ def main() -> None:
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
             stats, anchor = optimizer.stats, next(iter(optimizer.opt.param_groups))["params"][0].detach()
-            print_facts(
-                epoch=epoch,
-                steps=steps,
-                samples=stats.samples,
-                total_samples=stats.total_samples,
-                averaged_with=stats.group_size,
-                others=len(optimizer.tracker.present),
-                rounds=stats.succeeded,
-                failed_rounds=stats.failed,
-                traffic=list(dht.uplink.traffic),
-                averaging_seconds=stats.averaging_seconds,
-                unsent=optimizer.grad_averager.unsent[0].mean().item(),
-                anchor=anchor.mean().item(),
-                digest=hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
-                parameter=[parameter.min().item(), parameter.mean().item(), parameter.max().item()],
-            )
+            facts = dict(epoch=epoch, steps=steps, samples=stats.samples, total_samples=stats.total_samples)
+            facts |= dict(averaged_with=stats.group_size, rounds=stats.succeeded, failed_rounds=stats.failed)
+            facts |= dict(averaging_seconds=stats.averaging_seconds, others=len(optimizer.tracker.present))
+            facts |= dict(traffic=list(dht.uplink.traffic), anchor=anchor.mean().item())
+            facts["unsent"] = optimizer.grad_averager.unsent[0].mean().item()
+            facts["digest"] = hashlib.sha256(anchor.numpy().tobytes()).hexdigest()
+            facts["parameter"] = [parameter.min().item(), parameter.mean().item(), parameter.max().item()]
+            print_facts(**facts)
     shut_down(dht, optimizer)
 
 

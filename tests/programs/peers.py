@@ -6,10 +6,12 @@ from functools import partial
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
+from common.console import clean_end as clean_end
 from swarm.config import SwarmConfig
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.optimizer_state import StateAverager
+from swarm.processes import shut_down as shut_down
 
 
 def join(prefix: str, maddrs=(), host: str = "127.0.0.1", **options) -> Swarm:

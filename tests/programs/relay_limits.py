@@ -4,11 +4,9 @@ import asyncio
 
 from hivemind.p2p import P2P
 
-from common.console import clean_end
 from swarm.addresses import get_peer_id
-from swarm.processes import shut_down
 from swarm.reachability import ask_relay_limit
-from tests.programs.peers import join, list_maddrs
+from tests.programs.peers import clean_end, join, list_maddrs, shut_down
 
 
 async def ask(maddr, peer_id):

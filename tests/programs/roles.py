@@ -6,20 +6,13 @@ import sys
 
 import torch
 
-from arguments import (
-    AveragingArguments,
-    DataArguments,
-    ModelArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    TrainerArguments,
-)
+import arguments
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
 from callback import CollaborativeCallback
-from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
 from swarm.contract import RunContract
-from tests.programs.peers import join, print_facts
+from tests.programs.peers import clean_end, join, print_facts
 from training.checkpoint import apply_state
 from training.evaluation import Evaluator
 from training.state import TrainerState
@@ -28,8 +21,7 @@ with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
     facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
     for role, auxiliary in (("monitor", True), ("trainer", False)):
-        swarm = join(sys.argv[1])
-        model = make_model(ModelArguments("configs/demo.json"), 300)
+        swarm, model = join(sys.argv[1]), make_model(ModelArguments("configs/demo.json"), 300)
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
@@ -50,8 +42,8 @@ with clean_end():
 
     def make_callback():
         sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
-        args = TrainerArguments(output_dir=sys.argv[2], **sizes)
-        groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), args
+        args = arguments.TrainerArguments(output_dir=sys.argv[2], **sizes)
+        groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, arguments.DataArguments(), args
         loaded = dict(tokenizer=None, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
         state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
         return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))

@@ -10,11 +10,9 @@ import time
 import torch
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
-from common.console import clean_end
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
-from swarm.processes import shut_down
-from tests.programs.peers import join, print_facts
+from tests.programs.peers import clean_end, join, print_facts, shut_down
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 
@@ -45,13 +43,8 @@ def step(model, optimizer, make_gradient):
     optimizer.step(batch_size=4)
 
 
-def draw():
-    return torch.rand(3).tolist()
-
-
 def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
-    options = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096)
-    peers = []
+    options, peers = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096), []
     for seed in (1, 2):
         swarm = join(f"{prefix}_{optim}")
         model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
@@ -66,7 +59,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     before = everything(model, optimizer)
     torch.manual_seed(3)
     state = collect_state(model, optimizer, {"experiment_prefix": prefix}, scaler, {"epochs": 3})
-    draws = draw()
+    draws = torch.rand(3)
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
     # further steps must not change the collected state
     step(model, optimizer, torch.ones_like)
@@ -75,12 +68,9 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     apply_state(loaded, other_model, other, other_scaler)
     after = everything(other_model, other)
     facts |= {part: equal(before[part], after[part]) for part in before}
-    facts |= {
-        "tracker": [other.tracker.local_progress.epoch, other.tracker.view.epoch],
-        "priority": other.state_averager.state_sharing_priority,
-        "scale": other_scaler.get_scale(),
-        "draws": equal(draws, draw()),
-    }
+    facts |= dict(priority=other.state_averager.state_sharing_priority, scale=other_scaler.get_scale())
+    facts["tracker"] = [other.tracker.local_progress.epoch, other.tracker.view.epoch]
+    facts["draws"] = equal(draws, torch.rand(3))
     # a step must not change the loaded state
     moment = loaded["optimizer"]["state"][0][MOMENTS.get(optim, "exp_avg")]
     before_step = moment.clone()

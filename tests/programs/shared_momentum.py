@@ -10,14 +10,12 @@ from collections import Counter
 sys.path.insert(0, os.getcwd())
 
 import torch
-from peers import join, list_maddrs, print_facts
+from peers import clean_end, join, list_maddrs, print_facts, shut_down
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
-from common.console import clean_end
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
-from swarm.processes import shut_down
 from training.model import move_batch
 
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
@@ -35,8 +33,8 @@ def find_largest_difference(tensors, others) -> float:
 with clean_end():
     torch.set_num_threads(1)
     prefix, optim, rate, compression = [*sys.argv[1:], "none"][:4]
-    options = dict(learning_rate=float(rate), warmup_steps=0, weight_decay=0.5, min_8bit_size=4096)
-    options = OptimizerArguments(optim=optim, **options)
+    numbers = dict(warmup_steps=0, weight_decay=0.5, min_8bit_size=4096)
+    options = OptimizerArguments(optim=optim, learning_rate=float(rate), **numbers)
     averaging = AveragingArguments(target_batch_size=4, load_state_compression=compression, matchmaking_time=1.0)
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
@@ -62,28 +60,24 @@ with clean_end():
     (_, first, giver), (_, second, taker) = peers
     buffers = [list_moments(optimizer) for optimizer in (giver, taker)]
     kinds = Counter(name for state in giver.opt.state.values() for name in state if name in FIRST_MOMENTS)
-    facts = dict(
-        kinds=kinds, before=before, losses=losses, loaded=loaded, epochs=[giver.local_epoch, taker.local_epoch]
-    )
+    facts = dict(kinds=kinds, before=before, losses=losses, loaded=loaded)
+    facts["epochs"] = [giver.local_epoch, taker.local_epoch]
     facts["sizes"] = [buffer.norm().item() for buffer in buffers[0]]
     facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
     facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     facts["contract"] = make_contract(first, "a", options, averaging).contract["optimizer"]
     given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
-    pairs = [
-        [torch.as_tensor(state[name]) for state in (a, b)] for a, b in zip(given, taken, strict=True) for name in a
-    ]
+    pairs = [[*map(torch.as_tensor, (a[name], b[name]))] for a, b in zip(given, taken, strict=True) for name in a]
     facts["same_state"] = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
     facts["bytes"] = sum(b.numel() for _, b in pairs if b.dtype == torch.uint8)
     facts["weights"] = find_largest_difference(first.parameters(), second.parameters())
     # a step uses the loaded state
     for optimizer in (giver, taker):
-        for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
-            param.grad.fill_(0.1)
+        for group in optimizer.opt.param_groups:
+            for param in group["params"]:
+                param.grad.fill_(0.1)
         optimizer.opt.step()
-    facts["weights_after"] = find_largest_difference(
-        *(optimizer.training_state()["parameters"] for optimizer in (giver, taker))
-    )
+    facts["weights_after"] = find_largest_difference(*(it.training_state()["parameters"] for it in (giver, taker)))
     print_facts(**facts)
     for dht, _, optimizer in reversed(peers):
         shut_down(dht, optimizer)

@@ -11,11 +11,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 import swarm.averager
 from arguments import AveragingArguments, OptimizerArguments
-from common.console import clean_end
 from experiment.optimizer import make_optimizer
 from swarm.config import AveragingConfig, make_config
-from swarm.processes import shut_down
-from tests.programs.peers import join, list_maddrs, print_facts
+from tests.programs.peers import clean_end, join, list_maddrs, print_facts, shut_down
 
 shares = multiprocessing.Array("d", 2)
 plan_allreduce = swarm.averager.plan_allreduce

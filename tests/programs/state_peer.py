@@ -13,8 +13,7 @@ from hivemind.p2p import PeerID
 from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
-from swarm.processes import shut_down
-from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts
+from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts, shut_down
 
 
 def make_optimizer(groups):
@@ -48,8 +47,7 @@ with clean_end():
         next_chunk_timeout=5.0,
         state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
     )
-    stop = handle_stop_signals()
-    generator = torch.Generator().manual_seed(0)
+    stop, generator = handle_stop_signals(), torch.Generator().manual_seed(0)
     expected = [torch.randn(tensor.shape, generator=generator) for tensor in list_tensors(averager)]
     expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
     if options["role"] == "donor":
@@ -77,8 +75,7 @@ with clean_end():
     else:
         time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
-        own = {name: options[name] for name in ("is_synchronous",) if name in options}
-        started = time.monotonic()
+        own, started = {name: options[name] for name in ("is_synchronous",) if name in options}, time.monotonic()
         future = averager.start_download(min_epoch=3, contributors=known, **own)
         while not future.done():
             print_facts(received=averager.download_progress.bytes)

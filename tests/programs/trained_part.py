@@ -8,20 +8,12 @@ import time
 
 import torch
 
-from arguments import (
-    ArchiveArguments,
-    AveragingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    ReportArguments,
-    SwarmArguments,
-)
-from common.console import clean_end
+import arguments
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from monitoring.archive import CheckpointHandler
-from swarm.processes import shut_down
-from tests.programs.peers import join, list_maddrs, print_facts
+from tests.programs.peers import clean_end, join, list_maddrs, print_facts, shut_down
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
 
@@ -46,8 +38,7 @@ with clean_end():
     averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     peers = []
     for auxiliary in (False, True):
-        swarm = join(prefix, list_maddrs(*(dht for dht, *_ in peers)))
-        model = make_part(tokenizer)
+        swarm, model = join(prefix, list_maddrs(*(dht for dht, *_ in peers))), make_part(tokenizer)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         peers.append((swarm.dht, model, optimizer))
         if not auxiliary:
@@ -63,10 +54,10 @@ with clean_end():
     facts = {"moved": [not a.equal(b) for a, b in zip(start, trained, strict=True)]}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
 
-    report = ReportArguments(output_dir=folder + "/archive"), ArchiveArguments(store_checkpoints=True)
-    groups = SwarmArguments(prefix), *report, ModelArguments("configs/demo.json"), options, averaging
-    archive = CheckpointHandler(groups, helper_model, tokenizer, helper)
-    history = [json.loads(record)]
+    report = arguments.ReportArguments(output_dir=f"{folder}/archive")
+    kept = arguments.ArchiveArguments(store_checkpoints=True)
+    groups = SwarmArguments(prefix), report, kept, ModelArguments("configs/demo.json"), options, averaging
+    archive, history = CheckpointHandler(groups, helper_model, tokenizer, helper), [json.loads(record)]
     while not archive.saving:
         archive.download = archive.download or helper.state_averager.start_download(min_epoch=2)
         with contextlib.suppress(TimeoutError):

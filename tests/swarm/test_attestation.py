@@ -65,12 +65,10 @@ async def set_nonsense(dht, node, values: dict) -> None:
 
 def test_new_peer_receives_attestation(peers):
     contract, (one, two, newcomer) = make_contract(learning_rate="0.1"), peers
-    assert ask(newcomer, PREFIX, addresses(one)) == RunAttestation(prefix=PREFIX)
-    assert ask(newcomer, PREFIX, []) is None
+    assert ask(newcomer, PREFIX, addresses(one)) == RunAttestation(prefix=PREFIX) and not ask(newcomer, PREFIX, [])
     with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{PREFIX}', not 'other'"):
         ask(newcomer, "other", addresses(one))
     assert ask(newcomer, "other", addresses(one), is_new_run=True) is None
-
     tell(one, newcomer, RunAttestation(prefix=PREFIX, contract=contract, workers=[b"a", b"b"]))
     tell(two, newcomer, RunAttestation(prefix=PREFIX, workers=[b"b", b"c"]))
     found = ask(newcomer, PREFIX, addresses(one, two))
@@ -78,13 +76,9 @@ def test_new_peer_receives_attestation(peers):
     tell(two, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
     with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
         ask(newcomer, PREFIX, addresses(one, two))
-    for values in (
-        dict(prefix=7),
-        dict(prefix=PREFIX, workers=[b"x" * 100]),
-        dict(prefix=PREFIX, workers=[b"x"] * 65),
-        dict(prefix=PREFIX, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
-    ):
-        two.run_coroutine(partial(set_nonsense, values=values))
+    escape = {"joined": 0.0, "contract": {"a": "\033[2J"}}
+    for values in (dict(prefix=7), dict(workers=[b"x" * 100]), dict(workers=[b"x"] * 65), dict(contract=escape)):
+        two.run_coroutine(partial(set_nonsense, values={"prefix": PREFIX, **values}))
         assert ask(newcomer, PREFIX, addresses(one, two)).contract == contract
         assert ask(newcomer, PREFIX, addresses(two)) is None
 
@@ -93,16 +87,15 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
     shared, (one, _, three) = "--optim adamw --learning_rate 0.1 --config_path configs/demo.json", peers
     with run_peer("other", one) as two:
         tell(one, three, RunAttestation(prefix=PREFIX, flags=shared))
-        command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
         # the first trainer chooses the settings that no peer has
-        command += ["--total_steps", "9000"]
+        own = ["--config_path", "./configs/demo.json", "--total_steps", "9000"]
+        command = ["run_trainer.py", "--initial_peers", *addresses(one), *own]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
         swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
         assert (swarm.experiment_prefix, model.config_path) == (PREFIX, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
         assert discover_settings(SwarmArguments(PREFIX, addresses(one), use_ipfs=True), None) == []
-
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
         named = ["--experiment_prefix", PREFIX, "--optim", "adamw", "--use_ipfs"]
@@ -115,7 +108,6 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
             require_attested(place, parse_arguments(*TRAINER_ARGS))
         three.attestation = vouched.copy(update={"contract": make_contract(a="b")})
         require_attested(place, groups)
-
         # of several peers, one may have been given more than another
         tell(three, one, RunAttestation(prefix=PREFIX, flags="--optim adamw --seed 3"))
         both = addresses(one, three)
@@ -124,7 +116,6 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         with pytest.raises(UserError, match="disagree on the settings"):
             ask(two, PREFIX, both)
         tell(three, one, RunAttestation(prefix=PREFIX))
-
         # a contract has priority over a monitor's flags, and no flag names a file of this machine
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {PREFIX}x"})
@@ -166,10 +157,9 @@ def test_untrusted_contract_blocks_no_peer(peers):
     own.recheck_contract()
     # now somebody has worked, by other terms
     tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
-    with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
-        own.recheck_contract()
-    with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
-        own.agree_on(mine, 120)
+    for check in (own.recheck_contract, partial(own.agree_on, mine, 120)):
+        with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
+            check()
     assert own.contract.flags == flags
     tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(**terms)))
     newcomer.attestation = RunAttestation(prefix=PREFIX)

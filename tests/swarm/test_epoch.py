@@ -4,31 +4,12 @@ import dataclasses
 
 import pytest
 
-from swarm.epoch import (
-    MAX_STALE_DOWNLOADS,
-    MAX_SYNC_PAUSE,
-    RETRY_AFTER,
-    SYNC_RETRY_PERIOD,
-    TRANSITIONS,
-    Epoch,
-    EpochInputs,
-    EpochState,
-    SyncBackoff,
-)
+import swarm.epoch
+from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, TRANSITIONS, Epoch, EpochInputs, EpochState, SyncBackoff
 
+FACTS = dict(has_batch=False, has_others=True, has_group=False, lacks_quorum=False, is_searching=False)
 #: a swarm of several peers in the middle of epoch 5, in which this one is as well
-CALM = EpochInputs(
-    swarm_epoch=5,
-    read_at=100.0,
-    has_batch=False,
-    seconds_left=60.0,
-    matchmaking_time=5.0,
-    has_others=True,
-    lacks_quorum=False,
-    is_synchronous=True,
-    is_searching=False,
-    has_group=False,
-)
+CALM = EpochInputs(5, read_at=100.0, seconds_left=60.0, matchmaking_time=5.0, is_synchronous=True, **FACTS)
 
 
 def make_inputs(**changes) -> EpochInputs:
@@ -67,12 +48,10 @@ def test_failed_round_retries_after_fresh_look():
 
 
 def test_first_look_is_exact():
-    epoch, backoff = Epoch(5, began=100.0), SyncBackoff()
+    epoch, backoff, ahead = Epoch(5, began=100.0), SyncBackoff(), make_inputs(swarm_epoch=6)
     assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6, read_at=99.0), backoff, 0.0)
-    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0)
-    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=6), backoff, 0.0), (
-        "one of the others may just be the first"
-    )
+    assert epoch.compare_with_swarm(ahead, backoff, 0.0)
+    assert not epoch.compare_with_swarm(ahead, backoff, 0.0), "one of the others may just be the first"
     assert epoch.compare_with_swarm(make_inputs(swarm_epoch=7), backoff, 0.0)
     assert Epoch(5).compare_with_swarm(make_inputs(swarm_epoch=4), backoff, 0.0), "also a swarm that has lost an epoch"
 
@@ -86,10 +65,10 @@ def test_missed_step_counts_only_if_all_step_together(is_synchronous):
 
 
 def test_failed_download_pauses_the_next():
-    epoch, backoff = Epoch(5), SyncBackoff()
+    epoch, backoff, ahead = Epoch(5), SyncBackoff(), make_inputs(swarm_epoch=9)
     backoff.record_failure(100.0)
-    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
-    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD)
+    assert not epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
+    assert epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD)
 
 
 def test_stale_download_backs_off():
@@ -99,9 +78,9 @@ def test_stale_download_backs_off():
     assert not backoff.allows(6, at_8, 100.0) and backoff.allows(6, at_9, 100.0)
     assert backoff.allows(7, at_8, 100.0), "a single step is fewer bytes than a state"
     pauses = [backoff.record_stale_download(9, 20.0, False, 100.0) for _ in range(10)]
-    first = MAX_STALE_DOWNLOADS - 2
+    first, longest = swarm.epoch.MAX_STALE_DOWNLOADS - 2, swarm.epoch.MAX_SYNC_PAUSE
     assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
-    assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(98, at_99, 100.0 + MAX_SYNC_PAUSE - 1)
+    assert pauses[-1] == longest and not backoff.allows(98, at_99, 100.0 + longest - 1)
     for _ in range(1100):  # of a peer that is too slow for days
-        assert backoff.record_stale_download(9, 20.0, True, 100.0) == MAX_SYNC_PAUSE
+        assert backoff.record_stale_download(9, 20.0, True, 100.0) == longest
     assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import psutil
 import pytest
@@ -14,21 +15,10 @@ from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
 
+import swarm.exchange
 from swarm.dht import DHT
 from swarm.errors import SwarmError
-from swarm.exchange import (
-    MAX_MBITS,
-    MAX_MESSAGE_BYTES,
-    MAX_REQUESTS,
-    MIN_MBITS,
-    REQUEST,
-    BlobStore,
-    Exchange,
-    Format,
-    InvalidBlobError,
-    choose_source,
-    plan_loads,
-)
+from swarm.exchange import REQUEST, BlobStore, Exchange, Format, InvalidBlobError, choose_source, plan_loads
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -40,29 +30,6 @@ def check_block(data: bytes, number: int) -> None:
 
 
 FORMAT = Format(2 * BLOCK_BYTES, check_block)
-
-
-class UncheckedStore(BlobStore):
-    """A store that serves wrong bytes."""
-
-    def get(self, name: bytes) -> bytes:
-        return bytes(BLOCK_BYTES)
-
-
-class SilentExchange(Exchange):
-    """A holder that takes requests and sends nothing."""
-
-    async def _serve_blocks(self, *_) -> None:
-        await asyncio.sleep(60)
-
-
-class DrippingExchange(Exchange):
-    """A holder that sends a few bytes a second."""
-
-    async def _send_block(self, peer, number, data, writer) -> None:
-        for at in range(len(data)):
-            await asyncio.sleep(0.2)
-            writer.write(data[at : at + 1])
 
 
 def make_blocks() -> list[bytes]:
@@ -77,7 +44,6 @@ def start_dht(*others, is_client: bool = False) -> DHT:
 
 @pytest.fixture(scope="module")
 def dhts():
-    """The DHTs of two peers and a client."""
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, RSAPrivateKey, "_process_wide_key", None)
         started = []
@@ -92,9 +58,9 @@ def start(dhts, tmp_path):
     """Return a function that starts the exchange of a DHT; all its peers are participants."""
     prefix, started = make_prefix(), []
 
-    def start_exchange(dht: DHT, kind: type = Exchange) -> Exchange:
+    def start_exchange(dht: DHT) -> Exchange:
         store = BlobStore(tmp_path / str(len(started)), 10**8)
-        exchange = kind(dht, prefix, store, NUM_BLOCKS, lambda _, message: b"0 " + message)
+        exchange = Exchange(dht, prefix, store, NUM_BLOCKS, lambda _, message: b"0 " + message)
         started.append(exchange)
         for other in started:
             other.participants = frozenset(it.peer_id for it in started)
@@ -119,10 +85,15 @@ def connect(*exchanges: Exchange) -> None:
         assert exchanges[-1].send(exchange.peer_id, b"offer").result(20).endswith(b" offer")
 
 
+def request(exchange: Exchange, blob: bytes, owner: Exchange, holders: dict[Exchange, float | None]) -> Future:
+    """Begin to fetch a blob from these holders with their Mbit/s."""
+    mbits = {holder.peer_id: number for holder, number in holders.items()}
+    return exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
+
+
 def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) -> None:
     """Fetch a blob from these holders, of which the later ones have more Mbit/s."""
-    mbits = {holder.peer_id: 20.0 * 50**index for index, holder in enumerate(holders)}
-    exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT).result(60)
+    request(exchange, blob, owner, {holder: 20.0 * 50**index for index, holder in enumerate(holders)}).result(60)
 
 
 def count_files() -> int:
@@ -132,12 +103,8 @@ def count_files() -> int:
 def test_exchange_of_all_blobs_includes_client(exchanges):
     blobs = [make_blocks() for _ in exchanges]
     names = [exchange.store.add(blob) for exchange, blob in zip(exchanges, blobs, strict=True)]
-    holders = {exchange.peer_id: 20.0 for exchange in exchanges[:2]}
-    futures = [
-        exchange.fetch(name, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
-        for exchange in exchanges
-        for owner, name in zip(exchanges, names, strict=True)
-    ]
+    holders, owners = dict.fromkeys(exchanges[:2], 20.0), zip(exchanges, names, strict=True)
+    futures = [request(it, name, owner, holders) for owner, name in owners for it in exchanges]
     for future in futures:
         future.result(60)
     for exchange in exchanges:
@@ -145,16 +112,24 @@ def test_exchange_of_all_blobs_includes_client(exchanges):
 
 
 @pytest.mark.parametrize("fault", ["silent", "dripping", "wrong bytes"])
-def test_fetch_from_faulty_relay_uses_owner(dhts, start, monkeypatch, fault):
+def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
+    async def drip(peer, number, data, writer) -> None:
+        for at in range(len(data)):
+            await asyncio.sleep(0.2)
+            writer.write(data[at : at + 1])
+
     monkeypatch.setattr("swarm.exchange.MIN_STALL", 1.0)
-    owner, client = start(dhts[0]), start(dhts[2])
-    relay = start(dhts[1], {"silent": SilentExchange, "dripping": DrippingExchange}.get(fault, Exchange))
-    connect(owner, relay, client)
+    owner, relay, client = exchanges
     blocks, others = make_blocks(), make_blocks()
     blob = owner.store.add(blocks)
     relay.store.add(blocks)
-    if fault == "wrong bytes":
-        relay.store = UncheckedStore(relay.store.folder, 10**8)
+    if fault == "silent":
+        relay._serve_blocks = lambda *_: asyncio.sleep(60)
+    elif fault == "dripping":
+        relay._send_block = drip
+    else:
+        relay.store = BlobStore(relay.store.folder, 10**8)
+        relay.store.get = lambda name: bytes(BLOCK_BYTES)
     begin = time.monotonic()
     fetch(client, blob, owner, owner, relay)
     assert list(client.store.open(blob)) == blocks and time.monotonic() < begin + 10
@@ -166,7 +141,6 @@ def test_fetch_from_faulty_relay_uses_owner(dhts, start, monkeypatch, fault):
 
 
 def test_fetch_from_leaving_owner_uses_another(dhts, start):
-    """The owner leaves while it sends; a relay has the blob, and serves it after the owner's end."""
     dht = start_dht(dhts[0])
     owner, relay, client = start(dht), start(dhts[1]), start(dhts[2])
     connect(owner, relay, client)
@@ -174,37 +148,32 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     blob = owner.store.add(blocks)
     fetch(relay, blob, owner, owner)
     dht.uplink.set_bandwidth(0.2, is_fixed=True)
-    holders = {owner.peer_id: 1000.0, relay.peer_id: 1.0}
-    future = client.fetch(blob, owner.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
+    future = request(client, blob, owner, {owner: 1000.0, relay: 1.0})
     wait_until(lambda: len(list(client.store.folder.iterdir())) > 1, 20, "a block")
     assert not client.store.has(blob)
     owner.shutdown()
     dht.shutdown()
     future.result(20)
     assert list(client.store.open(blob)) == blocks
-    (path,) = (path for path in client.store.folder.iterdir() if path.name == blob.hex())
-    path.unlink()
+    (client.store.folder / blob.hex()).unlink()
     fetch(client, blob, owner, owner, relay)
     assert list(client.store.open(blob)) == blocks
 
 
 def test_fetch_uses_client_if_no_holder_has_blob(exchanges):
-    """The owner has sent it to clients only, and is gone."""
     one, two, client = exchanges
     blocks = make_blocks()
-    blob, holders = client.store.add(blocks), {one.peer_id: 20.0, two.peer_id: 20.0, client.peer_id: None}
-    one.fetch(blob, two.peer_id, holders, NUM_BLOCKS * BLOCK_BYTES, FORMAT).result(30)
+    blob = client.store.add(blocks)
+    request(one, blob, two, {one: 20.0, two: 20.0, client: None}).result(30)
     assert list(one.store.open(blob)) == blocks
 
 
 def test_fetch_of_invalid_blob_fails(exchanges):
     one, two, _ = exchanges
-    blob = one.store.add([INVALID, *make_blocks()[1:]])
-    with pytest.raises(InvalidBlobError, match="block 0"):
-        fetch(two, blob, one, one)
-    short = one.store.add(make_blocks()[1:])
-    with pytest.raises(InvalidBlobError, match="5 blocks instead of 6"):
-        fetch(two, short, one, one)
+    invalid, short = [INVALID, *make_blocks()[1:]], make_blocks()[1:]
+    for blocks, reason in ((invalid, "block 0"), (short, "5 blocks instead of 6")):
+        with pytest.raises(InvalidBlobError, match=reason):
+            fetch(two, one.store.add(blocks), one, one)
 
 
 def test_fetch_with_full_disk_names_cure(exchanges):
@@ -215,15 +184,14 @@ def test_fetch_with_full_disk_names_cure(exchanges):
 
 
 def open_streams(exchange: Exchange, server: Exchange, count: int, *requests: bytes) -> list:
-    """Return the readers of streams that have sent a request, or nothing."""
+    """Return the readers and writers of streams that have sent a request, or nothing."""
 
     async def open_all() -> list:
-        readers = []
-        for _ in range(count):
-            _, reader, writer = await exchange._p2p.call_binary_stream_handler(server.peer_id, server._fetch_name)
+        call = exchange._p2p.call_binary_stream_handler
+        streams = [(await call(server.peer_id, server._fetch_name))[1:] for _ in range(count)]
+        for _, writer in streams:
             writer.writelines(requests)
-            readers.append((reader, writer))
-        return readers
+        return streams
 
     return asyncio.run_coroutine_threadsafe(open_all(), exchange._loop).result(20)
 
@@ -231,7 +199,7 @@ def open_streams(exchange: Exchange, server: Exchange, count: int, *requests: by
 def test_streams_of_stranger_do_not_block_participant(exchanges):
     one, two, stranger = exchanges
     one.participants = frozenset([two.peer_id])
-    most = MAX_REQUESTS[0] // MAX_REQUESTS[2]
+    most = swarm.exchange.MAX_REQUESTS[0] // swarm.exchange.MAX_REQUESTS[2]
     streams = open_streams(stranger, one, most + 4)
     wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4, 20, "the end of four streams")
     fetch(two, one.store.add(make_blocks()), one, one)
@@ -252,7 +220,7 @@ def test_stream_ends_without_reader(exchanges, monkeypatch):
 
 def test_message_above_limit_is_refused(exchanges):
     with pytest.raises(Exception, match="too large"):
-        exchanges[0].send(exchanges[1].peer_id, bytes(MAX_MESSAGE_BYTES + 1)).result(20)
+        exchanges[0].send(exchanges[1].peer_id, bytes(swarm.exchange.MAX_MESSAGE_BYTES + 1)).result(20)
 
 
 def test_downloads_above_limit_replace_oldest(exchanges, monkeypatch):
@@ -275,14 +243,11 @@ def test_downloads_above_limit_replace_oldest(exchanges, monkeypatch):
 
 
 def list_sockets() -> set[str]:
-    """Return the paths of this process's sockets for libp2p's daemons."""
     return {it.laddr for it in psutil.Process().net_connections("unix") if "p2pclient" in it.laddr}
 
 
 def test_shutdown_leaves_nothing(dhts, tmp_path):
-    """During a fetch from a peer that does not exist."""
-    sockets, count = list_sockets(), count_files()
-    store = BlobStore(tmp_path / "store", 10**7)
+    sockets, count, store = list_sockets(), count_files(), BlobStore(tmp_path / "store", 10**7)
     exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, lambda *_: b"")
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
     future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT)
@@ -301,8 +266,7 @@ def test_store_keeps_newest_and_drops_damaged(tmp_path):
     (tmp_path / store.list_hashes(blobs[-1])[0].hex()).write_bytes(b"damaged")
     with pytest.raises(KeyError):
         list(store.open(blobs[-1]))
-    assert not store.has(blobs[-1])
-    assert store.has(blobs[-2])
+    assert not store.has(blobs[-1]) and store.has(blobs[-2])
     (tmp_path / blobs[-2].hex()).write_bytes(b"")  # the power failed
     assert not BlobStore(tmp_path, 10**7).has(blobs[-2])
 
@@ -319,7 +283,7 @@ def test_store_reads_hashes_of_blob_once(tmp_path):
 def test_relays_share_blob_of_one_owner():
     """Of the anchor with which a log begins, all other members fetch the same number of blocks for the others."""
     owner, *others = [PeerID(bytes([number])) for number in range(8)]
-    loads = plan_loads({owner: MIN_MBITS, **dict.fromkeys(others, MAX_MBITS)}, 10**9, 0.0)
+    loads = plan_loads({owner: swarm.exchange.MIN_MBITS, **dict.fromkeys(others, swarm.exchange.MAX_MBITS)}, 10**9, 0.0)
     sources = Counter(choose_source(owner, (number + 0.5) / 70, loads) for number in range(70))
     assert sources == dict.fromkeys(others, 10)
 
@@ -327,7 +291,7 @@ def test_relays_share_blob_of_one_owner():
 def test_loads_spare_slow_lines_if_time_allows():
     peers = [PeerID(bytes([number])) for number in range(17)]
     equal = plan_loads(dict.fromkeys(peers[:8], 20.0), 500_000, 0.0)
-    assert all(load == pytest.approx(7) for load in equal.values())
+    assert list(equal.values()) == pytest.approx([7] * 8)
     assert all(choose_source(peer, at / 20, equal) == peer for peer in peers[:8] for at in range(20))
     aided = dict.fromkeys(peers[:16], 20.0) | {peers[16]: 100.0}
     loads = plan_loads(aided, 500_000, 15.0)

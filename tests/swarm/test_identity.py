@@ -30,8 +30,7 @@ def start(monkeypatch):
 def test_kept_key_survives_restart(start, tmp_path):
     path = tmp_path / "signing_key"
     label = start(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert start(path) == label
+    assert path.stat().st_mode & 0o777 == 0o600 and start(path) == label
     path.write_bytes(b"no key")
     with pytest.raises(UserError, match="signing_key is not a key file"):
         start(path)
@@ -39,8 +38,7 @@ def test_kept_key_survives_restart(start, tmp_path):
 
 
 def test_identity_path_overrides_kept_key(start, tmp_path):
-    path, kept = tmp_path / "peer.id", tmp_path / "signing_key"
-    key = RSAPrivateKey()
+    path, kept, key = tmp_path / "peer.id", tmp_path / "signing_key", RSAPrivateKey()
     identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
     path.write_bytes(identity.SerializeToString())
     assert start(kept, identity_path=str(path)) == peer_label(make_validators("run", key)[1])

@@ -22,10 +22,8 @@ BATCH = 16  # samples of a step
 
 def test_local_steps_count_samples():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
-    contract = RunContract(
-        joined=0.0, contract={"total_steps": "500", **describe_averaging(make_config(AveragingConfig, averaging))}
-    )
-    schedule = parse_schedule(contract)
+    terms = {"total_steps": "500", **describe_averaging(make_config(AveragingConfig, averaging))}
+    schedule = parse_schedule(RunContract(joined=0.0, contract=terms))
     assert schedule == TrainingSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
 
@@ -39,8 +37,7 @@ def test_epoch_ends_at_current_target():
         wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
         with one.lock:
             one.set_target(10**9)
-            assert not one.ready_to_update_epoch
-            assert one.view.samples == 2 * BATCH
+            assert not one.ready_to_update_epoch and one.view.samples == 2 * BATCH
         wait_until(lambda: one.view.ends_at < float("inf"), 20, "another estimate")
         assert not one.ready_to_update_epoch
 

@@ -5,25 +5,23 @@ from processes import make_prefix, wait_until
 from swarms import Swarm, epochs, start_peer, stop
 
 FROM = 3  # the epoch at which the log begins: gradient_peer.py
+AVERAGED, LATE = ("--average_state_every", FROM), pytest.param([("--late_anchor",)] * 3, 2, marks=pytest.mark.slow)
 GRADIENTS = 1.0, 1.0, 2.0, 3.0, 1.0, 2.0  # the offers of two peers may have the same bytes
 
 
 class Peers:
-    """A swarm of gradient peers that begin together."""
+    """A swarm of gradient peers that begin together, each with flags of its own."""
 
-    def __init__(self, start, *groups, samples: int = 48):
-        """:param groups: the flags of each peer"""
+    def __init__(self, start, *groups):
         self.start, self.prefix, self.all = start, make_prefix(), []
-        self.flags = ("--local_steps", 4, "--target_batch_size", samples, "--group_size", 16, "--density", 0.03)
+        self.flags = ("--local_steps", 4, "--target_batch_size", 48, "--group_size", 16, "--density", 0.03)
         for flags in groups:
             self.add("--others", len(groups) - 1, *flags)
 
     def add(self, *flags):
-        number = len(self.all)
-        own = (*self.flags, *flags)
-        peer = start_peer(self.start, f"peer{number}", self.prefix, GRADIENTS[number], 16, self.all[:1], own)
-        self.all.append(peer)
-        return peer
+        name, gradient = f"peer{len(self.all)}", GRADIENTS[len(self.all)]
+        self.all.append(start_peer(self.start, name, self.prefix, gradient, 16, self.all[:1], (*self.flags, *flags)))
+        return self.all[-1]
 
     def wait(self, *peers, more: int = 0, seconds: float = 120) -> int:
         """Wait until all of these peers have made this number of epochs of local steps more, and return the last."""
@@ -48,8 +46,7 @@ def assert_same_bytes(*peers) -> None:
 def assert_steps_contain_updates(*peers) -> None:
     """Assert that each outer step is that of the peers' updates, each of which is its gradients without what is left.
 
-    All numbers of a peer are the same, so updates have the same entries. Each counts as a copy, with the same weight. A
-    peer that is late for the beginning of the log, as on a busy machine, has no update in its first epoch.
+    All numbers of a peer are the same, so each update counts as a copy, with the same weight. A late peer has none.
     """
     lines, momentum = [epochs(peer) for peer in peers], 0.0
     for epoch in range(FROM + 1, min(map(last_epoch, peers)) + 1):
@@ -81,12 +78,14 @@ def test_peers_keep_same_bytes(start, flags):
         assert_steps_contain_updates(*swarm.all)
 
 
-def test_averaging_of_parameters_does_not_change_first_state(start):
-    """At the flags' defaults, it is due at the epoch at which a log begins, and goes on in the background."""
-    flags = "--average_state_every", FROM
-    swarm = Peers(start, flags, (*flags, "--nudge_at", 1, "--nudge_by", 0.02))
+@pytest.mark.parametrize("groups, late", [([AVERAGED, (*AVERAGED, "--nudge_at", 1, "--nudge_by", 0.02)], None), LATE])
+def test_peers_begin_log_with_same_state(start, groups, late):
+    """Parameters are averaged at that epoch, in the background; or all but the leader get the first state late."""
+    swarm = Peers(start, *groups)
     swarm.wait(*swarm.all, more=3)
     stop(*swarm.all)
+    late_peers = sum("the first state of the log has not arrived" in peer.text for peer in swarm.all)
+    assert late is None or late_peers == late
     assert_same_bytes(*swarm.all)
 
 
@@ -119,16 +118,6 @@ def test_new_peer_loads_first_state_alone(start):
     wait_until(lambda: last_epoch(three) > 1, 120, "an epoch of local steps")
     stop(*swarm.all)
     assert epochs(three)[last_epoch(three)]["traffic"][1] < 600_000  # a state has 400 kB, and so has a joint step
-
-
-@pytest.mark.slow
-def test_members_without_first_anchor_vote(start):
-    """Members of a new log vote even if they get its first state late. Otherwise, there may be no quorum."""
-    swarm = Peers(start, *[("--late_anchor",)] * 3)
-    swarm.wait(*swarm.all, more=3)
-    stop(*swarm.all)
-    assert sum("the first state of the log has not arrived" in peer.text for peer in swarm.all) == 2  # not the leader
-    assert_same_bytes(*swarm.all)
 
 
 @pytest.mark.slow
@@ -182,8 +171,8 @@ def test_remaining_half_begins_new_log(start):
     stop(one, two)
     lines = epochs(one), epochs(two)
     assert all(of[max(of)]["averaged_with"] == 2 for of in lines)
-    common = sorted(lines[0].keys() & lines[1].keys())
-    assert common[-1] >= last + 6 and lines[0][common[-1]]["digest"] == lines[1][common[-1]]["digest"]
+    common = max(lines[0].keys() & lines[1].keys())
+    assert common >= last + 6 and lines[0][common]["digest"] == lines[1][common]["digest"]
 
 
 @pytest.mark.slow

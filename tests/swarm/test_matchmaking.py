@@ -1,12 +1,15 @@
 """Followers of leaders that begin no round, and leaders of followers that leave, without a network."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from coroutines import run_async
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -19,10 +22,13 @@ LEADER = PeerID(b"leader")
 
 
 class UselessLeader(ServicerBase):
-    """A leader that accepts each follower, and redirects it to itself, or does nothing."""
+    """A leader that accepts each follower, and redirects it to itself, or does nothing.
 
-    def __init__(self, redirects: bool):
-        self.redirects, self.requests = redirects, 0
+    A silent one does not answer, and a lost one does not even take connections.
+    """
+
+    def __init__(self, kind: str = ""):
+        self.kind, self.requests = kind, 0
 
     def get_stub(self, *_, **__):
         return self
@@ -31,12 +37,14 @@ class UselessLeader(ServicerBase):
         self.requests += 1
 
         async def answer():
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
-            if self.redirects:
+            if self.kind != "silent":
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            if self.kind == "redirects":
                 code = averaging_pb2.GROUP_DISBANDED
                 yield averaging_pb2.MessageFromLeader(code=code, suggested_leader=LEADER.to_bytes())
             await asyncio.sleep(60)
 
+        await asyncio.sleep(60 if self.kind == "lost" else 0)
         return answer()
 
 
@@ -68,136 +76,102 @@ async def search(follower: EarlyStartMatchmaking, seconds: float = 0.0) -> None:
         assert await asyncio.wait_for(request, 10) is None and follower.current_leader is None
 
 
-def test_hivemind_follows_redirects_until_stack_is_full():
-    """Note 97; EarlyStartMatchmaking._request_join_group."""
+@contextlib.asynccontextmanager
+async def search_quickly(leader: UselessLeader) -> AsyncIterator[EarlyStartMatchmaking]:
+    """Yield a follower in its first search, which waits for half a second for each leader."""
+    follower = make_matchmaking(leader)
+    follower.request_timeout, follower.num_searches = 0.5, 1
+    async with follower.looking_for_group(make_step()):
+        follower.potential_leaders.search_end_time = get_dht_time() + 30.0
+        yield follower
 
-    async def follow() -> None:
-        follower = make_matchmaking(UselessLeader(redirects=True), Matchmaking)
+
+@run_async
+async def test_hivemind_follows_redirects_until_stack_is_full():
+    """Note 97; EarlyStartMatchmaking._request_join_group."""
+    follower = make_matchmaking(UselessLeader("redirects"), Matchmaking)
+    with pytest.raises(RecursionError):
         async with follower.looking_for_group(make_step()):
             await follower._request_join_group(LEADER)
 
-    with pytest.raises(RecursionError):
-        asyncio.run(follow())
+
+@run_async
+async def test_leader_redirecting_to_itself_is_left():
+    leader = UselessLeader("redirects")
+    await search(make_matchmaking(leader))
+    assert leader.requests == 1 + MAX_REDIRECTS
 
 
-def test_leader_redirecting_to_itself_is_left():
-
-    async def follow() -> int:
-        leader = UselessLeader(redirects=True)
-        await search(make_matchmaking(leader))
-        return leader.requests
-
-    assert asyncio.run(follow()) == 1 + MAX_REDIRECTS
-
-
-def test_leader_without_round_is_avoided_for_some_searches():
+@run_async
+async def test_leader_without_round_is_avoided_for_some_searches():
     """For more of them each time, but never for good, because an honest one may have been cut off."""
-
-    async def follow() -> list[int]:
-        leader, asked_in = UselessLeader(redirects=False), []
-        follower = make_matchmaking(leader)
-        follower.rounds_with[LEADER] = 1
-        for number in range(44):
-            requests = leader.requests
-            await search(follower, 0.05)
-            if leader.requests > requests:
-                asked_in.append(number)
-        return asked_in
-
-    assert asyncio.run(follow()) == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
+    leader, asked_in = UselessLeader(), []
+    follower = make_matchmaking(leader)
+    follower.rounds_with[LEADER] = 1
+    for number in range(44):
+        requests = leader.requests
+        await search(follower, 0.05)
+        if leader.requests > requests:
+            asked_in.append(number)
+    assert asked_in == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
 
 
-class SilentLeader(UselessLeader):
-    """A leader that does not answer, or to which not even a connection succeeds."""
-
-    def __init__(self, connects: bool = True):
-        super().__init__(redirects=False)
-        self.connects = connects
-
-    async def rpc_join_group(self, _):
-        self.requests += 1
-
-        async def answer():
-            await asyncio.sleep(60)
-            yield None
-
-        await asyncio.sleep(0 if self.connects else 60)
-        return answer()
-
-
-@pytest.mark.parametrize("connects", [True, False])
-def test_silent_leader_is_asked_less_and_less(connects):
+@pytest.mark.parametrize("kind", ["silent", "lost"])
+@run_async
+async def test_silent_leader_is_asked_less_and_less(kind):
     """No peer can join this one during a request, and a leader can declare itself again at any time."""
-
-    async def follow() -> list[float]:
-        leader, pauses = SilentLeader(connects), []
-        follower = make_matchmaking(leader)
-        follower.request_timeout, follower.num_searches = 0.5, 1
-        async with follower.looking_for_group(make_step()):
-            follower.potential_leaders.search_end_time = get_dht_time() + 30.0
-            for number in range(1, 4):
-                for _ in range(5):  # it has declared itself again
-                    assert await follower._request_join_group(LEADER) is None
-                count, until = follower.silent[LEADER]
-                assert leader.requests == count == number
-                pauses.append(until - time.monotonic())
-                follower.silent[LEADER], follower.ask_strangers_at = (count, 0.0), 0.0  # the pauses are over
-        return pauses
-
-    assert asyncio.run(follow()) == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
+    leader, pauses = UselessLeader(kind), []
+    async with search_quickly(leader) as follower:
+        for number in range(1, 4):
+            for _ in range(5):  # it has declared itself again
+                assert await follower._request_join_group(LEADER) is None
+            count, until = follower.silent[LEADER]
+            assert leader.requests == count == number
+            pauses.append(until - time.monotonic())
+            follower.silent[LEADER], follower.ask_strangers_at = (count, 0.0), 0.0  # the pauses are over
+    assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
-def test_silent_strangers_share_half_of_time():
+@run_async
+async def test_silent_strangers_share_half_of_time():
     """New keys cost nothing. Of six silent ones, five were asked in a row: no peer could join this one meanwhile."""
-
-    async def follow() -> tuple[int, int, float]:
-        leader, partner = SilentLeader(), PeerID(b"partner")
-        follower = make_matchmaking(leader)
-        follower.request_timeout, follower.num_searches, follower.rounds_with[partner] = 0.5, 1, 1
-        async with follower.looking_for_group(make_step()):
-            follower.potential_leaders.search_end_time = get_dht_time() + 30.0
-            for number in range(6):
-                assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
-            asked, pause = leader.requests, follower.ask_strangers_at - time.monotonic()
-            assert await follower._request_join_group(partner) is None
-        return asked, leader.requests - asked, pause
-
-    asked, partners, pause = asyncio.run(follow())
-    assert (asked, partners) == (1, 1) and pause == pytest.approx(0.5, abs=0.4)
+    leader, partner = UselessLeader("silent"), PeerID(b"partner")
+    async with search_quickly(leader) as follower:
+        follower.rounds_with[partner] = 1
+        for number in range(6):
+            assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
+        assert leader.requests == 1
+        assert follower.ask_strangers_at - time.monotonic() == pytest.approx(0.5, abs=0.4)
+        assert await follower._request_join_group(partner) is None and leader.requests == 2
 
 
-def test_hivemind_keeps_task_of_each_join():
+@run_async
+async def test_hivemind_keeps_task_of_each_join():
     """Note 98; EarlyStartMatchmaking.look_for_group."""
-
-    async def join(followers: int) -> int:
-        leader, tasks = make_matchmaking(None, Matchmaking), len(asyncio.all_tasks())
-        leader.potential_leaders.declared_group_key = key = leader.group_key_manager.current_key
-        leader.potential_leaders.declared_expiration_time = get_dht_time() + 30.0
-        request = averaging_pb2.JoinRequest(schema_hash=b"schema", expiration=get_dht_time() + 60.0, group_key=key)
-        async with leader.looking_for_group(make_step()):
-            for number in range(followers):
-                messages = leader.rpc_join_group(request, SimpleNamespace(remote_id=PeerID(bytes([number]))))
-                assert (await anext(messages)).code == averaging_pb2.ACCEPTED
-                answer = asyncio.create_task(anext(messages))
-                await asyncio.sleep(0.01)
-                answer.cancel()
-                await asyncio.wait([answer])
-        return len(asyncio.all_tasks()) - tasks
-
-    assert asyncio.run(join(5)) == 5
+    leader, tasks = make_matchmaking(None, Matchmaking), len(asyncio.all_tasks())
+    leader.potential_leaders.declared_group_key = key = leader.group_key_manager.current_key
+    leader.potential_leaders.declared_expiration_time = get_dht_time() + 30.0
+    request = averaging_pb2.JoinRequest(schema_hash=b"schema", expiration=get_dht_time() + 60.0, group_key=key)
+    async with leader.looking_for_group(make_step()):
+        for number in range(5):
+            messages = leader.rpc_join_group(request, SimpleNamespace(remote_id=PeerID(bytes([number]))))
+            assert (await anext(messages)).code == averaging_pb2.ACCEPTED
+            answer = asyncio.create_task(anext(messages))
+            await asyncio.sleep(0.01)
+            answer.cancel()
+            await asyncio.wait([answer])
+    assert len(asyncio.all_tasks()) - tasks == 5
 
 
-def test_tasks_of_joins_end_with_search(monkeypatch):
+@run_async
+async def test_tasks_of_joins_end_with_search(monkeypatch):
     async def wait(matchmaking, _) -> None:
         matchmaking.waiting = asyncio.create_task(matchmaking.was_accepted_to_group.wait())
         await asyncio.sleep(0.01)
 
-    async def search() -> bool:
-        matchmaking = make_matchmaking(None)
-        matchmaking.group_key_manager.declared_until = 0.0
-        await matchmaking.look_for_group(make_step())
-        await asyncio.wait([matchmaking.waiting], timeout=5)
-        return matchmaking.waiting.done() and not matchmaking.was_accepted_to_group.is_set()
-
     monkeypatch.setattr(Matchmaking, "look_for_group", wait)
-    assert asyncio.run(search())
+    matchmaking = make_matchmaking(None)
+    matchmaking.group_key_manager.declared_until = 0.0
+    await matchmaking.look_for_group(make_step())
+    await asyncio.wait([matchmaking.waiting], timeout=5)
+    assert matchmaking.waiting.done() and not matchmaking.was_accepted_to_group.is_set()

@@ -77,11 +77,17 @@ async def list_routes(_, node) -> set[PeerID]:
     return set(node.protocol.routing_table.peer_id_to_uid)
 
 
-async def find_own_fault(dht, _) -> str | None:
+async def find_own_fault(dht, _) -> str:
     try:
         dht.membership.check_own_credential()
+        return ""
     except UserError as e:
         return str(e)
+
+
+def measure(caller: DHT, peer: DHT) -> str:
+    """Return the result of a call that measures the bandwidth."""
+    return caller.run_coroutine(partial(call, peer=peer.peer_id, name=MEASURE))
 
 
 def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
@@ -107,20 +113,17 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
             run_peer("intruder") as intruder,
         ):
             for peer in (one, client):
-                assert peer.run_coroutine(partial(call, **at_monitor, name=MEASURE)) == "0 bytes"
+                assert measure(peer, monitor) == "0 bytes"
                 assert peer.run_coroutine(partial(open_stream, **at_monitor, name="stream")) == "an answer"
             # it has called, so others may call it, through this connection only
-            assert monitor.run_coroutine(partial(call, peer=client.peer_id, name=MEASURE)) == "0 bytes"
-
+            assert measure(monitor, client) == "0 bytes"
             intruder.run_coroutine(partial(connect, **at_monitor, maddrs=addresses(monitor)))
             names = (RPC_ATTEST, DIAL_BACK, MEASURE, *(f"DHTProtocol.rpc_{what}" for what in ("ping", "store", "find")))
             for name in names:
                 said = intruder.run_coroutine(partial(call, **at_monitor, name=name))
                 assert "its run is closed" in said and "`invite` FILE" in said, (name, said)
             assert "its run is closed" in intruder.run_coroutine(partial(open_stream, **at_monitor, name="stream"))
-            assert "its run is open" in one.run_coroutine(partial(call, peer=intruder.peer_id, name=MEASURE))
-
-            # invalid credentials
+            assert "its run is open" in measure(one, intruder)
             authority, other = Authority(key), Authority(str(tmp_path / "other.pem"))
             own_id = intruder.peer_id.to_bytes()
             wrong = {
@@ -133,18 +136,15 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
                 load_invitation(ada).credential: "another peer",
             }
             for data, reason in wrong.items():
-                greeting = len(data).to_bytes(2, "big") + data
-                refused = repr(AccessDeniedError(reason))
+                greeting, refused = len(data).to_bytes(2, "big") + data, repr(AccessDeniedError(reason))
                 assert refused in intruder.run_coroutine(partial(call_with, **at_monitor, greeting=greeting))
                 assert refused.encode() in intruder.run_coroutine(partial(stream_with, **at_monitor, greeting=greeting))
             for greeting in (b"", b"\0", b"\xff\xff", b"\0\1"):
-                refused = intruder.run_coroutine(partial(call_with, **at_monitor, greeting=greeting))
-                assert "Refused('no pass')" in refused
-                cut = partial(stream_with, **at_monitor, greeting=greeting, is_cut=True)
-                assert not intruder.run_coroutine(cut)
+                own = {**at_monitor, "greeting": greeting}
+                assert "Refused('no pass')" in intruder.run_coroutine(partial(call_with, **own))
+                assert not intruder.run_coroutine(partial(stream_with, **own, is_cut=True))
             routes = monitor.run_coroutine(list_routes)
             assert intruder.peer_id not in routes and {one.peer_id, client.peer_id} & routes == {one.peer_id}
-
             monitor.run_coroutine(remove_handlers)
 
             def is_gone(what, words: str) -> bool:
@@ -155,12 +155,8 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
                 return words in said
 
             # libp2p opens a stream without an answer until it has heard that the protocol is gone
-            for what, words in (
-                (partial(call, name=MEASURE), "its run is open"),
-                (partial(open_stream, name="stream"), "protocols not supported"),
-            ):
-                wait_until(partial(is_gone, what, words), 20, words)
-
+            wait_until(lambda: is_gone(partial(call, name=MEASURE), "its run is open"), 20, "no handler")
+            wait_until(lambda: is_gone(partial(open_stream, name="stream"), "protocols not supported"), 20, "no stream")
         # the errors that stop a joining peer
         for name, words, changes in (
             ("late", "late has expired", {"expires": get_dht_time() - 1}),
@@ -170,10 +166,8 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
             with pytest.raises(UserError, match=words):
                 join(monitor, prefix=prefix, invite=make_invitation(tmp_path, prefix, name, **changes))
         (tmp_path / "forger").mkdir()
-        for words, invited in (
-            ("has not signed the credential", make_invitation(tmp_path / "forger", prefix, "eve")),
-            ("its run is closed", None),
-        ):
+        forged = make_invitation(tmp_path / "forger", prefix, "eve")
+        for words, invited in (("has not signed the credential", forged), ("its run is closed", None)):
             with pytest.raises(UserError, match=f"peer {monitor.peer_id} in --initial_peers.*{words}"):
                 join(monitor, prefix=prefix, invite=invited)
 
@@ -194,34 +188,31 @@ def test_revocations_reach_all_peers(tmp_path):
             # dashboards would show a false user name
             assert not hostile.store("records", {"username": "ada"}, expiration + 1, subkey=subkey)
             assert hostile.store("records", {"username": "eve"}, expiration + 2, subkey=subkey)
-
             start = time.monotonic()
             assert authority.revoke(prefix, "eve") == 1
             with pytest.raises(UserError, match="or they are already revoked"):
                 authority.revoke(prefix, "eve")
+
+            def knows(peer: DHT) -> bool:
+                said = peer.run_coroutine(find_own_fault)
+                is_revoked = hostile.peer_id.to_bytes() in peer.run_coroutine(list_revoked)
+                fault = "the credential in --invite has been revoked" if peer is hostile else ""
+                return is_revoked and bool(said) == bool(fault) and fault in said
+
             for peer in (monitor, one, client, hostile):
-                fault = "the credential in --invite has been revoked" if peer is hostile else None
-
-                def knows(peer=peer, fault=fault) -> bool:
-                    said = peer.run_coroutine(find_own_fault)
-                    is_revoked = hostile.peer_id.to_bytes() in peer.run_coroutine(list_revoked)
-                    return is_revoked and (said is None) == (fault is None) and (fault or "") in (said or "")
-
-                wait_until(knows, 60, "the revocation")
+                wait_until(partial(knows, peer), 60, "the revocation")
             print(f"revoked within {time.monotonic() - start:.1f} s")
-            assert "has been revoked" in hostile.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE))
+            assert "has been revoked" in measure(hostile, one)
             hostile.store("records", {"a": 2}, expiration + 3, subkey=subkey)
             wait_until(lambda: not (one.get("records", latest=True) or (0,)).value, 30, "the end of its record")
             with pytest.raises(UserError, match="has been revoked"):
                 join(one, prefix=prefix, invite=eve)
-            # the others continue
-            assert client.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == "0 bytes"
+            assert measure(client, one) == "0 bytes"
 
 
 @pytest.mark.slow
 def test_expired_credential_without_authority_affects_only_its_owner(tmp_path):
-    prefix, key = make_prefix(), str(tmp_path / "authority.pem")
-    lifetime = 40.0
+    prefix, key, lifetime = make_prefix(), str(tmp_path / "authority.pem"), 40.0
     with contextlib.ExitStack() as stack:
         with run_peer(prefix, authority_key=key) as monitor:
             ada, bob = (make_invitation(tmp_path, prefix, name) for name in ("ada", "bob"))
@@ -229,13 +220,11 @@ def test_expired_credential_without_authority_affects_only_its_owner(tmp_path):
         # without the authority, invited peers still join
         two = stack.enter_context(run_peer(prefix, one, invite=bob))
         three = stack.enter_context(run_peer(prefix, one, invite=make_invitation(tmp_path, prefix, "eve", lifetime)))
-        assert three.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == "0 bytes"
+        assert measure(three, one) == "0 bytes"
         wait_until(lambda: three.run_coroutine(find_own_fault), lifetime + 10, "the end of the credential")
         assert "the credential in --invite has expired" in three.run_coroutine(find_own_fault)
-        answer = three.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE))
-        assert "the credential in `invite` has expired" in answer
-        assert two.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == "0 bytes"
-        assert one.run_coroutine(find_own_fault) is None
+        assert "the credential in `invite` has expired" in measure(three, one)
+        assert measure(two, one) == "0 bytes" and not one.run_coroutine(find_own_fault)
 
 
 def test_unreadable_member_list_stops_no_peer(tmp_path, caplog):
@@ -273,38 +262,30 @@ def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
         invite.main(args)
         return capsys.readouterr().out
 
-    for flags, words in (
-        (["--username", "ada"], "authority.pem has served no run yet"),
-        ([], "authority.pem has served no run yet"),
-        (["--username", "ada", "--revoke", "bob"], "--username and --revoke are mutually exclusive"),
-        (["--username", "a b", "--run_id", "r"], "'a b' is not a name"),
-        (["--username", "ada", "--run_id", "r", "--expires", "soon"], "--expires soon is not a time"),
-    ):
+    def refuse(words: str, *flags: str) -> None:
         with pytest.raises(UserError, match=words):
             run(*flags)
+
+    for flags in ((), ("--username", "ada")):
+        refuse("authority.pem has served no run yet", *flags)
+    refuse("--username and --revoke are mutually exclusive", "--username", "ada", "--revoke", "bob")
+    refuse("'a b' is not a name", "--username", "a b", "--run_id", "r")
+    refuse("--expires soon is not a time", "--username", "ada", "--run_id", "r", "--expires", "soon")
     assert not list(tmp_path.glob("*.pem"))
     assert "--invite ada.invite" in run("--username", "ada", "--run_id", "one", "--expires", "2h")
     run("--username", "bob", "--out", "b")
     for path in ("authority.pem", "authority.members.json", "ada.invite", "b"):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    with pytest.raises(UserError, match="--out b exists"):
-        run("--username", "eve", "--out", "b")
+    refuse("--out b exists", "--username", "eve", "--out", "b")
     assert run("--revoke", "ada") == "ada: 1 invitation revoked\n"
     for name in ("ada", "eve"):
-        with pytest.raises(UserError, match=f"has no member '{name}', or they are already revoked"):
-            run("--revoke", name)
-    with pytest.raises(UserError, match="run 'unknown' has no member 'ada'"):
-        run("--revoke", "ada", "--run_id", "unknown")
+        refuse(f"has no member '{name}', or they are already revoked", "--revoke", name)
+    refuse("run 'unknown' has no member 'ada'", "--revoke", "ada", "--run_id", "unknown")
     assert "unknown" not in Path("authority.members.json").read_text()
     run("--username", "ada", "--out", "c", "--run_id", "two")
-    with pytest.raises(UserError, match="has served one and two: give --experiment_prefix"):
-        run("--username", "eve")
-    rows = [line.split() for line in run().splitlines()]
-    assert [(row[0], row[1], row[3]) for row in rows] == [
-        ("one", "ada", "revoked"),
-        ("one", "bob", "expires"),
-        ("two", "ada", "expires"),
-    ]
+    refuse("has served one and two: give --experiment_prefix", "--username", "eve")
+    rows = [[*line.split()[:2], line.split()[3]] for line in run().splitlines()]
+    assert rows == [["one", "ada", "revoked"], ["one", "bob", "expires"], ["two", "ada", "expires"]]
     # each file is for one peer, and its content is signed
     invitations = [load_invitation(path) for path in ("b", "c")]
     assert [parse_credential(i.credential, i.authority).prefix for i in invitations] == ["one", "two"]

@@ -75,11 +75,8 @@ def test_forks_have_own_random_state_and_locks():
 
 def test_library_variable_disables_forking(tmp_path):
     code = "import sys; print('torch' in sys.modules)"
-    kinds = {}
-    for name in ("PYTHONPATH", "HF_HOME"):
+    for name, is_forked in (("PYTHONPATH", processes.IS_FORKING), ("HF_HOME", False)):
         with open(tmp_path / name, "w") as log:
             process = start_python("-c", code, stdout=log, stderr=log, env={name: str(ROOT)})
-        assert process.wait(30) == 0
-        kinds[name] = isinstance(process, ForkedProcess), (tmp_path / name).read_text()
-    assert kinds["HF_HOME"] == (False, "False\n")
-    assert kinds["PYTHONPATH"] == (processes.IS_FORKING, f"{processes.IS_FORKING}\n")
+        assert process.wait(30) == 0 and isinstance(process, ForkedProcess) == is_forked
+        assert (tmp_path / name).read_text() == f"{is_forked}\n"

@@ -34,8 +34,7 @@ def test_sparse_keeps_largest_of_each_chunk(size, density):
     arrived = send(TopKCompression(density, bits=8), tensor)
     assert arrived.shape == tensor.shape and arrived.dtype == torch.float32
     for numbers, own in zip(tensor.flatten().split(CHUNK), arrived.flatten().split(CHUNK), strict=True):
-        is_sent = own != 0
-        count = math.ceil(density * min(CHUNK, tensor.numel()))
+        is_sent, count = own != 0, math.ceil(density * min(CHUNK, tensor.numel()))
         assert is_sent.sum() == min(count, len(numbers))
         assert is_sent.all() or numbers[is_sent].abs().min() >= (1 - 2**-11) * numbers[~is_sent].abs().max()
         spread = numbers.abs().max() - numbers[is_sent].abs().min()
@@ -50,11 +49,9 @@ def test_sparse_quantization_error_is_bounded(bits, error):
     assert (arrived - tensor)[is_sent].norm() < error * tensor[is_sent].norm()
 
 
-@pytest.mark.parametrize(
-    "density, bits, most", [(0.03, 2, 0.0355), (0.03, 8, 0.0585), (0.01, 2, 0.0145), (0.1, 4, 0.13)]
-)
-def test_sparse_bytes_per_parameter(density, bits, most):
-    codec, tensor = TopKCompression(density, bits), random_tensor(2**18)
+@pytest.mark.parametrize("share, bits, most", [(0.03, 2, 0.0355), (0.03, 8, 0.0585), (0.01, 2, 0.0145), (0.1, 4, 0.13)])
+def test_sparse_bytes_per_parameter(share, bits, most):
+    codec, tensor = TopKCompression(share, bits), random_tensor(2**18)
     num_bytes = len(codec.compress(tensor))
     assert num_bytes / tensor.numel() < most
     assert num_bytes == pytest.approx(codec.estimate_bytes(tensor.numel()), rel=0.02)
@@ -89,29 +86,28 @@ def test_sparse_refuses_nonfinite(number):
 
 
 @pytest.mark.parametrize(
-    "data, size",
-    [
-        (b"", 5),
-        (HEADER.pack(2, 0), 1),  # without scales
-        (HEADER.pack(2, 0), 2**40),
-        (HEADER.pack(2, 2**32 - 1) + bytes(100), 2**20),
-        (HEADER.pack(0, 1) + bytes(100), 100),
-        (HEADER.pack(255, 1) + bytes(100), 100),
-    ],
+    "header, tail, size",
+    [((2, 0), 0, 1), ((2, 0), 0, 2**40), ((2, 2**32 - 1), 100, 2**20), ((0, 1), 100, 100), ((255, 1), 100, 100)],
 )
-def test_sparse_checks_sizes_before_allocation(data, size):
-    with pytest.raises(ValueError, match="not a sparse tensor"):
-        decode(data, size)
+def test_sparse_checks_sizes_before_allocation(header, tail, size):
+    for data in (HEADER.pack(*header) + bytes(tail), b""):
+        with pytest.raises(ValueError, match="not a sparse tensor"):
+            decode(data, size)
+
+
+def check_bytes(data: bytes, size: int) -> None:
+    """Assert that these bytes have finite numbers, or are refused."""
+    try:
+        assert read(data, size).isfinite().all()
+    except ValueError as e:
+        assert "not a sparse tensor" in str(e)
 
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(0, 255), st.binary(max_size=200), st.integers(1, 200), st.integers(1, 2**32))
 def test_sparse_random_bytes_raise_value_error(bits, tail, count, size):
-    for data in (HEADER.pack(bits, count) + tail, tail):
-        try:
-            assert read(data, size).isfinite().all()
-        except ValueError as e:
-            assert "not a sparse tensor" in str(e)
+    check_bytes(HEADER.pack(bits, count) + tail, size)
+    check_bytes(tail, size)
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -120,7 +116,4 @@ def test_sparse_changed_bytes_raise_value_error(size, density, bits, data):
     changed = bytearray(TopKCompression(density, bits).compress(random_tensor(size)))
     for place in data.draw(st.lists(st.integers(0, len(changed) - 1), min_size=1, max_size=5)):
         changed[place] = data.draw(st.integers(0, 255))
-    try:
-        assert read(bytes(changed), size).isfinite().all()
-    except ValueError as e:
-        assert "not a sparse tensor" in str(e)
+    check_bytes(bytes(changed), size)

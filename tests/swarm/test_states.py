@@ -11,9 +11,11 @@ import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from coroutines import run_async
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, NoCompression, TensorRole
@@ -22,7 +24,7 @@ from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.proto.runtime_pb2 import Tensor
 from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
-from processes import make_prefix, wait_until
+from processes import Script, make_prefix, wait_until
 from programs.peers import make_state_averager
 from records import run_dhts
 from swarms import start_peer
@@ -30,35 +32,12 @@ from swarms import start_peer
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import choose_optimizer
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
+from swarm import state_download, state_server
 from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
 from swarm.optimizer_state import list_params
-from swarm.state_download import (
-    MAX_DONORS,
-    SILENT_DONOR_TIMEOUT,
-    BlockDownload,
-    Donor,
-    DownloadProgress,
-    StateDownload,
-    digests_differ,
-    group_donors,
-    select_agreed,
-)
-from swarm.state_server import (
-    BLOCK,
-    IN_USE,
-    MAX_BLOCKS,
-    MAX_SERVED_PEERS,
-    NOTHING,
-    NUM_SUMS,
-    STATE,
-    STEP,
-    StateRequest,
-    StateServer,
-    StateSnapshot,
-    digest,
-    dump_moments,
-)
+from swarm.state_download import BlockDownload, Donor, DownloadProgress, StateDownload, digests_differ, group_donors
+from swarm.state_server import BLOCK, NOTHING, NUM_SUMS, STATE, STEP, StateRequest, StateServer, StateSnapshot, digest
 from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
 
@@ -66,22 +45,20 @@ NUMBERS = 3 * 979_000  # and four of steps, which are zero and not sent
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
 
 
-def start_one(start, name: str, prefix: str, others=(), **options):
-    maddrs = [maddr for other in others for maddr in other.json_lines()[0]["maddrs"]]
-    options = {"prefix": prefix, "maddrs": maddrs, "mbits": MBITS, **options}
-    return start(name, "-m", "tests.programs.state_peer", json.dumps(options))
+class Donors:
+    """Donors of a run, which start with these options, and a peer that loads their state."""
 
+    def __init__(self, start, *each: dict):
+        self.start, self.prefix, self.all = start, make_prefix(), []
+        for number, options in enumerate(each):
+            self.all.append(self.add(f"donor{number}", role="donor", **options))
+            self.all[-1].wait_for('"maddrs"')
+        self.ids = [donor.json_lines()[0]["maddrs"][0].rpartition("/")[2] for donor in self.all]
 
-def start_donors(start, prefix: str, *each: dict) -> list:
-    donors = []
-    for number, options in enumerate(each):
-        donors.append(start_one(start, f"donor{number}", prefix, donors[:1], role="donor", **options))
-        donors[-1].wait_for('"maddrs"')
-    return donors
-
-
-def take(start, prefix: str, donors: list, **options):
-    return start_one(start, "taker", prefix, donors[:1], role="taker", **options)
+    def add(self, name: str = "taker", role: str = "taker", **options) -> Script:
+        maddrs = self.all[0].json_lines()[0]["maddrs"] if self.all else []
+        options = {"prefix": self.prefix, "maddrs": maddrs, "mbits": MBITS, "role": role, **options}
+        return self.start(name, "-m", "tests.programs.state_peer", json.dumps(options))
 
 
 def read_facts(taker) -> dict:
@@ -95,16 +72,13 @@ def sent(donor) -> int:
 
 @pytest.mark.parametrize("codec, bytes_each", [pytest.param("none", 4, marks=pytest.mark.slow), ("8bit", 4 / 3)])
 def test_state_is_loaded_from_all_donors(start, codec, bytes_each):
-    prefix = make_prefix()
-    donors = start_donors(start, prefix, *[{"codec": codec}] * 3)
-    facts = read_facts(take(start, prefix, donors, codec=codec))
-    assert (facts["epoch"], facts["lineage"], facts["numbers"]) == (3, "common", NUMBERS)
-    assert len(facts["donors"]) == 3
+    donors = Donors(start, *[{"codec": codec}] * 3)
+    facts = read_facts(donors.add(codec=codec))
+    assert (facts["epoch"], facts["lineage"], facts["numbers"]) == (3, "common", NUMBERS) and len(facts["donors"]) == 3
     assert facts["kept"] == 4 * NUMBERS  # and not the memory of the download with it
-    # nothing came twice
     assert facts["bytes"] == pytest.approx(bytes_each * NUMBERS, rel=0.03)
     # each had its share, as the lines are alike
-    shares = [sent(donor) / facts["bytes"] for donor in donors]
+    shares = [sent(donor) / facts["bytes"] for donor in donors.all]
     assert sum(shares) == pytest.approx(1, abs=0.05) and min(shares) > 0.2, shares
     assert max(facts["errors"]) < (2e-6 if codec == "none" else 0.02), facts["errors"]
     assert max(facts["errors"][:4]) < 5e-4  # the parameters
@@ -112,105 +86,86 @@ def test_state_is_loaded_from_all_donors(start, codec, bytes_each):
 
 def test_downloads_free_their_memory(start):
     """Issue 42: after each download, the averager's process kept a state of 7 MB, some of them for an hour."""
-    prefix = make_prefix()
-    donors = start_donors(start, prefix, *[{"mbits": 40.0}] * 3)
-    assert read_facts(take(start, prefix, donors, again=3))["grown"] < NUMBERS * 4 / 2
+    donors = Donors(start, *[{"mbits": 40.0}] * 3)
+    assert read_facts(donors.add(again=3))["grown"] < NUMBERS * 4 / 2
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_download_continues_after_donor_failure(start, how):
-    prefix = make_prefix()
-    donors = start_donors(start, prefix, {}, {}, {})
-    taker = take(start, prefix, donors)
+    donors = Donors(start, {}, {}, {})
+    taker = donors.add()
     taker.wait_for(r'"received": [3-9]\d{6}\b')  # of 12 MB
-    getattr(donors[1], how)()
+    getattr(donors.all[1], how)()
     facts = read_facts(taker)
     assert (facts["epoch"], facts["numbers"]) == (3, NUMBERS) and max(facts["errors"]) < 2e-6
     # its blocks remain, and only blocks in transit came twice
-    assert len(facts["donors"]) == 3 and sent(donors[1]) > 4e5
-    assert facts["bytes"] < 1.1 * 4 * NUMBERS
+    assert len(facts["donors"]) == 3 and sent(donors.all[1]) > 4e5 and facts["bytes"] < 1.1 * 4 * NUMBERS
     # the others may finish before a frozen donor counts as silent
     assert len(re.findall("cannot be used", taker.text)) in ([1] if how == "kill" else [0, 1])
     if how == "freeze":
-        donors[1].thaw()
+        donors.all[1].thaw()
 
 
 def test_known_contributors_state_wins(start):
     """Two strangers have one state under the same name; of two peers that are known to have worked, both another."""
-    prefix = make_prefix()
-    donors = start_donors(start, prefix, {}, {"lie": 6}, {"lie": 6}, {})
-    known = [donors[number].json_lines()[0]["maddrs"][0].rpartition("/")[2] for number in (0, 3)]
-    taker = take(start, prefix, donors, known=known)
+    donors = Donors(start, {}, {"lie": 6}, {"lie": 6}, {})
+    known = [donors.ids[0], donors.ids[3]]
+    taker = donors.add(known=known)
     facts = read_facts(taker)
     assert max(facts["errors"]) < 2e-6 and sorted(facts["donors"]) == sorted(known)
-    assert taker.text.count("differs from others' of the same epoch") == 2 and max(map(sent, donors[1:3])) < 1e5
+    assert taker.text.count("differs from others' of the same epoch") == 2 and max(map(sent, donors.all[1:3])) < 1e5
 
 
 def test_similar_states_confirm_each_other(start):
-    """Peers that do not step together have a lineage each, and differ by a percent. A fourth contributor has a state of
-    its own, and a later epoch."""
-    prefix = make_prefix()
+    """Peers that do not step together have a lineage each. A fourth contributor has a later state of its own."""
     each = [{"lineage": f"group {number}", "epoch": 3 + number, "noise": 0.01} for number in range(3)]
-    donors = start_donors(start, prefix, *each, {"lineage": "lie", "epoch": 5, "lie": 1})
-    known = [donor.json_lines()[0]["maddrs"][0].rpartition("/")[2] for donor in donors]
-    facts = read_facts(take(start, prefix, donors, known=known, is_synchronous=False))
-    assert len(facts["donors"]) == 1 and facts["donors"][0] in known[:3]
+    donors = Donors(start, *each, {"lineage": "lie", "epoch": 5, "lie": 1})
+    facts = read_facts(donors.add(known=donors.ids, is_synchronous=False))
+    assert len(facts["donors"]) == 1 and facts["donors"][0] in donors.ids[:3]
     assert (facts["epoch"], facts["lineage"]) in [(3 + number, f"group {number}") for number in range(3)]
     assert 1e-3 < max(facts["errors"]) < 0.011 and facts["numbers"] == NUMBERS
 
 
-@pytest.mark.parametrize(
-    "agreeing, chosen", [("AAAB", "AAA"), ("AABB", ""), ("ABBx", ""), ("BBBBA", "BBBB"), ("A", "A")]
-)
-def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
+@pytest.mark.parametrize("states, chosen", [("AAAB", "AAA"), ("AABB", ""), ("ABBx", ""), ("BBBBA", "BBBB"), ("A", "A")])
+def test_state_needs_more_than_half_of_the_known(states, chosen):
     """Letters are states, x is a peer without an answer. Three unknown peers with state B do not count."""
-    witnesses = [PeerID(bytes([number])) for number in range(len(agreeing))]
-    groups = {state: [] for state in agreeing}
-    for peer, state in zip(witnesses, agreeing, strict=True):
-        groups[state].append(Donor(peer, {}, [], torch.zeros(0, 1 + NUM_SUMS)))
+    peers, groups = [PeerID(bytes([number])) for number in range(len(states) + 3)], {}
+    witnesses = peers[: len(states)]
+    for peer, state in zip(peers, states + "BBB" * ("B" in states), strict=False):
+        groups.setdefault(state, []).append(Donor(peer, {}, [], torch.zeros(0, 1 + NUM_SUMS)))
     groups.pop("x", None)
-    if "B" in groups:
-        groups["B"] += [
-            Donor(PeerID(bytes([100 + number])), {}, [], torch.zeros(0, 1 + NUM_SUMS)) for number in range(3)
-        ]
-    agreed = select_agreed(list(groups.values()), witnesses)
-    assert [[donor.peer for donor in group if donor.peer in witnesses] for group in agreed] == [
-        [peer for peer, state in zip(witnesses, agreeing, strict=True) if state in chosen]
-    ] * bool(chosen)
-    assert len(select_agreed(list(groups.values()), [])) == len(groups)
+    agreed = state_download.select_agreed(list(groups.values()), witnesses)
+    expected = [peer for peer, state in zip(witnesses, states, strict=True) if state in chosen]
+    assert [[it.peer for it in group if it.peer in witnesses] for group in agreed] == [expected] * bool(chosen)
+    assert len(state_download.select_agreed(list(groups.values()), [])) == len(groups)
 
 
-def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
+@run_async
+async def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     """Without known contributors: as many untrusted peers as are asked at once claim an epoch, and describe none."""
-    liars, honest = [PeerID(bytes([number])) for number in range(MAX_DONORS)], PeerID(b"honest")
-    asked = []
-
-    async def fetch_epochs() -> dict[PeerID, float]:
-        return dict.fromkeys(liars, 1e9) | {honest: 5.0}
-
-    async def ask_for_descriptions(_, peers: list[PeerID], request) -> list[Donor]:
-        asked.append(peers[:MAX_DONORS])
-        return []
-
-    monkeypatch.setattr(StateDownload, "ask_for_descriptions", ask_for_descriptions)
+    most, honest, ask = state_download.MAX_DONORS, PeerID(b"honest"), AsyncMock(return_value=[])
+    epochs = {PeerID(bytes([number])): 1e9 for number in range(most)} | {honest: 5.0}
+    monkeypatch.setattr(StateDownload, "ask_for_descriptions", ask)
     monkeypatch.setattr("swarm.state_download.DOWNLOAD_PAUSE", 0.0)
-    averager = SimpleNamespace(fetch_epochs=fetch_epochs, client_mode=True)
-    assert asyncio.run(StateDownload(averager, [], None).fetch_state(5, 5)) is None
-    assert honest not in asked[0] and honest in asked[1]
+    averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value=epochs), client_mode=True)
+    assert await StateDownload(averager, [], None).fetch_state(5, 5) is None
+    first, second, *_ = (call.args[0][:most] for call in ask.await_args_list)
+    assert honest not in first and honest in second
 
 
-def describe(
-    scale: float = 1.0, moment: float = 1e-3, epoch: int = 3, steps: float = 1e5, peer: bytes = b"a", lineage: str = ""
-) -> Donor:
+def offer(copy: StateSnapshot, peer: bytes = b"a") -> Donor:
+    digests = torch.frombuffer(bytearray(copy.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
+    return Donor(PeerID(peer), copy.description, copy.infos, digests)
+
+
+def describe(scale=1.0, moment=1e-3, epoch=3, steps=1e5, peer=b"a", lineage="") -> Donor:
     """Return the description of a state with one parameter, as a donor would send it."""
     generator = torch.Generator().manual_seed(0)
     param, noise = (torch.randn(512, 512, generator=generator) for _ in range(2))
     tensors = [0.02 * scale * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
     roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
     infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
-    metadata = StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, infos, 60.0).description
-    digests = torch.frombuffer(bytearray(metadata["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-    return Donor(PeerID(peer), metadata, infos, digests)
+    return offer(StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, infos, 60.0), peer)
 
 
 def test_state_within_limit_loses_to_central_one():
@@ -219,8 +174,8 @@ def test_state_within_limit_loses_to_central_one():
 
     def select(hostile: Donor) -> list[Donor]:
         donors = [*honest, hostile]
-        agreed = select_agreed(group_donors(donors), [donor.peer for donor in donors], is_synchronous=False)
-        return [donor for [donor] in agreed]
+        groups, peers = group_donors(donors), [donor.peer for donor in donors]
+        return [donor for [donor] in state_download.select_agreed(groups, peers, is_synchronous=False)]
 
     for scale in (0.55, 1.8):
         hostile = describe(scale, epoch=5, peer=b"h", lineage="hostile")
@@ -255,7 +210,7 @@ def describe_optimizer(name: str) -> tuple[torch.optim.Optimizer, dict]:
     for _ in range(10):
         list_params(optimizer)[0].grad = torch.randn(30, 20)
         optimizer.step()
-    values, moments = dump_moments(optimizer)
+    values, moments = state_server.dump_moments(optimizer)
     tensors = [(list_params(optimizer)[0].detach(), TensorRole.PARAMETER), *moments]
     infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in tensors]
     metadata = {"epoch": 3, "lineage": "a", "optimizer_metadata": values}
@@ -298,20 +253,25 @@ def test_step_of_another_group_is_another_state():
     assert not first.has_state_of(second) and first.has_state_of(first)
 
 
+def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
+    return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+
+
+def make_copy(*tensors: torch.Tensor, epoch: int = 3, lineage: str = "a") -> StateSnapshot:
+    return StateSnapshot(dict(epoch=epoch, lineage=lineage), tensors, make_infos(*tensors), 60.0)
+
+
 def test_empty_messages_are_limited():
     """Thousands of them for one block would otherwise be kept until the download ends."""
-    tensors, messages = [torch.randn(5)], []
-    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
-    digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
+    messages, failures = [], []
 
     async def answer(*_):
         while len(messages) < 10_000:
             messages.append(DownloadData(tensor_part=Tensor(chunks=10**9)))
             yield messages[-1]
 
-    failures = []
     averager = SimpleNamespace(request_state=answer, donor_timeout=9.0, download_progress=DownloadProgress())
-    donor = Donor(PeerID(b"a"), snapshot.description, snapshot.infos, digests)
+    donor = offer(make_copy(torch.randn(5)))
     download = BlockDownload([donor], averager, lambda peer, error: failures.append(str(error)))
     asyncio.run(download.run(60.0))
     assert failures == ["the donor sent more data than requested"] and len(messages) < 1000
@@ -319,10 +279,8 @@ def test_empty_messages_are_limited():
 
 def test_busy_donor_offers_state_without_step():
     """With a step, the joining peer would take a healthy donor for a faulty one."""
-    state, step = (
-        SimpleNamespace(lineage=lineage, is_step=is_step, used={}, last_use=time.monotonic())
-        for lineage, is_step in (("state", False), (StateServer.make_step_key("state"), True))
-    )
+    state = SimpleNamespace(lineage="state", is_step=False, used={}, last_use=time.monotonic())
+    step = SimpleNamespace(**vars(state) | dict(lineage=StateServer.make_step_key("state"), is_step=True, used={}))
     donor = SimpleNamespace(lineage="newer", _lock_snapshots=asyncio.Lock(), _snapshots=[state, step])
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is state
     donor._snapshots = [step, step]
@@ -354,26 +312,21 @@ async def ask(donor: SimpleNamespace, *terms, peer: bytes = b"b") -> int:
     return MSGPackSerializer.loads(answer.metadata)["epoch"]
 
 
-def test_copy_is_kept_if_its_peer_is_gone():
+@run_async
+async def test_copy_is_kept_if_its_peer_is_gone():
     """A peer that hangs up again and again would otherwise make its donor copy the state each time."""
-
-    async def hang_up_twice():
-        donor = make_donor(copies)
-        for _ in range(2):
-            asking = asyncio.create_task(ask(donor, 0, peer=b"a"))
-            await asyncio.sleep(0.01)
-            asking.cancel()
-        return await ask(donor, 0)
-
-    copies = []
-    assert asyncio.run(hang_up_twice()) == 3
-    assert copies == [STATE, NOTHING]
+    donor = make_donor(copies := [])
+    for _ in range(2):
+        asking = asyncio.create_task(ask(donor, 0, peer=b"a"))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+    assert await ask(donor, 0) == 3 and copies == [STATE, NOTHING]
 
 
 def test_removed_copy_is_not_held_by_stream():
     """A caller that does not read would otherwise hold the copies of many epochs."""
     donor, tensor = make_donor([]), torch.randn(5)
-    copy, kept = StateSnapshot(dict(epoch=3, lineage="a"), [tensor], make_infos(tensor), 60.0), weakref.ref(tensor)
+    copy, kept = make_copy(tensor), weakref.ref(tensor)
     donor._snapshots.append(copy)
     messages = copy.serve([0, 0], NoCompression(), PeerID(b"a"))
     assert next(messages).tensor_part.buffer
@@ -384,22 +337,17 @@ def test_removed_copy_is_not_held_by_stream():
         list(messages)
 
 
-def test_peer_with_few_requests_does_not_hold_old_states():
+@run_async
+async def test_peer_with_few_requests_does_not_hold_old_states():
     """It could otherwise keep a donor's newer states from all others, with two requests every five seconds."""
-
-    async def ask_twice() -> tuple[int, int]:
-        donor, tensor = make_donor([]), torch.randn(5)
-        copies = [
-            StateSnapshot(dict(epoch=epoch, lineage="old"), (tensor,), make_infos(tensor), 60.0) for epoch in (1, 2)
-        ]
-        donor._snapshots.extend(copies)
-        for copy in copies:
-            list(copy.serve([0], NoCompression(), PeerID(b"a")))
-        first = await ask(donor, 0)
-        copies[0].taken -= 70.0
-        return first, await ask(donor, 0)
-
-    assert asyncio.run(ask_twice()) == (2, 3)
+    donor, tensor = make_donor([]), torch.randn(5)
+    copies = [make_copy(tensor, epoch=epoch, lineage="old") for epoch in (1, 2)]
+    donor._snapshots.extend(copies)
+    for copy in copies:
+        list(copy.serve([0], NoCompression(), PeerID(b"a")))
+    assert await ask(donor, 0) == 2
+    copies[0].taken -= 70.0
+    assert await ask(donor, 0) == 3
 
 
 def test_invented_step_costs_no_copy():
@@ -445,17 +393,15 @@ def test_missed_parameter_round_blocks_no_step(averager):
 
 def test_donor_keeps_snapshot_during_download(start):
     """It makes ten epochs a second meanwhile, in each of which a parameter grows by 1."""
-    prefix = make_prefix()
-    donors = start_donors(start, prefix, {"steps": True, "mbits": 40.0})
-    facts = read_facts(take(start, prefix, donors))
+    donors = Donors(start, {"steps": True, "mbits": 40.0})
+    facts = read_facts(donors.add())
     assert facts["epoch"] == 3 and max(facts["errors"]) < 2e-6
-    assert len([line for line in donors[0].json_lines() if "sent" in line]) > 10
+    assert len([line for line in donors.all[0].json_lines() if "sent" in line]) > 10
 
 
 def test_missed_step_is_replayed_from_gradients(start):
     """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
-    prefix = make_prefix()
-    waiting = ("--step_seconds", 4, "--others", 1, "--others_at", 1)
+    prefix, waiting = make_prefix(), ("--step_seconds", 4, "--others", 1, "--others_at", 1)
     first = start_peer(start, "first", prefix, gradient=1, batch_size=128, flags=waiting)
     first.wait_for('"epoch": 1')
     late = start_peer(start, "late", prefix, gradient=4, batch_size=1, others=[first])
@@ -471,16 +417,9 @@ def test_missed_step_is_replayed_from_gradients(start):
     assert late2["parameter"] + first2["parameter"] == pytest.approx([expected] * 6)
 
 
-def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
-    return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
-
-
 def download(tensors: list[torch.Tensor], delays: dict[bytes, float]) -> tuple[BlockDownload, Counter]:
-    """Download a state from donors with these ids of one byte, each of which answers after some seconds.
-
-    :returns: the download, and the count of requests for each block of each donor
-    """
-    requested = Counter()
+    """Return a download from donors with these ids and delays, and the count of requests of each for each block."""
+    requested, snapshot = Counter(), make_copy(*tensors)
 
     async def answer(peer: PeerID, request: StateRequest):
         requested.update((peer.to_bytes(), number) for number in request.blocks)
@@ -488,11 +427,9 @@ def download(tensors: list[torch.Tensor], delays: dict[bytes, float]) -> tuple[B
         for message in snapshot.serve(list(request.blocks), LOAD_STATE_COMPRESSIONS["none"], peer):
             yield message
 
-    snapshot = StateSnapshot(dict(epoch=1, lineage="a"), tensors, make_infos(*tensors), 60.0)
     averager = SimpleNamespace(request_state=answer, donor_timeout=9.0)
     averager.state_compression, averager.download_progress = LOAD_STATE_COMPRESSIONS["none"], DownloadProgress()
-    digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-    donors = [Donor(PeerID(peer), snapshot.description, snapshot.infos, digests) for peer in delays]
+    donors = [offer(snapshot, peer) for peer in delays]
     download = BlockDownload(donors, averager, lambda peer, error: pytest.fail(repr(error)))
     asyncio.run(download.run(60.0))
     assert not download.missing and all(map(torch.equal, download.tensors, tensors))
@@ -500,7 +437,6 @@ def download(tensors: list[torch.Tensor], delays: dict[bytes, float]) -> tuple[B
 
 
 def test_blocks_arrive_unless_they_are_zeros():
-    """Each has to match the description, or it would fail."""
     torch.manual_seed(0)
     tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0), torch.zeros(BLOCK + 5), torch.zeros(0)]
     tensors.append(torch.randint(1, 256, (BLOCK + 1,), dtype=torch.uint8))
@@ -516,7 +452,7 @@ def test_silent_donor_does_not_delay_end():
     torch.manual_seed(0)
     start = time.monotonic()
     finished, requested = download([torch.randn(20, BLOCK)], {b"a": 0.01, b"b": 60.0, b"c": 0.01})
-    assert time.monotonic() - start < SILENT_DONOR_TIMEOUT and len(finished.donors) == 3
+    assert time.monotonic() - start < state_download.SILENT_DONOR_TIMEOUT and len(finished.donors) == 3
     assert finished.progress.elements == 20 * BLOCK and max(requested.values()) == 1
 
 
@@ -526,15 +462,14 @@ def test_changed_numbers_change_digest():
     assert not digests_differ(digest(numbers), digest(numbers * (1 + 0.02 * torch.randn(BLOCK))))
     reordered = (numbers[torch.randperm(BLOCK)], numbers.flip(0), numbers.roll(1))
     changes = (-numbers, 1.3 * numbers, numbers + 0.5, numbers * float("nan"), 0 * numbers, numbers.abs())
-    described = [*map(digest, changes + reordered), torch.full((1 + NUM_SUMS,), 1e38)]
-    for changed in described:
+    for changed in [*map(digest, changes + reordered), torch.full((1 + NUM_SUMS,), 1e38)]:
         assert digests_differ(digest(numbers), changed) and digests_differ(changed, digest(numbers))
 
 
 def test_invalid_requests_are_refused():
     for request in ([5, "", [], b""], [5, "a", [0, 7], b"client"]):
         assert pack(unpack(StateRequest, MSGPackSerializer.dumps(request))) == MSGPackSerializer.dumps(request)
-    blocks = (list(range(MAX_BLOCKS + 1)), [True], [1.5], [[1]])
+    blocks = (list(range(state_server.MAX_BLOCKS + 1)), [True], [1.5], [[1]])
     wrong = ([5, 7, [1], b""], [5, "a", [], "client"], [5], [None], {"epoch": 5}, 7)
     for request in (*([5, "a", numbers, b""] for numbers in blocks), *wrong):
         with pytest.raises(ValueError):
@@ -587,8 +522,7 @@ def test_state_codec_float16_parameters(scale):
 
 @pytest.mark.parametrize("decades", [0, 2, 4])
 def test_state_codec_8bit_moments(decades):
-    """The gradients of neighbours differ by as many decades: both moments lose 1 % or so, and the step made of them is
-    nearly the same. In hivemind's codecs, second moments become 0 where first ones do not, and the step leaps."""
+    """In hivemind's codecs, second moments become 0 where first ones do not, and the step leaps."""
     torch.manual_seed(0)
     mean, square = torch.zeros(100, 1000), torch.zeros(100, 1000)
     scale = 1e-4 * 10.0 ** torch.empty(100, 1000).uniform_(-decades, 0)
@@ -598,9 +532,8 @@ def test_state_codec_8bit_moments(decades):
         square.lerp_(gradient.square(), 0.001)
 
     def largest_change(codec) -> float:
-        step, taken = (
-            m / (s.sqrt() + 1e-12) for m, s in ((mean, square), [round_trip(codec, x) for x in (mean, square)])
-        )
+        arrived = [round_trip(codec, moment) for moment in (mean, square)]
+        step, taken = (m / (s.sqrt() + 1e-12) for m, s in ((mean, square), arrived))
         return ((taken - step).abs().max() / step.abs().max()).item()
 
     codec = LOAD_STATE_COMPRESSIONS["8bit"]
@@ -609,9 +542,7 @@ def test_state_codec_8bit_moments(decades):
         assert taken.shape == moment.shape and taken.dtype == torch.float32
         assert ((taken - moment).norm() / moment.norm()).item() < 0.02
         assert not digests_differ(digest_all(moment), digest_all(taken))
-    assert (taken > 0).all()
-    assert largest_change(codec) < 0.5
-    assert largest_change(Float16Compression()) > 100
+    assert (taken > 0).all() and largest_change(codec) < 0.5 and largest_change(Float16Compression()) > 100
 
 
 def test_state_codec_keeps_small_tensors_exact():
@@ -646,11 +577,12 @@ def test_idle_peers_lose_their_places(monkeypatch):
         assert StateServer._admit(server, "asks for a description", 0)
         if now > 10:
             admitted.append(StateServer._admit(server, "new", 20))
-    assert len(server._served) == MAX_SERVED_PEERS
-    assert all(admitted[admitted.index(True) :]) and admitted.index(True) < 4 * IN_USE
+    assert len(server._served) == state_server.MAX_SERVED_PEERS
+    assert all(admitted[admitted.index(True) :]) and admitted.index(True) < 4 * state_server.IN_USE
 
 
-def test_declaration_never_expires():
+@run_async
+async def test_declaration_never_expires():
     """Each store takes a sixth of the period, as with dead peers in the DHT."""
     period, stored = 0.6, []
 
@@ -661,14 +593,8 @@ def test_declaration_never_expires():
     matchmaking = SimpleNamespace(group_key_manager=SimpleNamespace(prefix="run"))
     peer = dict(_matchmaking=matchmaking, peer_id=PeerID(b"a"), dht=SimpleNamespace(store=store))
     state = dict(allow_state_sharing=True, state_sharing_priority=3.0, declare_state_period=period)
-    averager = SimpleNamespace(**peer, **state)
-
-    async def declare() -> None:
-        averager._state_updated = asyncio.Event()
-        tasks = StateServer._declare_for_download_periodically(averager), StateServer._renew_declaration(averager)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*tasks), 5 * period)
-
-    asyncio.run(declare())
-    assert len(stored) >= 5
-    assert all(at < expiration for (_, expiration), (at, _) in itertools.pairwise(stored))
+    averager = SimpleNamespace(**peer, **state, _state_updated=asyncio.Event())
+    tasks = StateServer._declare_for_download_periodically(averager), StateServer._renew_declaration(averager)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*tasks), 5 * period)
+    assert len(stored) >= 5 and all(at < expiration for (_, expiration), (at, _) in itertools.pairwise(stored))
