@@ -12,13 +12,36 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
-class FileServer:
-    """Serves the files of a folder until it is left. Faults are attributes; set them at any time.
+class LocalServer(ThreadingHTTPServer):
+    def __init__(self, handler: type[BaseHTTPRequestHandler]):
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url, self.left = f"http://127.0.0.1:{self.server_port}", threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.left.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+
+class FileServer(LocalServer):
+    """Serves the files of a folder. Faults are attributes; set them at any time.
 
     :ivar sent: (path, bytes of the body) of each answer
     """
 
     def __init__(self, folder: Path):
+        super().__init__(FileHandler)
         self.folder = folder
         self.has_ranges = self.has_length = True
         self.validator = "ETag"  # or Last-Modified, or None
@@ -29,74 +52,46 @@ class FileServer:
         self.chunk_delay = 0.0  # seconds before each 64 KB
         self.requests: list[tuple[str, str | None]] = []  # path, Range
         self.sent: list[list] = []
-        self.left = threading.Event()
-
-    def __enter__(self):
-        handler = type("Handler", (FileHandler,), {"owner": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.left.set()
-        self.server.shutdown()
-        self.server.server_close()
 
     def count(self, name: str) -> int:
-        """Return the bytes of a file in all answers."""
         return sum(count for path, count in self.sent if path == f"/{name}")
 
 
-class FileHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
+class FileHandler(Handler):
     def do_HEAD(self):
-        path = self.owner.folder / self.path.lstrip("/")
-        codes = self.owner.answers.get(self.path, [])
-        code = 503 if codes[:1] == [503] else 200
-        self.send_response(code if path.is_file() else 404)
+        path, codes = self.server.folder / self.path.lstrip("/"), self.server.answers.get(self.path, [])
+        self.send_response(404 if not path.is_file() else 503 if codes[:1] == [503] else 200)
         self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
         self.end_headers()
 
     def do_GET(self):
-        owner = self.owner
+        owner, path, self.close_connection = self.server, self.server.folder / self.path.lstrip("/"), True
         owner.requests.append((self.path, self.headers["Range"]))
         codes = owner.answers.get(self.path, [])
         code = (codes.pop(0) if len(codes) > 1 else codes[0]) if codes else 200
-        path = owner.folder / self.path.lstrip("/")
-        self.close_connection = True
         if code != 200 or not path.is_file():
             return self.send_error(code if code != 200 else 404)
-        body, start, version = path.read_bytes(), 0, f'"{owner.version}"'
-        modified = formatdate(path.stat().st_mtime, usegmt=True)
+        body, start = path.read_bytes(), 0
+        versions = {"ETag": f'"{owner.version}"', "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
-        is_same = self.headers["If-Range"] in (None, {"ETag": version, "Last-Modified": modified}.get(owner.validator))
-        if match and owner.has_ranges and is_same:
-            start = int(match[1])
-            if start >= len(body):
+        if match and owner.has_ranges and self.headers["If-Range"] in (None, versions.get(owner.validator)):
+            start, whole = int(match[1]), len(body)
+            if start >= whole:
                 return self.send_error(416)
-            whole = len(body)
             body = body[: int(match[2]) + 1] if match[2] else body
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{whole}")
         else:
             self.send_response(200)
-        if owner.validator == "ETag":
-            self.send_header("ETag", version)
-        elif owner.validator == "Last-Modified":
-            self.send_header("Last-Modified", modified)
+        if owner.validator:
+            self.send_header(owner.validator, versions[owner.validator])
         if owner.has_length:
             self.send_header("Content-Length", str(len(body) - start))
         self.send_header("Connection", "close")
         self.end_headers()
         cuts = owner.cuts.get(self.path, [])
         end = min(len(body), start + cuts.pop(0)) if cuts else len(body)
-        owner.sent.append([self.path, 0])
-        entry = owner.sent[-1]
+        owner.sent.append(entry := [self.path, 0])
         for position in range(start, end, 65_536):
             time.sleep(owner.chunk_delay)
             try:

@@ -1,9 +1,7 @@
-"""Start Python programs without the seconds of their imports. This server imports the libraries once, and each program
-is a fork of it.
+"""Start Python programs as forks of this server, which imports the libraries once.
 
-processes.py starts it and sends it, over a socket, the words, folder and environment of a program with its standard
-input, output and error. A program still imports our own modules itself. No Python thread runs here, so a fork loses
-nothing.
+processes.py sends it, over a socket, the words, folder and environment of a program with its standard input, output and
+error. A program still imports our own modules itself. No Python thread runs here, so a fork loses nothing.
 """
 
 import ctypes
@@ -20,12 +18,9 @@ import time
 import types
 from pathlib import Path
 
-LIBRARIES = """
-datasets hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg
-matplotlib.figure numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
-torch_optimizer transformers transformers.modeling_utils transformers.models.albert.modeling_albert
-transformers.models.auto.modeling_auto
-"""
+LIBRARIES = """datasets hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg matplotlib.figure numpy psutil
+rich safetensors.torch sklearn.metrics tokenizers torch torch_optimizer transformers transformers.modeling_utils
+transformers.models.albert.modeling_albert transformers.models.auto.modeling_auto"""
 
 
 def import_libraries() -> None:
@@ -63,10 +58,7 @@ def wait_for_program(requests: socket.socket) -> dict:
 
 
 def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str | None) -> None:
-    """Make this process equal to `python` with these words after it has imported LIBRARIES.
-
-    :param netns: the network namespace that it enters, like `ip netns exec`
-    """
+    """Make this process equal to `python` with these words, in this network namespace, after imports of LIBRARIES."""
     import huggingface_hub
     import numpy
     import torch
@@ -95,25 +87,19 @@ def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str |
     sys.path[0:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def run_program(words: list[str]) -> None:
-    """Run a script, or `-m` module, or `-c` code, as the interpreter does."""
-    if words[0] == "-m":
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if words[0] == "-c":
-        source, name = words[1], "<string>"
-    else:
-        source, name = Path(words[0]).read_text(), words[0]
-        main.__file__ = os.path.abspath(name)
-    exec(compile(source, name, "exec"), main.__dict__)
-
-
 def serve(requests: socket.socket) -> None:
-    """Become the server. This returns only in the programs, once they have ended."""
+    """Become the server. In a fork, run a script, or `-m` module, or `-c` code, as the interpreter does, and return."""
     program = wait_for_program(requests)
     become_program(**program)
-    run_program(program["words"])
+    kind, *words = program["words"]
+    if kind == "-m":
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if kind != "-c":
+        main.__file__ = os.path.abspath(kind)
+    source, name = (words[0], "<string>") if kind == "-c" else (Path(kind).read_text(), kind)
+    exec(compile(source, name, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import transformers
@@ -14,17 +15,22 @@ from arguments import parse_arguments
 from common.console import UserError
 
 
+def parse(groups: Iterable[type], *words: object, **options) -> tuple:
+    with mock.patch.object(sys, "argv", list(map(str, words))):
+        return parse_arguments(*groups, **options)
+
+
 def run_main(module: ModuleType, *flags: object) -> None:
     """Run a script's main() in this process, and restore the process."""
-    argv, root, numbers = sys.argv, logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
+    root, numbers, words = logging.getLogger(), (signal.SIGINT, signal.SIGTERM), [f"./{module.__name__}.py", *flags]
     handlers, level = list(root.handlers), root.level
     verbosity, old_handlers = transformers.utils.logging.get_verbosity(), list(map(signal.getsignal, numbers))
     try:
-        sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
-        groups = getattr(module, "GROUPS", ())
-        module.main(*(parse_arguments(*groups) if groups else ()))
+        with mock.patch.object(sys, "argv", list(map(str, words))):
+            groups = getattr(module, "GROUPS", ())
+            module.main(*(parse_arguments(*groups) if groups else ()))
     finally:
-        sys.argv, root.handlers = argv, handlers
+        root.handlers = handlers
         root.setLevel(level)
         transformers.utils.logging.set_verbosity(verbosity)
         for number, handler in zip(numbers, old_handlers, strict=True):

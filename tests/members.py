@@ -79,8 +79,7 @@ def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0,
 def secret_parts(invitation: str) -> list[str]:
     """Return pieces of the key and the credential in an invitation that each copy of them would contain: in base64 at
     each of its three offsets, in hexadecimal, or as decoded text."""
-    parts = json.loads(invitation)
-    found = []
+    parts, found = json.loads(invitation), []
     for data in (base64.b64decode(parts["key"])[100:], base64.b64decode(parts["pass"])):
         found += [base64.b64encode(data[at:])[:40].decode() for at in range(3)]
         found += [data[:30].hex(), data[:30].decode(errors="replace")]

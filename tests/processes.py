@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import json
 import math
 import os
@@ -14,19 +13,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import IO, TypeVar
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
 LOOPBACK = ["--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
-T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
+def wait_until(condition: Callable[[], object], seconds: float, what: str):
     """Return the condition's first true value, or fail the test after this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -36,19 +33,21 @@ def wait_until(condition: Callable[[], T], seconds: float, what: str) -> T:
     raise AssertionError(f"not within {seconds:g} s: {what}")
 
 
+def list_running(processes: Iterable[psutil.Process], session: int | None = None) -> list[psutil.Process]:
+    """Return the processes, of this session or any, that have not ended."""
+    running = []
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, psutil.Error):  # it ends while it is looked at
+            if session in (None, os.getsid(process.pid)) and process.is_running():
+                running += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+    return running
+
+
 def wait_for_end(processes: list[psutil.Process], seconds: float) -> None:
-    """Fail the test unless all these processes end within this time."""
-
-    def is_running(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    wait_until(lambda: not any(map(is_running, processes)), seconds, f"the end of {processes}")
+    wait_until(lambda: not list_running(processes), seconds, f"the end of {processes}")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a folder by their paths."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -86,17 +85,17 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class ForkServer:
-    """The connection to fork_server.py."""
+# variables that no import reads (torch sets the last ones when it compiles); if others differ, a program does not fork
+LATE_VARIABLES = re.compile(
+    "CLOCK_FILE|CUDA_VISIBLE_DEVICES|GOGC|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|"
+    "TRACKIO_.*|WANDB_.*|_TORCHINDUCTOR_.*"
+)
 
-    # variables that no import reads; if others differ, a program starts without the fork server
-    LATE_VARIABLES = re.compile(
-        "CLOCK_FILE|CUDA_VISIBLE_DEVICES|GOGC|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
-        "|_TORCHINDUCTOR_.*"  # set by torch when it compiles
-    )
+
+class ForkServer:
+    """The connection to fork_server.py, which `start` starts with its end of the socket."""
 
     def __init__(self, start: Callable[["ForkServer", socket.socket], None]):
-        """:param start: a function that starts the server with its end of the socket"""
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = make_environment()
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -104,35 +103,26 @@ class ForkServer:
         theirs.close()
 
     def can_start(self, words: list[str], env: dict[str, str]) -> bool:
-        """Return whether such a program can start as a fork without any difference."""
-        differing = {name for name, _ in env.items() ^ self.env.items()}
-        return all(map(self.LATE_VARIABLES.fullmatch, differing)) and (
-            words[0] in ("-c", "-m") or not words[0].startswith("-")
-        )
+        is_program = words[0] in ("-c", "-m") or not words[0].startswith("-")
+        return is_program and all(LATE_VARIABLES.fullmatch(name) for name, _ in env.items() ^ self.env.items())
 
-    def start(
-        self, words: list[str], cwd: Path, env: dict[str, str], netns: str | None, files: list[int]
-    ) -> ForkedProcess:
-        """:param files: its standard input, output and error"""
-        request = json.dumps({"words": words, "cwd": str(cwd), "env": env, "netns": netns}).encode()
-        become_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
+    def start(self, files: list[int], **request) -> ForkedProcess:
+        """Start a program with these files as its standard ones, and these arguments of fork_server.become_program."""
         # only for this moment, because orphans of other programs belong to init
-        become_subreaper(1)
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
         try:
-            socket.send_fds(self.requests, [request], files)
+            socket.send_fds(self.requests, [json.dumps(request).encode()], files)
             pid, is_child = self.requests.recv(64), self.requests.recv(64)
         finally:
-            become_subreaper(0)
+            ctypes.CDLL(None).prctl(36, 0)
         if not is_child:
             self.errors.seek(0)
             raise OSError(f"tests/fork_server.py has ended:\n{self.errors.read()}")
         return ForkedProcess(int(pid))
 
 
-#: whether programs start as forks of one process, which conftest.py decides
-IS_FORKING = False
-#: None until the first program starts, unless parallel.py has set it
-FORK_SERVER: ForkServer | None = None
+IS_FORKING = False  # whether programs start as forks of one process, which conftest.py decides
+FORK_SERVER: ForkServer | None = None  # until the first program starts, unless parallel.py has set it
 
 
 def start_fork_server(server: ForkServer, theirs: socket.socket) -> None:
@@ -141,26 +131,13 @@ def start_fork_server(server: ForkServer, theirs: socket.socket) -> None:
     subprocess.Popen(command, env=server.env, **files, pass_fds=[theirs.fileno()], start_new_session=True)
 
 
-def get_fork_server() -> ForkServer:
-    global FORK_SERVER
-    FORK_SERVER = FORK_SERVER or ForkServer(start_fork_server)
-    return FORK_SERVER
-
-
-def make_environment(more: dict[str, str] | None = None) -> dict[str, str]:
+def make_environment(**more: str) -> dict[str, str]:
     """Return this process's environment and more, for a program that shares the cores with others."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(more or {})}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **more}
 
 
 def start_python(
-    *words: object,
-    stdout: IO,
-    stderr: IO,
-    cwd: Path = ROOT,
-    env: dict[str, str] | None = None,
-    prefix: Sequence[str] = (),
-    is_real: bool = False,
-    stdin: int | None = None,
+    *words: object, stdout, stderr, cwd=ROOT, env=None, prefix: Sequence[str] = (), is_real=False, stdin=None
 ) -> subprocess.Popen | ForkedProcess:
     """Start `python` followed by these words, in a session of its own.
 
@@ -169,39 +146,36 @@ def start_python(
     :param is_real: whether to start it without the fork server
     :param stdin: the descriptor of a terminal; None: an empty input
     """
-    words, env = [str(word) for word in words], make_environment(env)
+    global FORK_SERVER
+    words, env = [str(word) for word in words], make_environment(**(env or {}))
     with open(os.devnull if stdin is None else os.dup(stdin)) as stdin:
         netns = prefix[3] if list(prefix[:3]) == ["ip", "netns", "exec"] else None
-        if IS_FORKING and (netns or not prefix) and not is_real and get_fork_server().can_start(words, env):
-            return get_fork_server().start(words, cwd, env, netns, [file.fileno() for file in (stdin, stdout, stderr)])
+        if IS_FORKING and (netns or not prefix) and not is_real:
+            FORK_SERVER = FORK_SERVER or ForkServer(start_fork_server)
+            if FORK_SERVER.can_start(words, env):
+                files = [file.fileno() for file in (stdin, stdout, stderr)]
+                return FORK_SERVER.start(files, words=words, cwd=str(cwd), env=env, netns=netns)
         command, files = [*prefix, sys.executable, *words], dict(stdin=stdin, stdout=stdout, stderr=stderr)
         return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **files)
 
 
 def run_python(*words: object, timeout: float = 120, expect: int | None = None, **options) -> CompletedProcess:
-    """Run `python` followed by these words, like subprocess.run; return its output.
-
-    :param expect: the expected exit code, by default any
-    :param options: see `start_python`
-    """
+    """Run `python` followed by these words, like subprocess.run, and expect this exit code, by default any."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start_python(*words, stdout=output, stderr=errors, **options)
         try:
             process.wait(timeout)
         finally:
             process.kill()
-        for file in (output, errors):
-            file.seek(0)
+        output.seek(0)
+        errors.seek(0)
         result = CompletedProcess(words, process.returncode, output.read(), errors.read())
     assert expect in (None, result.returncode), f"{words[0]} ended with {result.returncode}:\n{result.stderr[-3000:]}"
     return result
 
 
 class Script:
-    """A script in its own session, with its output in a file.
-
-    :param options: see `start_python`
-    """
+    """A script in its own session, with its output in a file. Its options are those of `start_python`."""
 
     def __init__(self, log: Path, *command: object, **options):
         self.log, self.command = log, [str(word) for word in command]
@@ -220,10 +194,9 @@ class Script:
         """Return the first match in the output; fail if the script ends without one."""
 
         def search():
+            has_ended = self.process.poll() is not None
             match = re.search(pattern, self.text)
-            if match is None and self.process.poll() is not None:
-                match = re.search(pattern, self.text)
-                assert match, f"{self.command} ended with {self.process.returncode} without {pattern!r}:\n{self.text}"
+            assert match or not has_ended, f"{self.command} ended with {self.process.returncode} without {pattern!r}"
             return match
 
         try:
@@ -232,54 +205,34 @@ class Script:
             raise AssertionError(f"{e}\n{self.text[-3000:]}") from None
 
     def wait(self, seconds: float = 60) -> int:
-        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.command} did not end within {seconds} s:\n{self.text[-3000:]}") from None
 
     def interrupt(self) -> None:
-        """Send Ctrl-C to the script's process group, as a terminal does."""
         os.killpg(self.session, signal.SIGINT)
 
-    def send_to_all(self, number: int) -> None:
-        """Send a signal to the script and all its descendants."""
+    def kill(self, number: int = signal.SIGKILL) -> None:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
-    def kill(self) -> None:
-        """Kill the script and all its descendants (SIGKILL)."""
-        self.send_to_all(signal.SIGKILL)
-
     def freeze(self) -> None:
-        """Stop all processes until `thaw`, like a machine that sleeps."""
-        self.send_to_all(signal.SIGSTOP)
+        self.kill(signal.SIGSTOP)  # like a machine that sleeps
 
     def thaw(self) -> None:
-        self.send_to_all(signal.SIGCONT)
+        self.kill(signal.SIGCONT)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the running processes of the script's session."""
-        running = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, psutil.Error):
-                if os.getsid(process.pid) == self.session and process.status() != psutil.STATUS_ZOMBIE:
-                    running.append(process)
-        return running
+        return list_running(psutil.process_iter(), self.session)
 
     def left_processes(self) -> list[str]:
-        """Return the command lines of the session's running processes."""
-        left = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                left.append(" ".join(process.cmdline()))
-        return left
+        return list(map(str, self.processes()))
 
     def assert_clean_end(self, seconds: float = 60, code: int = 0) -> None:
         """Wait for a normal end: this exit code, no traceback, no process left."""
-        assert self.wait(seconds) == code, self.text[-3000:]
-        assert "Traceback" not in self.text, self.text[-3000:]
+        assert self.wait(seconds) == code and "Traceback" not in self.text, self.text[-3000:]
         wait_until(lambda: not self.left_processes(), 5, f"no process left of {self.command}: {self.left_processes()}")
 
     def assert_user_error(self, pattern: str, seconds: float = 60) -> None:

@@ -2,12 +2,8 @@
 
 import contextlib
 import functools
-import json
-import struct
+import http.client
 import tempfile
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import hivemind
 from hivemind.dht.crypto import RSASignatureValidator
@@ -28,13 +24,11 @@ from utils import LocalMetrics, make_validators
 
 
 def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple:
-    """Return the answer of a status page: its code, headers and body."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as e:
-        return e.code, e.headers, e.read()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
 def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
@@ -47,18 +41,18 @@ def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
 @contextlib.contextmanager
 def run_dhts(*validators_of_each: list):
     """Run DHTs that know each other; all join through the first one."""
-    dhts = []
-    try:
+    with contextlib.ExitStack() as stack:
+        dhts = []
         for validators in validators_of_each:
-            peers = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
-            host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
-            dht = hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
-            dht.uplink, dht.key, dht.initial_ids = Uplink(), RSAPrivateKey(), [it.peer_id for it in dhts[:1]]
-            dhts.append(dht)
+            first = dhts[:1]
+            options = {"initial_peers": [str(maddr) for dht in first for maddr in dht.get_visible_maddrs()]}
+            dhts.append(
+                dht := hivemind.DHT(host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators, **options)
+            )
+            stack.callback(dht.shutdown)
+            # which trackers expect
+            dht.uplink, dht.key, dht.initial_ids = Uplink(), RSAPrivateKey(), [it.peer_id for it in first]
         yield dhts
-    finally:
-        for dht in dhts:
-            dht.shutdown()
 
 
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
@@ -71,47 +65,35 @@ def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **perio
 
 @contextlib.contextmanager
 def run_trackers(dhts: list[hivemind.DHT], target_batch_size: int, **periods):
-    """Run the trackers of a new run, one on each DHT."""
     prefix, trackers = make_prefix(), []
-    try:
+    with contextlib.ExitStack() as stack:
         for dht in dhts:
             trackers.append(make_tracker(dht, prefix, target_batch_size, **periods))
+            stack.callback(trackers[-1].shutdown)
         yield trackers
-    finally:
-        for tracker in trackers:
-            tracker.shutdown()
 
 
-async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:
+async def send_bytes(_, node, to, key: str, subkey: bytes, value: bytes | int, expiration_time: float) -> list[bool]:
     """Send these bytes to a peer unchanged, and serve them to others. Runs in the attacker's DHT process.
 
     A number as the value stands for this number of bytes: hivemind's pipe to its own process breaks on large messages.
     """
-    key, subkey, value, expiration_time = arguments
-    if isinstance(value, int):
-        value = MSGPackSerializer.dumps(b"x" * value)
+    value = MSGPackSerializer.dumps(b"x" * value) if isinstance(value, int) else value
     key_id = DHTID.generate(source=key)
     if subkey == DHTProtocol.IS_REGULAR_VALUE:
         node.protocol.storage.store(key_id, value, expiration_time)
     elif subkey != DHTProtocol.IS_DICTIONARY:
         node.protocol.storage.store_subkey(key_id, MSGPackSerializer.loads(subkey), value, expiration_time)
     # hivemind's call_store encodes the subkey: this is the request as an attacker would send it
-    request = dht_pb2.StoreRequest(
-        keys=[key_id.to_bytes()],
-        subkeys=[subkey],
-        values=[value],
-        expiration_time=[expiration_time],
-        in_cache=[False],
-        peer=node.protocol.node_info,
-    )
-    response = await node.protocol.get_stub(to).rpc_store(request, timeout=10)
-    return list(response.store_ok)
+    parts = dict(keys=[key_id.to_bytes()], subkeys=[subkey], values=[value], expiration_time=[expiration_time])
+    request = dht_pb2.StoreRequest(in_cache=[False], peer=node.protocol.node_info, **parts)
+    return list((await node.protocol.get_stub(to).rpc_store(request, timeout=10)).store_ok)
 
 
-def attack(attacker: hivemind.DHT, victim: hivemind.DHT, *arguments) -> list[bool]:
-    """Return whether the victim stored it; see send_bytes for the arguments after the victim."""
-    coroutine = functools.partial(send_bytes, to=victim.peer_id, arguments=arguments)
-    return attacker.run_coroutine(coroutine, return_future=True).result(timeout=20)
+def attack(attacker: hivemind.DHT, victim: hivemind.DHT, key: str, subkey, value, expiration_time) -> list[bool]:
+    """Return whether the victim stored it; see send_bytes."""
+    options = dict(to=victim.peer_id, key=key, subkey=subkey, value=value, expiration_time=expiration_time)
+    return attacker.run_coroutine(functools.partial(send_bytes, **options), return_future=True).result(timeout=20)
 
 
 def sign(private_key: RSAPrivateKey, key: str, subkey: bytes, value: bytes, expiration_time: float) -> bytes:
@@ -127,15 +109,8 @@ def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list,
     with tempfile.NamedTemporaryFile() as file:
         file.write(identity.SerializeToString())
         file.flush()
-        return hivemind.DHT(
-            initial_peers=initial_peers,
-            host_maddrs=[LOOPBACK[1]],
-            start=True,
-            record_validators=validators,
-            identity_path=file.name,
-            check_if_identity_free=False,
-            **options,
-        )
+        options |= dict(identity_path=file.name, check_if_identity_free=False, host_maddrs=[LOOPBACK[1]], start=True)
+        return hivemind.DHT(initial_peers=initial_peers, record_validators=validators, **options)
 
 
 class Peer:
@@ -144,9 +119,8 @@ class Peer:
     def __init__(self, prefix: str, initial_peer: str, validating: bool = True, key: RSAPrivateKey | None = None):
         self.key, key = f"{prefix}_metrics", key or RSAPrivateKey()
         validators, self.subkey = make_validators(prefix, key)
-        if not validating:  # signs, but publishes anything
-            validators = validators[1:2]
-        self.dht = start_dht_as(key, [initial_peer], validators)
+        # one that does not validate signs, but publishes anything
+        self.dht = start_dht_as(key, [initial_peer], validators if validating else validators[1:2])
 
     def store(self, values: dict) -> bool:
         return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)
@@ -159,29 +133,9 @@ class Peer:
 @contextlib.contextmanager
 def run_peers(prefix: str, initial_peer: str, *validating: bool, key: RSAPrivateKey | None = None):
     """:param key: of the first of them"""
-    peers = []
+    peers = [Peer(prefix, initial_peer, it, None if i else key) for i, it in enumerate(validating)]
     try:
-        for is_validating in validating:
-            peers.append(Peer(prefix, initial_peer, is_validating, None if peers else key))
         yield peers
     finally:
         for peer in peers:
             peer.dht.shutdown()
-
-
-def read_wandb_history(path: Path) -> dict[int, dict]:
-    """Return the values of each step in a .wandb file: records in blocks of 32 KiB, as LevelDB writes its log."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, part, history = path.read_bytes(), 7, b"", {}
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            record, part = Record.FromString(part), b""
-            if record.HasField("history"):
-                items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
-                history[record.history.step.num] = {name: json.loads(item.value_json) for name, item in items.items()}
-    return history

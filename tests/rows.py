@@ -41,7 +41,6 @@ def make_model_batch(share: float = 0.15, vocab_size: int = 300) -> dict[str, to
 
 
 def collate(collator: DataCollator, rows: list[dict], seed: object = 0) -> dict[str, torch.Tensor]:
-    """Return the batch of these instances."""
     lengths = np.array([len(row["input_ids"]) for row in rows])
     flat = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
     return collator.collate(flat, lengths, np.random.default_rng(seed), np.inf)
@@ -49,13 +48,11 @@ def collate(collator: DataCollator, rows: list[dict], seed: object = 0) -> dict[
 
 def make_batches(dataset, tokenizer, count, args=None, **changes):
     options = {"batch_size": 8, "seed": 1, **changes}
-    return list(
-        itertools.islice(data.make_train_batches(dataset, tokenizer, args or DataArguments(), **options), count)
-    )
+    batches = data.make_train_batches(dataset, tokenizer, args or DataArguments(), **options)
+    return list(itertools.islice(batches, count))
 
 
 def are_equal(one: list[dict], other: list[dict]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(one, other, strict=True)
-    )
+    pairs = list(zip(one, other, strict=False))
+    has_names = len(one) == len(other) and all(a.keys() == b.keys() for a, b in pairs)
+    return has_names and all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import netlab
@@ -10,46 +11,28 @@ from processes import LOOPBACK, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
 
 # a small ALBERT, and rounds that start at once when all are there
-TRAINER = {
-    "--config_path": "configs/demo.json",
-    "--optim": "adamw",
-    "--learning_rate": 2e-3,
-    "--warmup_steps": 5,
-    "--total_steps": 100,
-    "--target_batch_size": 384,
-    # the rounding of 16 bits differs between peers, by 5e-6 in weights between two averagings of parameters
-    "--compression": "none",
-    "--per_device_train_batch_size": 16,
-    "--gradient_accumulation_steps": 1,
-    "--matchmaking_time": 3,
-    # epochs are so short here that parameters are not averaged at the last one if they are at each
-    "--average_state_every": 4,
-    "--dataloader_num_workers": 0,
-    # or each measures it for seconds, in which loopback takes both cores
-    "--bandwidth": 1000,
-}
+TRAINER = {"--config_path": "configs/demo.json", "--optim": "adamw", "--learning_rate": 2e-3, "--warmup_steps": 5}
+TRAINER |= {"--total_steps": 100, "--target_batch_size": 384, "--per_device_train_batch_size": 16}
+TRAINER |= {"--gradient_accumulation_steps": 1, "--matchmaking_time": 3, "--dataloader_num_workers": 0}
+# the rounding of 16 bits differs between peers, by 5e-6 in weights between two averagings of parameters
+TRAINER["--compression"] = "none"
+# epochs are so short here that parameters are not averaged at the last one if they are at each
+TRAINER["--average_state_every"] = 4
+# or each measures it for seconds, in which loopback takes both cores
+TRAINER["--bandwidth"] = 1000
 
 # words of a trainer in a run of its own, with epochs of 64 samples; the flags that follow override them
 TINY = "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 2 --total_steps 50 "
 TINY += "--target_batch_size 64 --per_device_train_batch_size 16 --gradient_accumulation_steps 1 --matchmaking_time 2 "
 TINY = [*(TINY + "--dataloader_num_workers 0 --bandwidth 1000").split(), *LOOPBACK]
 
-# for a single peer
-ALONE = {
-    **TRAINER,
-    "--target_batch_size": 64,
-    "--learning_rate": 2e-3,
-    "--save_steps": 2,
-    "--save_total_limit": 3,
-    # a step of this model takes 20 ms; epochs that end faster than anybody looks would only be noise
-    "--gradient_accumulation_steps": 2,
-}
+# for a single peer: a step takes 20 ms, and epochs that end faster than a test looks would only be noise
+ALONE = {**TRAINER, "--target_batch_size": 64, "--save_steps": 2, "--save_total_limit": 3}
+ALONE["--gradient_accumulation_steps"] = 2
 
 # flags of the trainers that an auxiliary peer needs
-SHARED = (
-    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
-    *("--matchmaking_time", "--average_state_every", "--bandwidth"),
-)
+SHARED = "--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"
+SHARED += "--matchmaking_time", "--average_state_every", "--bandwidth"
 
 
 def flags(*groups: dict) -> list:
@@ -58,14 +41,12 @@ def flags(*groups: dict) -> list:
 
 
 def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
-    """The monitor, and the address that it prints for others."""
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.3]
     monitor = start(name, *command, "--output_dir", output_dir, *more, **options)
-    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$", 300).group(1)
+    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/[\d.]+/tcp/\d+/p2p/\w+)$", 300).group(1)
 
 
 def read_epochs(output_dir: Path) -> list[dict]:
-    """Return the epochs that a monitor has written."""
     path = output_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -75,16 +56,18 @@ def choose_trainer(pace: float | None) -> list:
     return ["run_trainer.py"] if pace is None else ["benchmarks/paced_trainer.py", pace]
 
 
-def start_trainer(
-    start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, pace: float | None = None, **options
-) -> Script:
+def start_trainer(start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, pace=None, **options):
     """:param pace: seconds that each batch takes, at little work for the processor"""
     own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
     return start(name, *choose_trainer(pace), *LOOPBACK, *flags(TRAINER, own, *groups), **options)
 
 
+def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict, pace=None, **options) -> Script:
+    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
+    return start(name, *choose_trainer(pace), *LOOPBACK, *flags(ALONE, own, *groups), **options)
+
+
 def history(tmp_path: Path, name: str) -> dict[int, dict]:
-    """Return the epochs that a trainer has written."""
     path = tmp_path / name / "history.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
@@ -95,6 +78,15 @@ def list_joint_epochs(tmp_path: Path, names: list[str], after: int = 0) -> list[
     epochs = [history(tmp_path, name) for name in names]
     common = sorted(set(epochs[0]).intersection(*epochs[1:]))
     return [e for e in common if e > after and all(own[e]["averaged_with"] == len(names) for own in epochs)]
+
+
+def wait_for_joint_epochs(tmp_path, names: list[str], number: int, seconds: float, scripts, after=0) -> list[int]:
+    """Wait for this number of joint epochs after `after`, and return them; fail with the output of these scripts."""
+    try:
+        joint = partial(list_joint_epochs, tmp_path, names, after)
+        return wait_until(lambda: len(joint()) >= number and joint(), seconds, f"{number} epochs averaged by {names}")
+    except AssertionError as e:
+        raise AssertionError("\n".join([str(e), *(script.text[-2000:] for script in scripts)])) from None
 
 
 def largest_difference(tmp_path: Path, *names: str) -> float:
@@ -110,31 +102,19 @@ def run_card(checkpoint: Path) -> str:
     return run_python("-c", offline + code, cwd=checkpoint.parent, expect=0).stdout
 
 
-def start_alone(
-    start, name: str, output_dir: Path, prefix: str, *groups: dict, pace: float | None = None, **options
-) -> Script:
-    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
-    return start(name, *choose_trainer(pace), *LOOPBACK, *flags(ALONE, own, *groups), **options)
-
-
 GRADIENT_PEER = ("tests.programs.gradient_peer",)
 
 
-def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=(), program=GRADIENT_PEER):
-    initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
-    peer = start(
-        name,
-        *("-m", *program, "--experiment_prefix", prefix),
-        *("--gradient", gradient, "--batch_size", batch_size),
-        *(initial_peers if others else ()),
-        *flags,
-    )
+def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=(), program=GRADIENT_PEER) -> Script:
+    words = ["-m", *program, "--experiment_prefix", prefix, "--gradient", gradient]
+    if others:
+        words += ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
+    peer = start(name, *words, "--batch_size", batch_size, *flags)
     peer.wait_for('"maddrs"')
     return peer
 
 
 def stop(*peers: Script) -> None:
-    """Stop all these scripts by Ctrl-C at the same time."""
     for peer in peers:
         peer.interrupt()
     for peer in peers:
@@ -146,18 +126,9 @@ def epochs(peer) -> dict[int, dict]:
 
 
 AVERAGING_TIMEOUT, MATCHMAKING_TIME = 15, 3
-# Batches of 16 at a pace of 0.2 s, so that the cores are not the bottleneck: three trainers take two seconds an epoch.
-PACE = 0.2
-PACED = {
-    **TRAINER,
-    "--target_group_size": 16,
-    "--matchmaking_time": MATCHMAKING_TIME,
-    "--next_chunk_timeout": 4,
-    "--averaging_timeout": AVERAGING_TIMEOUT,
-    "--metadata_expiration": 30,
-    "--average_state_every": 3,
-    "--total_steps": 1000,
-}
+PACED = {**TRAINER, "--target_group_size": 16, "--matchmaking_time": MATCHMAKING_TIME, "--next_chunk_timeout": 4}
+PACED |= {"--averaging_timeout": AVERAGING_TIMEOUT, "--metadata_expiration": 30, "--average_state_every": 3}
+PACED["--total_steps"] = 1000
 
 
 class Swarm:
@@ -169,10 +140,10 @@ class Swarm:
         if net:
             del self.settings["--bandwidth"]
         self.trainers: dict[str, Script] = {}
-        self.pace = PACE  # seconds of a batch
+        # seconds of a batch of 16, so that the cores are not the bottleneck: three trainers take two seconds an epoch
+        self.pace = 0.2
 
     def where(self, name: str) -> dict:
-        """Return the flags that put a role on its host."""
         host = self.net.ip(name) if self.net else "127.0.0.1"
         return {"--host_maddrs": f"/ip4/{host}/tcp/0"}
 
@@ -180,19 +151,16 @@ class Swarm:
         return {"prefix": self.net.prefix(name)} if self.net else {}
 
     def start_monitor(self, name: str = "monitor", **own) -> Script:
-        options = {"--refresh_period": 0.5, "--report_to": "none", "--output_dir": self.tmp_path / "monitor"}
-        options |= {"--experiment_prefix": self.settings["--experiment_prefix"], **self.where("monitor")}
-        options |= {f"--{flag}": value for flag, value in own.items()}
-        monitor = self.start(name, "run_training_monitor.py", *flags(options), **self.prefix("monitor"))
-        self.peers = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+        options = self.where("monitor") | {f"--{flag}": value for flag, value in own.items()}
+        where = self.start, self.settings["--experiment_prefix"], self.tmp_path / "monitor", "--report_to", "none"
+        monitor, self.peers = start_monitor(*where, *flags(options), name=name, **self.prefix("monitor"))
         return monitor
 
     def start_trainers(self, *names: str, program: str = "benchmarks/paced_trainer.py", **own) -> list[Script]:
         for name in names:
             options = {"--initial_peers": self.peers, "--output_dir": self.tmp_path / name, **self.where(name)}
-            options |= {f"--{flag}": value for flag, value in own.items()}
-            trainer = self.start(name, program, self.pace, *flags(self.settings, options), **self.prefix(name))
-            self.trainers[name] = trainer
+            words = flags(self.settings, options, {f"--{flag}": value for flag, value in own.items()})
+            self.trainers[name] = self.start(name, program, self.pace, *words, **self.prefix(name))
         return [self.trainers[name] for name in names]
 
     def history(self, name: str) -> dict[int, dict]:
@@ -202,16 +170,8 @@ class Swarm:
         return max(self.history(name), default=0)
 
     def wait_for_joint_epochs(self, names: list[str], number: int, seconds: float, after: int = 0) -> list[int]:
-        """Wait for this number of joint epochs after `after`, and return them."""
-
-        def find() -> list[int]:
-            joint = list_joint_epochs(self.tmp_path, names, after)
-            return joint if len(joint) >= number else []
-
-        try:
-            return wait_until(find, seconds, f"{number} epochs averaged by {names} after {after}")
-        except AssertionError as e:
-            raise AssertionError(f"{e}\n" + "\n".join(self.trainers[name].text[-2000:] for name in names)) from None
+        scripts = [self.trainers[name] for name in names]
+        return wait_for_joint_epochs(self.tmp_path, names, number, seconds, scripts, after)
 
     def stop_together(self, names: list[str], after: int) -> float:
         """Ctrl-C at the beginning of an epoch, so that all end with the same one; returns the time.
@@ -229,10 +189,7 @@ class Swarm:
 
         wait_until(has_begun, 60, "the beginning of an epoch, for all at once")
         stopped = time.time()
-        for name in names:
-            self.trainers[name].interrupt()
-        for name in names:
-            self.trainers[name].assert_clean_end(60)
+        stop(*(self.trainers[name] for name in names))
         summaries = [json.loads((self.tmp_path / name / "summary.json").read_text()) for name in names]
         assert len({summary["epoch"] for summary in summaries}) == 1, summaries
         return stopped

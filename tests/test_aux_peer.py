@@ -6,7 +6,6 @@ from swarms import SHARED, TRAINER, epochs, flags, start_monitor, start_peer, st
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
-CLIENT = ("--client_mode", "--group_size", 3)
 
 
 def test_plain_aux_peer_needs_no_model_code():
@@ -15,19 +14,15 @@ def test_plain_aux_peer_needs_no_model_code():
 
 
 def start_aux(start, prefix: str, name: str = "aux", others=()):
-    flags = ("--auxiliary", "--step_seconds", 0.1, "--group_size", 3)
-    return start_peer(start, name, prefix, gradient=0.0, batch_size=1, others=others, flags=flags)
+    return start_peer(start, name, prefix, 0.0, 1, others, ("--auxiliary", "--step_seconds", 0.1, "--group_size", 3))
 
 
 def start_clients(start, prefix: str, aux_peers: list, names=("first", "second")) -> list:
-    return [
-        start_peer(start, name, prefix, gradient=1.0 + 2 * i, batch_size=16 * (1 + i), others=aux_peers, flags=CLIENT)
-        for i, name in enumerate(names)
-    ]
+    own = "--client_mode", "--group_size", 3
+    return [start_peer(start, it, prefix, 1.0 + 2 * i, 16 + 16 * i, aux_peers, own) for i, it in enumerate(names)]
 
 
 def joint_rounds(*peers) -> list[int]:
-    """Return the epochs in which all these peers have averaged."""
     common = set.intersection(*(set(epochs(peer)) for peer in peers))
     return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
 
@@ -44,9 +39,9 @@ def test_late_client_loads_state_through_aux_peer(start):
     """The state is that of another client."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
-    (first,) = start_clients(start, prefix, [aux], ["first"])
+    [first] = start_clients(start, prefix, [aux], ["first"])
     wait_until(lambda: max(epochs(first), default=0) >= 2, 90, "2 epochs")
-    (late,) = start_clients(start, prefix, [aux], ["late"])
+    [late] = start_clients(start, prefix, [aux], ["late"])
     wait_until(lambda: joint_rounds(first, late), 90, "a joint round")
     joint = assert_equal_parameters(first, late)
     assert joint[0] > 2 and epochs(late)[joint[0]]["parameter"][1] < -2  # it was no new run
@@ -69,17 +64,15 @@ def test_clients_average_through_aux_peers(start):
             before, after = epochs(peer)[epoch - 1], epochs(peer)[epoch]
             step = [a - b for a, b in zip(after["parameter"], before["parameter"], strict=True)]
             assert step == pytest.approx([-expected] * 3, rel=1e-4)
-            for sent_or_received in (0, 1):
-                count = after["traffic"][sent_or_received] - before["traffic"][sent_or_received]
-                assert BYTES <= count < 1.01 * BYTES
+            for sum_before, sum_after in zip(before["traffic"], after["traffic"], strict=True):  # sent and received
+                assert BYTES <= sum_after - sum_before < 1.01 * BYTES
     # the gradients of both in, the average to both out (the times of reports differ by a round)
     sent, received = epochs(aux)[joint[-1]]["traffic"]
     rounds = epochs(aux)[joint[-1]]["rounds"]
     assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
 
     other_aux = start_aux(start, prefix, "other", [aux])
-    flags = ("--group_size", 3)
-    public = start_peer(start, "public", prefix, gradient=5.0, batch_size=16, others=[aux, other_aux], flags=flags)
+    public = start_peer(start, "public", prefix, 5.0, 16, [aux, other_aux], ("--group_size", 3))
     trainers = [first, second, public]
     wait_until(lambda: len(joint_rounds(*trainers)) >= 5, 90, "5 joint rounds of three")
     assert assert_equal_parameters(*trainers)[0] > 15
@@ -96,18 +89,17 @@ def test_clients_average_through_aux_peers(start):
 def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
     """It stops before its start if there are trainers, otherwise once the first trainers have joined."""
     prefix = make_prefix()
-    command = ["run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5]
-    command += flags({name: value for name, value in TRAINER.items() if name in SHARED})
-    command += ["--report_to", "none", "--assist_in_averaging"]
-    command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
+    own = {name: TRAINER[name] for name in SHARED} | {"--experiment_prefix": prefix, "--target_batch_size": 9}
+    own |= {"--refresh_period": 0.5, "--report_to": "none", "--tokenizer_path": tiny_data["--tokenizer_path"]}
+    wrong = ["run_aux_peer.py", *LOOPBACK, *flags(own), "--assist_in_averaging", "--output_dir"]
     # trainers join through a monitor without settings of its own
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)
+    early = start("early", *wrong, tmp_path / "early", "--initial_peers", peers)
     early.wait_for(r"others may join through --initial_peers /ip4/")
     endless = {"--target_batch_size": 64, "--max_steps": 1_000_000}
     trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, **endless}, pace=0.1)
     early.assert_user_error("target_batch_size: the run has 64, you have 9", seconds=90)
-    peers = trainer.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
-    late = start("late", *command, "--output_dir", tmp_path / "late", "--initial_peers", peers)
+    address = trainer.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    late = start("late", *wrong, tmp_path / "late", "--initial_peers", address)
     late.assert_user_error("target_batch_size: the run has 64, you have 9")
     stop(trainer, monitor)

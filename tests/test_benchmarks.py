@@ -1,12 +1,16 @@
-"""Measurements: the GPU benchmark without a GPU, the task of lm-eval in sample_data/, and the dress rehearsal."""
+"""Measurements: the GPU benchmark without a GPU, the task of lm-eval in sample_data/, and the dress rehearsal; and the
+emulated network, which does what tests of faults rely on: delay, rate, partition, firewall, NAT."""
 
 import json
 import re
 import shlex
+import subprocess
+import sys
+import time
 
 import netlab
 import pytest
-from processes import ROOT, run_python
+from processes import ROOT, run_python, wait_until
 
 from arguments import ModelArguments
 from experiment.model import make_model
@@ -64,9 +68,86 @@ def test_rehearsal_survives_churn_and_colluding_liars(tmp_path):
     kinds = {event["kind"] for run in figures.values() for event in run["events"]}
     assert kinds >= {*["kill", "freeze", "partition", "slow", "router", "clock", "newcomer", "disk", "monitor", "aux"]}
     for run in figures.values():
-        assert len(run["lies"]) == 2 and len(run["codes"]) >= 12
-        assert not any(run["codes"]) and not run["deaths"]
-        assert run["digests"] == 1 and not run["bans"] and not run["poisoned"]
-        assert run["goodput"] > 0.85
+        assert len(run["lies"]) == 2 and len(run["codes"]) >= 12 and not any(run["codes"]) and not run["deaths"]
+        assert run["digests"] == 1 and not run["bans"] and not run["poisoned"] and run["goodput"] > 0.85
         assert run["loss"] < 1.15 * run["alone"]  # after seven sparse commits
         assert run["page"]["looks"] > 40 and len(run["page"]["epoch"]) < 5 and not run["page"]["loss"]
+
+
+# answers a million bytes by the address that sent them
+SERVER = """
+import socket
+listener = socket.create_server(("0.0.0.0", 5000))
+while True:
+    connection, address = listener.accept()
+    received = 0
+    while received < 1_000_000 and (data := connection.recv(1 << 16)):
+        received += len(data)
+    connection.sendall(address[0].encode())
+    connection.close()
+"""
+# prints the seconds of a handshake (a round trip), and of sending a million bytes, and the answer
+CLIENT = """
+import socket, sys, time
+begin = time.monotonic()
+connection = socket.create_connection((sys.argv[1], 5000), timeout=3)
+print(time.monotonic() - begin)
+connection.settimeout(20)
+connection.sendall(bytes(1_000_000))
+answer = connection.recv(99).decode()
+print(time.monotonic() - begin)
+print(answer)
+"""
+
+
+def connect(net: netlab.Net, source: str, target: str) -> list[str]:
+    """Return what a client prints, nothing without a connection."""
+    client = net.popen(source, [sys.executable, "-c", CLIENT, net.ip(target)], stdout=-1, stderr=-1, text=True)
+    output, errors = client.communicate()
+    assert output or "timed out" in errors or "refused" in errors, errors
+    return output.split() if client.returncode == 0 else []
+
+
+@pytest.mark.slow
+def test_netlab_links_match_declaration(net):
+    net.host("near")
+    net.host("far", rtt_ms=80, up=20, down=20)
+    net.host("guarded", firewall=True)
+    net.host("home", nat="router")
+    net.start()
+    for name in ("near", "far", "guarded"):
+        net.popen(name, [sys.executable, "-c", SERVER])
+    both = [("near", "far"), ("far", "near")]
+    wait_until(lambda: all(connect(net, *pair) for pair in both), 20, "both servers listen")
+    round_trip, seconds, _ = connect(net, "near", "far")
+    assert 0.08 <= float(round_trip) < 0.5
+    assert 0.4 <= float(seconds) < 3  # 8 Mbit at 20 Mbit/s
+    assert connect(net, "guarded", "far") and connect(net, "home", "near")
+    assert not connect(net, "near", "guarded")
+
+    net.partition(["far", "home"])
+    assert connect(net, "home", "far") and not connect(net, "near", "far")
+    net.heal()
+    assert connect(net, "near", "far")
+    net.set("far", down=2)
+    before = time.monotonic(), net.bytes("far")[1]
+    assert connect(net, "near", "far")
+    assert time.monotonic() - before[0] > 4 and net.bytes("far")[1] - before[1] > 1_000_000
+
+
+def test_netlab_renumbers_router_and_leaves_nothing():
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    with netlab.Net() as net:
+        net.host("server")
+        net.host("home", nat="router")
+        net.start()
+        net.popen("server", [sys.executable, "-c", SERVER])
+        before = wait_until(lambda: connect(net, "home", "server"), 20, "the server listens")
+        net.renumber("home")
+        after = wait_until(lambda: connect(net, "home", "server"), 20, "the host reaches the server")
+        assert (before[-1], after[-1]) == ("11.99.0.2", "11.99.0.3")
+        daemon = net.popen("home", ["setsid", "sleep", "1000"])
+        assert net.tag in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert daemon.poll() is not None
+    assert net.tag not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout

@@ -5,21 +5,18 @@ import os
 import re
 import shlex
 import socket
-import sys
-from pathlib import Path
 
 import finetune_data as toys
 import pytest
-from conventions import load_groups
+from conventions import FILES
 from hub_server import TOKEN, HubServer
-from mains import run_main
+from mains import parse, run_main
 from processes import LOOPBACK, ROOT, run_python, wait_until
-from swarms import choose_trainer, flags, list_joint_epochs, stop
+from swarms import choose_trainer, flags, stop, wait_for_joint_epochs
 
-import arguments
 import finetune_mlm
 import predict_on_lidirus
-from arguments import ModelArguments
+from arguments import TRAINER_ARGS, ModelArguments
 from experiment.model import make_model
 from text.tokenizers import load_tokenizer
 
@@ -33,7 +30,6 @@ TRAINER = {**OWN, "--dataloader_num_workers": 0}
 
 
 def list_commands(title: str) -> list[str]:
-    """Return the commands in a section's blocks, each as one line."""
     blocks = "".join(re.findall(r"(?ms)^```$(.*?)^```$", SECTIONS[title]))
     return [line for line in re.sub(r"\\\n\s*", "", blocks).splitlines() if "python " in line]
 
@@ -41,9 +37,8 @@ def list_commands(title: str) -> list[str]:
 def split(command: str, **values: object) -> list[str]:
     """Split the words after `python` like a shell, with these values of variables and placeholders."""
     command = command.partition("python ")[2]
-    placeholders = [name for name in values if name.isupper() and f"${name}" not in command]
-    for name in placeholders:
-        command = command.replace(name, str(values[name]))
+    for name in values:
+        command = command if f"${name}" in command else command.replace(name, str(values[name]))
     return shlex.split(re.sub(r"\$(\w+)", lambda match: str(values.get(match[1], "")), command))
 
 
@@ -52,66 +47,41 @@ TUTORIAL, COLAB, RULEAN, NETMIND = map(
 )
 
 
-def find_phrases(text: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", text)
-
-
 def test_forerunners_page_lists_tested_commands():
-    blocks = re.findall(r"(?ms)^```$(.*?)^```$", PAGE)
-    in_blocks = sum(len(re.findall(r"\bpython ", block)) for block in blocks)
-    assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and in_blocks == 12
+    in_blocks = re.findall(r"\bpython ", "".join(re.findall(r"(?ms)^```$(.*?)^```$", PAGE)))
+    assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and len(in_blocks) == 12
 
 
-@pytest.mark.parametrize("command", [*TUTORIAL, *COLAB, *RULEAN, *NETMIND])
-def test_forerunner_commands_parse(command, monkeypatch):
-    peer = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
-    values = dict.fromkeys(("INITIAL_PEERS", "IP", "ONE_OR_MORE_PEERS"), peer)
-    values |= dict.fromkeys(("EXP_NAME", "HF_ORGANIZATION_NAME", "HF_MODEL_NAME", "WANDB_PROJECT"), "E")
-    values |= {"BATCH_SIZE_FOR_YOUR_GPU": 8, "BANDWIDTH": 100, "LISTEN_ON": "/ip4/0.0.0.0/tcp/12345"}
-    words = split(command, **values)
-    script = words.pop(0) if words[0] != "-m" else (words.pop(0), words.pop(0))[1]
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    arguments.parse_arguments(*load_groups()[script])
+def find_names(title: str) -> list[str]:
+    """Return the code in the second column of a section's table."""
+    rows = [row.split("|")[2] for row in SECTIONS[title].splitlines()[3:] if row.startswith("|")]
+    return re.findall(r"`([^`]+)`", " ".join(rows))
 
 
-@pytest.mark.parametrize(
-    "name", sorted({name for row in SECTIONS["Imports"].splitlines()[3:] for name in find_phrases(row.split("|")[2])})
-)
-def test_forerunners_imports_exist(name):
-    module, _, attribute = name.rpartition(".")
-    assert hasattr(importlib.import_module(module), attribute) if module else attribute
+def test_forerunners_imports_and_log_lines_exist():
+    """Only the constant beginnings of log lines are compared."""
+    for name in find_names("Imports"):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute) if module else attribute
+    code = "".join(path.read_text() for path in FILES)
+    for phrase in find_names("Log lines"):
+        assert re.split(r" ?(?:\d|outputs|checkpoint|N\b|up to )", phrase)[0].rstrip() in code, phrase
 
 
-def test_forerunners_log_lines_exist():
-    """Only their constant beginnings are compared."""
-    code = "".join(
-        path.read_text()
-        for room in ("", "swarm/", "monitoring/", "training/", "text/")
-        for path in ROOT.glob(f"{room}*.py")
-    )
-    for row in SECTIONS["Log lines"].splitlines()[3:]:
-        for phrase in find_phrases(row.split("|")[2]) if row.startswith("|") else []:
-            beginning = re.split(r" ?(?:\d|outputs|checkpoint|N\b|up to )", phrase)[0]
-            assert beginning.rstrip() in code, phrase
+def test_empty_announce_maddrs_means_none():
+    for words in (["--announce_maddrs"], ["--announce_maddrs", ""], []):
+        swarm, *_ = parse(TRAINER_ARGS, "run_trainer.py", "--run_id", "a", *words, "--initial_peers", "/ip4/1.2.3.4")
+        assert swarm.announce_maddrs == [] and swarm.initial_peers == ["/ip4/1.2.3.4"]
 
 
-@pytest.mark.parametrize("words", [["--announce_maddrs"], ["--announce_maddrs", ""], []], ids=str)
-def test_empty_announce_maddrs_means_none(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--run_id", "a", *words, "--initial_peers", "/ip4/1.2.3.4"])
-    swarm, *_ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
-    assert swarm.announce_maddrs == [] and swarm.initial_peers == ["/ip4/1.2.3.4"]
-
-
-def test_unnamed_run_keeps_generated_name(monkeypatch, tmp_path):
+def test_unnamed_run_keeps_generated_name(tmp_path):
     def name_run(*words: str) -> tuple:
-        monkeypatch.setattr(sys, "argv", ["run_trainer.py", *words])
-        swarm, *_, data, _ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
+        swarm, *_, data, _ = parse(TRAINER_ARGS, "run_trainer.py", *words)
         return swarm.experiment_prefix, data.train_file
 
     (name, text), again = (name_run("--model_name_or_path", "bert-base-uncased") for _ in range(2))
     assert re.fullmatch(r"run-[0-9a-f]{8}", name) and (name, text) == again and (ROOT / text).exists()
-    other, _ = name_run("--output_dir", str(tmp_path))
-    assert other != name
+    assert name_run("--output_dir", str(tmp_path))[0] != name
     # given data and given names of runs do not change
     assert name_run("--model_name_or_path", "a", "--train_file", "b")[1] == "b"
     assert name_run("--model_name_or_path", "a", "--dataset_path", "b")[1] is None
@@ -130,21 +100,13 @@ def model(tiny_data, tmp_path_factory) -> str:
     return os.path.relpath(folder, ROOT)
 
 
-def wait_for_joint_epochs(tmp_path: Path, names: list[str], scripts: list) -> None:
-    try:
-        wait_until(lambda: len(list_joint_epochs(tmp_path, names)) >= 2, 150, f"epochs that {names} have averaged")
-    except AssertionError as e:
-        raise AssertionError("\n".join([str(e), *(script.text[-2000:] for script in scripts)])) from None
-
-
 @pytest.mark.slow
 def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
     """A monitor, an auxiliary peer that publishes, and four trainers, one of them a client."""
-    where = {"--identity_path": tmp_path / "identity.key"}
-    monitor = split(TUTORIAL[1], YOUR_WANDB_PROJECT="Demo-run")
+    where = {"--identity_path": tmp_path / "identity.key", "--output_dir": tmp_path / "monitor"}
     same = ["--model_name_or_path", model]
-    own = ["--refresh_period", 0.3, "--output_dir", tmp_path / "monitor", *LOOPBACK, *flags(where, SHARED), *same]
-    scripts = [start("monitor", *monitor, *own, env={"WANDB_DISABLED": "true"})]
+    monitor = [*split(TUTORIAL[1], YOUR_WANDB_PROJECT="Demo-run"), *LOOPBACK, *flags(where, SHARED), *same]
+    scripts = [start("monitor", *monitor, "--refresh_period", 0.3, env={"WANDB_DISABLED": "true"})]
     peers = scripts[0].wait_for(r"(?m)^--initial_peers (/ip4/\S+)$", 120)[1]
     name = scripts[0].wait_for(r"--experiment_prefix (run-\w{8}) ")[1]
     port = re.search(r"/tcp/(\d+)", peers)[1]
@@ -154,27 +116,25 @@ def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
         folder = ["--output_dir", tmp_path / label]
         scripts.append(start(label, *words, *LOOPBACK, *flags(tiny_data, TRAINER), *same, *more, *folder))
 
-    batch = {"BATCH_SIZE_FOR_YOUR_GPU": 8, "ONE_OR_MORE_PEERS": peers}
-    start_trainer("tutorial", split(TUTORIAL[2], **batch))
+    logs = "--logging_dir", tmp_path / "logs"
+    start_trainer("tutorial", split(TUTORIAL[2], BATCH_SIZE_FOR_YOUR_GPU=8, ONE_OR_MORE_PEERS=peers))
     colab = split(COLAB[0], NAME_YOUR_EXPERIMENT=name, HOST="127.0.0.1")
-    start_trainer("colab", [word.replace("31337", port) for word in colab], "--logging_dir", tmp_path / "logs")
+    start_trainer("colab", [word.replace("31337", port) for word in colab], *logs)
     start_trainer("rulean", split(RULEAN[1], **values))
-    netmind = split(NETMIND[1].replace("bert_experiment", name), IP=peers)
-    start_trainer("netmind", netmind, *flags(SHARED), "--logging_dir", tmp_path / "logs")
+    start_trainer("netmind", split(NETMIND[1].replace("bert_experiment", name), IP=peers), *flags(SHARED), *logs)
     with HubServer() as hub:
         more = {"--refresh_period": 0.3, "--output_dir": tmp_path / "aux", "--save_checkpoint_epoch_interval": 2}
         more |= {"--initial_peers": peers, "--model_name_or_path": model}
-        hub_values = {"HF_ORGANIZATION_NAME": "org", "HF_MODEL_NAME": "my-exp", "WANDB_PROJECT": "my-exp"}
+        values |= {"HF_ORGANIZATION_NAME": "org", "HF_MODEL_NAME": "my-exp", "WANDB_PROJECT": "my-exp"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
-        aux = split(RULEAN[0], **values | {"LISTEN_ON": address, "ANNOUNCE_ON": address}, **hub_values)
+        aux = split(RULEAN[0], **values | {"LISTEN_ON": address, "ANNOUNCE_ON": address})
         env = {"WANDB_DISABLED": "true", "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}
         scripts.append(start("aux", *aux, *flags(OWN, more), env=env))
-        wait_for_joint_epochs(tmp_path, ["tutorial", "colab", "rulean", "netmind"], scripts)
+        wait_for_joint_epochs(tmp_path, ["tutorial", "colab", "rulean", "netmind"], 2, 150, scripts)
         wait_until(lambda: hub.commits("org/my-exp"), 150, "an upload")
         stop(*scripts[::-1])
-    assert "in client mode" in scripts[2].text and (tmp_path / "logs").is_dir()
-    assert "helped in" in scripts[-1].text
+    assert "in client mode" in scripts[2].text and "helped in" in scripts[-1].text and (tmp_path / "logs").is_dir()
     seen = "".join(script.text for script in scripts)
     for line in (
         "To join this run, give other peers this:",
@@ -191,18 +151,17 @@ def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
 def test_netmind_command_starts_joinable_run(start, tmp_path, model):
     """The second peer joins by the command that the first one logs."""
     own = flags(TRAINER, {"--max_sequence_length": 64, "--dataset_cache_dir": tmp_path / "cache"})
-    shared = flags(SHARED, {"--target_batch_size": 96})
 
     def start_trainer(name: str, words: list[str], *more: object):
         assert words[0] == "run_trainer.py"
-        words = [*choose_trainer(0.1), *words[1:]]
-        return start(name, *words, *LOOPBACK, *own, *more, "--output_dir", tmp_path / name)
+        words = [*choose_trainer(0.1), *words[1:], *LOOPBACK, *own, *more]
+        return start(name, *words, "--output_dir", tmp_path / name)
 
     words = [word.replace("bert-base-uncased", model) for word in split(NETMIND[0])]
-    first = start_trainer("first", words, *shared)
+    first = start_trainer("first", words, *flags(SHARED, {"--target_batch_size": 96}))
     command = first.wait_for(r"for example: python (run_trainer\.py .*)", 120)[1]
     second = start_trainer("second", command.split())
-    wait_for_joint_epochs(tmp_path, ["first", "second"], [first, second])
+    wait_for_joint_epochs(tmp_path, ["first", "second"], 2, 150, [first, second])
     stop(second, first)
 
 
@@ -215,14 +174,11 @@ def test_forerunner_commands_run(start, tmp_path, tiny_data, toy_model):
     run_python(*split(TUTORIAL[0]), *flags(small, made), expect=0)
     shown = run_python(*split(RULEAN[4]), *flags(made), expect=0)
     assert "[MASK]" in shown.stdout
-    monitor = start(
-        "monitor", *split(RULEAN[5]), *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "monitor"
-    )
+    own = *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "monitor"
+    monitor, tuned = start("monitor", *split(RULEAN[5]), *own), tmp_path / "run"
     toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:8])
-    tuned = tmp_path / "run"
-    quick = ["--data_dir", tmp_path, "--num_train_epochs", 1, "--output_dir", tuned]
     words = [word.replace("state.pth", str(toy_model)) for word in split(RULEAN[2])]
-    run_main(finetune_mlm, *words[1:], *quick)
+    run_main(finetune_mlm, *words[1:], "--data_dir", tmp_path, "--num_train_epochs", 1, "--output_dir", tuned)
     toys.write_lidirus(tmp_path)
     words = [word.replace("outputs/finetune/TERRa", str(tuned)) for word in split(RULEAN[3])]
     run_main(predict_on_lidirus, *words[1:], "--data_dir", tmp_path)

@@ -30,14 +30,11 @@ FAST = settings(max_examples=100, deadline=None, database=None)
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([0, -1, 10**9, 10**15, 1e300])
 PLAIN = st.none() | st.booleans() | NUMBERS | st.text(max_size=20) | st.binary(max_size=40)
-VALUES = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-)
+NAMES = st.text(max_size=8)
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4))
 BYTES = st.binary(max_size=200) | VALUES.map(MSGPackSerializer.dumps)
 # hivemind's own types: a dictionary of records, a tuple
-BYTES |= st.tuples(st.integers(0, 127), BYTES).map(
-    lambda pair: b"\xc7" + bytes([len(pair[1]) % 256, pair[0]]) + pair[1]
-)
+BYTES |= st.builds(lambda kind, data: b"\xc7" + bytes([len(data) % 256, kind]) + data, st.integers(0, 127), BYTES)
 
 
 def vary(record: dict) -> st.SearchStrategy[dict]:
@@ -77,6 +74,9 @@ def test_records_of_other_types_are_refused(signer, key, subkey, value, expires)
     peer_id=st.booleans() | st.binary(max_size=40),
 )
 def test_signed_record_fields_are_bounded(signer, name, value, is_id, peer_id):
+    for schema in (LocalMetrics, RunContract):
+        with contextlib.suppress(ValidationError, TypeError):
+            schema.parse_obj(value)
     validator, public_key = signer
     own_id = find_peer_id(public_key)
     if isinstance(value, dict) and peer_id is not False:
@@ -97,26 +97,16 @@ def test_signed_record_fields_are_bounded(signer, name, value, is_id, peer_id):
     assert not validator.validate(dataclasses.replace(signed, value=signed.value[:-1] + b"\0"))
 
 
-@FAST
-@given(value=VALUES | VARIED)
-def test_records_are_parsed_or_invalid(value):
-    for schema in (LocalMetrics, RunContract):
-        with contextlib.suppress(ValidationError, TypeError):
-            schema.parse_obj(value)
+GROUP_DATA = st.tuples(NUMBERS | st.none(), VALUES, BYTES | VALUES)
 
 
 @FAST
-@given(data=BYTES, parts=st.tuples(NUMBERS | st.none(), VALUES, BYTES | VALUES))
-def test_group_data_is_bounded(data, parts):
+@given(data=BYTES, parts=GROUP_DATA, blocks=st.lists(NUMBERS, max_size=9), client=st.binary(max_size=9) | NUMBERS)
+def test_messages_of_peers_are_bounded(data, parts, blocks, client):
     for message in (data, MSGPackSerializer.dumps(parts), MSGPackSerializer.dumps(list(parts))):
         with contextlib.suppress(ValueError):
             _, _, bandwidth = parse_gathered(message)
             assert bandwidth is None or PLAUSIBLE_MBITS[0] <= bandwidth <= PLAUSIBLE_MBITS[1]
-
-
-@FAST
-@given(data=BYTES, blocks=st.lists(NUMBERS, max_size=9), client=st.binary(max_size=9) | NUMBERS)
-def test_requests_of_peers_are_bounded(data, blocks, client):
     for message in (data, MSGPackSerializer.dumps([5, "a", blocks, client])):
         with contextlib.suppress(ValueError):
             request = unpack(StateRequest, message)
@@ -135,9 +125,8 @@ def test_believable_records_are_consistent(epochs, last_epoch):
 
 
 MADDRS = st.sampled_from(["/ip4/1.2.3.4/tcp/80/p2p/Qm", "/p2p/", "/ip4/1.2.3.4/tcp/x", "/ip6/::/tcp/0"]) | VALUES
-PAGES = VALUES | st.fixed_dictionaries(
-    dict(experiment_prefix=st.sampled_from(["run", "other"]), multiaddrs=st.lists(MADDRS, max_size=4) | VALUES)
-)
+FIELDS = dict(experiment_prefix=st.sampled_from(["run", "other"]), multiaddrs=st.lists(MADDRS, max_size=4) | VALUES)
+PAGES = VALUES | st.fixed_dictionaries(FIELDS)
 
 
 @FAST

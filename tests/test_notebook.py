@@ -2,12 +2,12 @@
 
 import ast
 import asyncio
-import contextlib
 import json
 import os
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import nbclient
@@ -15,11 +15,12 @@ import nbformat
 import psutil
 import pytest
 from file_server import FileServer
+from mains import parse
 from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
-from swarms import history, start_monitor, start_trainer
+from swarms import history, start_monitor, start_trainer, stop
 
-from arguments import TRAINER_ARGS, parse_arguments
+from arguments import TRAINER_ARGS
 from text.hosting import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
@@ -27,22 +28,16 @@ NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 OWN = ["--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"]
 
 
-def find_processes(word: str) -> list[psutil.Process]:
-    """Return the other processes with this word in their command line."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and any(word in part for part in process.cmdline()):
-                found.append(process)
-    return found
+def find_processes(word: str) -> list[int]:
+    commands = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    return [pid for pid, parts in commands.items() if pid != os.getpid() and any(word in part for part in parts)]
 
 
 async def execute(notebook, until, seconds: float) -> None:
     """Run all cells, and interrupt the kernel like the stop button once `until` is true."""
     client = nbclient.NotebookClient(notebook, timeout=seconds, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
-    run = asyncio.create_task(client.async_execute())
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not run.done() and not until() and asyncio.get_running_loop().time() < deadline:
+    run, deadline = asyncio.create_task(client.async_execute()), time.monotonic() + seconds
+    while not run.done() and not until() and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
     if not run.done():
         await client.km.interrupt_kernel()
@@ -56,37 +51,33 @@ def text_of(cell) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
 def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monkeypatch, is_closed):
-    prefix, output_dir = make_prefix(), tmp_path / "notebook"
-    hosted = tmp_path / "hosted"
+    prefix, output_dir, hosted = make_prefix(), tmp_path / "notebook", tmp_path / "hosted"
     hosted.mkdir()
     make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], hosted / "tiny.tar.gz")
     closed = ["--authorize", "--authority_key", tmp_path / "authority.pem"] if is_closed else []
     more = ["--report_to", "none", "--status_port", 0, *closed]
     monitor, address = start_monitor(start, prefix, tmp_path / "monitor", *more)
     own = {"--total_steps": 2000, "--target_batch_size": 1024, "--per_device_train_batch_size": 32, **tiny_data}
+    env = {"OUTPUT_DIR": str(output_dir), "OMP_NUM_THREADS": "1"}
     if is_closed:
         own["--invite"] = make_invitation(tmp_path, prefix, "other")
-        invitation = Path(make_invitation(tmp_path, prefix, "guest")).read_text()
-        monkeypatch.setenv("INVITATION", invitation)
+        env["INVITATION"] = invitation = Path(make_invitation(tmp_path, prefix, "guest")).read_text()
     other = start_trainer(start, tmp_path, "other", prefix, address, own)
 
     other.wait_for("epoch 2/")  # now it is known by which flags
     page = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
-    more_flags = [*LOOPBACK, *OWN, "--dataset_cache_dir", str(tmp_path / "cache")]
+    env["MORE_FLAGS"] = shlex.join([*LOOPBACK, *OWN, "--dataset_cache_dir", str(tmp_path / "cache")])
+
+    def has_averaged() -> bool:
+        return sum(line["averaged_with"] > 1 for line in history(tmp_path, "notebook").values()) >= 5
+
     with FileServer(hosted) as server:
-        monkeypatch.setenv("INITIAL_PEERS", f"http://127.0.0.1:{page}/")
-        monkeypatch.setenv("DATASET_URL", f"{server.url}/tiny.tar.gz")
-        monkeypatch.setenv("MORE_FLAGS", shlex.join(more_flags))
-        monkeypatch.setenv("OUTPUT_DIR", str(output_dir))
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        env |= {"INITIAL_PEERS": f"http://127.0.0.1:{page}/", "DATASET_URL": f"{server.url}/tiny.tar.gz"}
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
         notebook = nbformat.read(NOTEBOOK, as_version=4)
-
-        def has_averaged() -> bool:
-            return sum(line["averaged_with"] > 1 for line in history(tmp_path, "notebook").values()) >= 5
-
         asyncio.run(execute(notebook, has_averaged, 240))
-    other.interrupt()
-    monitor.interrupt()
+    stop(other, monitor)
 
     lines = list(history(tmp_path, "notebook").values())
     together = [line for line in lines if line["averaged_with"] > 1]
@@ -97,8 +88,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     norms = {epoch: line["grad_norm"] for epoch, line in history(tmp_path, "other").items()}
     assert sum(abs(norms[line["epoch"]] / line["grad_norm"] - 1) < 1e-3 for line in together if line["epoch"] in norms)
     summary = json.loads((output_dir / "summary.json").read_text())
-    assert summary["samples"] >= samples  # it has ended in order
-    assert summary["epochs_averaged"] >= len(together)
+    assert summary["samples"] >= samples and summary["epochs_averaged"] >= len(together)  # it has ended in order
     assert (output_dir / "model" / "model.safetensors").exists()
 
     if is_closed:
@@ -115,17 +105,14 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     # only the last picture of the progress remains
     assert sum("image/png" in output.get("data", {}) for output in join.outputs) == 1
     shown = int(re.search(r"you have contributed ([\d,]+) samples", text_of(join))[1].replace(",", ""))
-    assert 0 < shown <= summary["samples"]
-    assert f"{shown:,} samples of yours" in text_of(end)
+    assert 0 < shown <= summary["samples"] and f"{shown:,} samples of yours" in text_of(end)
     drawing = next(cell for cell in notebook.cells if "SVG(" in cell.source and cell.outputs)
     assert any("image/svg+xml" in output.get("data", {}) for output in drawing.outputs)
 
-    other.assert_clean_end(60)
-    monitor.assert_clean_end(60)
     wait_until(lambda: not find_processes(str(output_dir)), 10, "no process of the notebook's is left")
 
 
-def test_notebook_cells_compile_with_valid_flags(monkeypatch):
+def test_notebook_cells_compile_with_valid_flags():
     cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
     trees = [ast.parse(re.sub("(?m)^[%!].*$", "", source)) for source in cells]
     for tree in trees:
@@ -140,8 +127,7 @@ def test_notebook_cells_compile_with_valid_flags(monkeypatch):
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
     _, script, *words = eval(ast.unparse(start.args[0]), names)
     assert script == "run_trainer.py"
-    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
-    swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
+    swarm, *_, data, args = parse(TRAINER_ARGS, script, *words)
     assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2 and swarm.invite == "/tmp/invitation"
     assert data.dataset_path == settings["dataset_url"] and args.fp16
     assert swarm.client_mode and args.output_dir == "out" and args.per_device_train_batch_size == "auto"
@@ -150,9 +136,8 @@ def test_notebook_cells_compile_with_valid_flags(monkeypatch):
 def test_notebook_has_no_outputs_or_keys():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert not cell.outputs and cell.execution_count is None
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
     # the address to fill in, and values that the organizer may give
     parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)

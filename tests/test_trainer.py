@@ -1,62 +1,59 @@
 """A single trainer: steps that must not count, parameters that must be restored, and the same model in all roles."""
 
 import json
+import math
 import re
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from processes import make_prefix, run_python
 from safetensors.torch import load_file
-from swarms import TINY, Swarm
-
-from arguments import DataArguments
-from text.batches import sequence_length_at
+from swarms import TINY, Swarm, flags, history
 
 
 def run(program: str, *arguments: object) -> CompletedProcess:
     return run_python("-m", f"tests.programs.{program}", *arguments, timeout=180, expect=0)
 
 
+def run_changed(change: str, folder: Path, *groups: dict) -> tuple[CompletedProcess, dict, list[dict]]:
+    own = {"--experiment_prefix": make_prefix(), "--output_dir": folder / "out"}
+    result = run("changed_trainer", change, *TINY, *flags(own, *groups))
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    return result, summary, list(history(folder, "out").values())
+
+
 def test_nonfinite_steps_are_skipped_and_counted(tmp_path, tiny_data):
-    where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path]
-    run("changed_trainer", "faulty", *TINY, *where, "--max_steps", 4)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    _, summary, lines = run_changed("faulty", tmp_path, tiny_data, {"--max_steps": 4})
     # 4 epochs of 64 samples in steps of 16: 16 good steps, and every fifth of all is bad
-    assert summary["samples"] == 256
-    assert summary["skipped_steps"] == 3
-    assert history[-1]["skipped_steps"] == 3
-    assert all(line["loss"] == pytest.approx(line["loss"], nan_ok=False) for line in history)
-    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert (summary["samples"], summary["skipped_steps"], lines[-1]["skipped_steps"]) == (256, 3, 3)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_growing_sequences_model_learns(tmp_path, tiny_data):
-    growing = dict(initial_sequence_length=16, max_sequence_length=32, sequence_length_warmup_steps=4)
-    where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
-    more = ["--dataloader_num_workers", 2, "--max_steps", 8, *(w for n, v in growing.items() for w in (f"--{n}", v))]
-    result = run("changed_trainer", "measured", *TINY, *where, *more)
+    own = {"--do_eval": [], "--dataloader_num_workers": 2, "--max_steps": 8, **tiny_data}
+    own |= {"--initial_sequence_length": 16, "--max_sequence_length": 32, "--sequence_length_warmup_steps": 4}
+    result, summary, lines = run_changed("measured", tmp_path, own)
     widths, tokens = {}, 0
     for line in result.stdout.splitlines():
         epoch, width, count = json.loads(line)
         widths.setdefault(epoch, []).append(width)
         tokens += count
     # 16 + 4 per epoch, in multiples of 8; an epoch has four batches
-    expected = [sequence_length_at(epoch, DataArguments(**growing)) for epoch in range(8)]
-    assert expected == [16, 16, 24, 24, 32, 32, 32, 32]
+    expected = [16, 16, 24, 24, 32, 32, 32, 32]
     assert list(widths) == list(range(8)) and all(len(widths[epoch]) == 4 for epoch in widths)
     assert all(max(widths[epoch]) <= expected[epoch] for epoch in range(8)), widths
     longest = [max(widths[epoch] + widths[epoch + 1]) for epoch in (0, 2, 4)]
     assert longest[:2] == [16, 24] and longest[2] > 24, widths
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in history] == list(range(1, 9))
+    assert [line["epoch"] for line in lines] == list(range(1, 9))
     assert summary["tokens"] == tokens and summary["mfu"] is None  # on a CPU
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"])
-    assert summary["seconds"] == pytest.approx(sum(line["epoch_seconds"] for line in history), rel=0.01)
-    assert sum(line["tokens_per_second"] * line["epoch_seconds"] for line in history) == pytest.approx(tokens)
+    assert summary["seconds"] == pytest.approx(sum(line["epoch_seconds"] for line in lines), rel=0.01)
+    assert sum(line["tokens_per_second"] * line["epoch_seconds"] for line in lines) == pytest.approx(tokens)
     assert f"{summary['tokens_per_second']:,.0f} tokens/s, MFU -; the model is in" in result.stderr
-    assert history[-1]["loss"] < history[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
+    assert lines[-1]["loss"] < lines[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 
 @pytest.fixture(scope="module", params=[pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
@@ -69,13 +66,7 @@ def test_roles_order_parameters_equally(facts):
     """Peers exchange states by position (note 9)."""
     assert facts["trainer"] == facts["monitor"]
     matrices = [name for name in facts["trainer"]["names"] if name in facts["trainer"]["matrices"]]
-    assert facts["trainer"]["matrices"] == matrices
-    assert len(matrices) >= 8
-
-
-def test_nonfinite_parameters_end_lone_trainer(facts):
-    """The user restarts it from a checkpoint."""
-    assert facts["exit_code"] == 1 and facts["is_finite"]
+    assert facts["trainer"]["matrices"] == matrices and len(matrices) >= 8
 
 
 @pytest.mark.slow
@@ -90,18 +81,12 @@ def test_nonfinite_parameters_reload_from_swarm(start, tmp_path, tiny_data):
     assert swarm.difference(["a", "b", "broken"]) < 1e-6
 
 
-def test_progress_line_omits_unknown_values(facts):
-    """The loss is the mean of the steps that were not skipped."""
+def test_callback_reports_good_steps_and_ends_bad_trainer(facts):
+    """The loss is the mean of the steps that were not skipped, and unknown values are omitted."""
+    assert facts["exit_code"] == 1 and facts["is_finite"]  # with non-finite parameters, and after a restart
     before, after = facts["lines"]
     assert facts["progress"]["target_batch_size"] == 64  # not less --batch_size_lead
     assert re.fullmatch(r"epoch 0/100  peers 1/1  \d\.\d s  local samples 0  next epoch 0%", before), before
     assert re.fullmatch(r"epoch 0/100  loss 1\.5000  peers 1/1  .* s  .*  ETA 50:00  next epoch 0%", after), after
-
-
-def test_samples_count_as_computed_if_none_are_pending(facts):
-    """The step of an epoch's end uses them at once."""
-    assert facts["has_contributed"]
-
-
-def test_evaluation_out_of_memory_is_skipped(facts):
-    assert facts["measured"] == [None, None, None]
+    assert facts["has_contributed"]  # the step of an epoch's end uses its samples at once, and leaves none pending
+    assert facts["measured"] == [None, None, None]  # the evaluation was out of memory

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,15 +13,14 @@ import huggingface_hub
 import pytest
 import torch
 from hub_server import TOKEN, HubServer
-from mains import expect_user_error, refuse
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
-from records import make_metrics
+from mains import expect_user_error, parse, refuse
+from processes import LOOPBACK, ROOT, make_prefix, read_files, wait_until
 from swarms import ALONE, flags, history, read_epochs, start_alone, start_monitor, stop
 from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 import run_aux_peer
 import run_training_monitor
-from arguments import SHARED_ARGS, ArchiveArguments, ModelArguments, ReportArguments, SwarmArguments, parse_arguments
+from arguments import SHARED_ARGS, ArchiveArguments, ModelArguments, ReportArguments, SwarmArguments
 from common.console import UserError
 from experiment.model import make_model
 from experiment.samples import sample_texts
@@ -37,40 +35,24 @@ from utils import Evaluation
 REPOSITORY = "org/my-albert"
 
 
-def parse(monkeypatch, *words: str) -> ArchiveArguments:
-    monkeypatch.setattr(sys, "argv", ["./run_training_monitor.py", *words])
-    return parse_arguments(ArchiveArguments)[0]
-
-
-@pytest.mark.parametrize(
-    "words, cure",
-    [
-        (["--repo_url", "org/name"], "--store_checkpoints"),
-        (["--store_checkpoints", "--upload_interval", "60"], "--repo_url"),
-        (["--store_checkpoints", "--repo_url", "name"], "HF_ORGANIZATION_NAME"),
-        (["--store_checkpoints", "--repo_url", "org/my name"], "ORG/NAME"),
-        (["--store_checkpoints", "--repo_url", "https://huggingface.co/datasets/org/name"], "ORG/NAME"),
-        (["--store_checkpoints", "--repo_url", "https://me:hf_secret@huggingface.co/org"], "ORG/NAME"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_archive_contradictory_flags_are_one_line(words, cure, monkeypatch):
-    with pytest.raises(UserError) as error:
-        parse(monkeypatch, *words)
-    [line] = str(error.value).splitlines()
-    assert cure in line and "hf_secret" not in line
-
-
-def test_repo_url_accepts_three_forms(monkeypatch):
-    monkeypatch.setenv("HF_ORGANIZATION_NAME", "org")
-    for text in (
-        REPOSITORY,
-        "my-albert",
-        f"https://huggingface.co/{REPOSITORY}",
-        f"https://me:hf_secret@huggingface.co/{REPOSITORY}.git",
-        f"http://127.0.0.1:8080/{REPOSITORY}/",
+def test_repo_url_is_parsed_or_refused(monkeypatch):
+    script, url = "run_training_monitor.py", ("--store_checkpoints", "--repo_url")
+    for words, cure in (
+        (("--repo_url", "org/name"), "--store_checkpoints"),
+        (("--store_checkpoints", "--upload_interval", "60"), "--repo_url"),
+        ((*url, "name"), "HF_ORGANIZATION_NAME"),
+        ((*url, "org/my name"), "ORG/NAME"),
+        ((*url, "https://huggingface.co/datasets/org/name"), "ORG/NAME"),
+        ((*url, "https://me:hf_secret@huggingface.co/org"), "ORG/NAME"),
     ):
-        args = parse(monkeypatch, "--store_checkpoints", "--repo_url", text)
+        with pytest.raises(UserError, match=cure) as error:
+            parse([ArchiveArguments], script, *words)
+        assert "hf_secret" not in str(error.value)
+    monkeypatch.setenv("HF_ORGANIZATION_NAME", "org")
+    hub, login = f"huggingface.co/{REPOSITORY}", "me:hf_secret@"
+    texts = f"https://{hub}", f"https://{login}{hub}.git", f"http://127.0.0.1:8080/{REPOSITORY}/"
+    for text in (REPOSITORY, "my-albert", *texts):
+        [args] = parse([ArchiveArguments], script, *url, text)
         assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
 
 
@@ -87,47 +69,49 @@ def test_archive_resumes_after_restart(save):
     due = [epoch for epoch in range(60) if handler.is_due(epoch)]
     # reports may lag behind the state by some epochs; if they lag more, the run has started over
     assert due == [*range(35), *range(50, 60)]
+    # without a history, a state may be of the earlier run
+    handler.download = Future()
+    handler.download.set_result(({"epoch": 5}, []))
+    handler.step(None, [], {})
+    assert handler.download is not None
     stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
     (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))
-    handler = make_handler(folder)
-    assert handler.last_epoch == 0 and find_checkpoints(folder) == []
+    assert make_handler(folder).last_epoch == 0 and find_checkpoints(folder) == []
     assert len(list(folder.glob("set-aside-*/checkpoint-*"))) == 2
 
 
-@pytest.fixture
-def login(tmp_path, monkeypatch) -> Path:
-    """The file for the Hub's token; the environment has no token."""
+def test_archive_missing_folder_or_token_is_one_line(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HF_USER_ACCESS_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "login"))
-    return tmp_path / "login"
-
-
-def test_archive_missing_folder_or_token_is_one_line(tmp_path, login):
     (tmp_path / "file").write_text("")
     with expect_user_error("--local_path"):
         make_handler(tmp_path / "file")
-    with expect_user_error("hf auth login"):
-        make_handler(tmp_path / "archive", REPOSITORY)
-    login.write_text(TOKEN)
+    for script in (run_aux_peer, run_training_monitor):
+        words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
+        line = refuse(script, *words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY)
+        assert line.startswith("--repo_url needs a token") and "hf auth login" in line
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "login").write_text(TOKEN)
     assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path):
     """A Hub on loopback, which this process uses too."""
     with HubServer() as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        values = {"ENDPOINT": server.endpoint, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        values["HUGGINGFACE_CO_URL_TEMPLATE"] = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in values.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
 
 
 def make_stamp(epoch: int) -> tuple[dict, list[dict]]:
-    """The stamp of a checkpoint at this epoch, and the run's history."""
     arguments = {name: value for group in SHARED_ARGS for name, value in vars(group()).items()}
     settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
-    speed = make_metrics(epoch).samples_per_second
-    metrics = {"epoch": epoch, "time": 1e9 + 3600 * epoch, "loss": 5.5, "alive_peers": 3, "samples_per_second": speed}
+    metrics = {"epoch": epoch, "time": 1e9 + 3600 * epoch, "loss": 5.5, "alive_peers": 3, "samples_per_second": 10.0}
     stamp = {"epoch": epoch, "loss": 5.5, "time": float(epoch), "experiment_prefix": "my_albert"}
     stamp |= {"given_by": ["0123abcd"], "swarm": metrics, "validation": {}, "settings": settings}
     return stamp, [metrics | {"epoch": 1, "time": 1e9, "alive_peers": 7}, metrics]
@@ -167,45 +151,33 @@ def test_card_holds_texts_and_evaluation(tiny_data, text_data, caplog, config, k
     assert "the card has no sample texts" in caplog.text
 
 
-def test_archive_ignores_state_of_earlier_run(tmp_path):
-    handler = make_handler(tmp_path)
-    handler.download = Future()
-    handler.download.set_result(({"epoch": 5}, []))
-    handler.step(None, [], {})
-    assert handler.download is not None
-
-
-def use_hub(hub: HubServer, tmp_path: Path, monkeypatch) -> None:
-    """Let this process download from the Hub on loopback."""
-    template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-
-
-def test_upload_is_complete(hub, save, tmp_path, monkeypatch, capsys):
+def test_upload_is_complete_archive_checkpoint(hub, save, tmp_path, capsys):
     """The card's code runs with the downloaded model."""
     for epoch in (40, 45):
         folder = save(epoch)
         upload_checkpoint(folder, REPOSITORY)
     first, last = hub.commits(REPOSITORY)
     assert (first.message, last.message) == ("epoch 40, loss 5.5000", "epoch 45, loss 5.5000")
-    assert sorted(last.files) == sorted(path.name for path in folder.iterdir())
-    for name, content in last.files.items():
-        assert content == (folder / name).read_bytes(), name
+    assert last.files == read_files(folder)
     # the unchanged weights and picture were not sent again
     assert sum(method == "PUT" for method, *_ in hub.requests) == 4
+    # a trainer's checkpoint, which holds its addresses and paths, is not sent at all
+    stamp, count = read_stamp(folder), len(hub.requests)
+    del stamp["settings"]
+    (folder / "training_state.json").write_text(json.dumps(stamp))
+    with pytest.raises(ValueError, match="whole command line"):
+        upload_checkpoint(folder, REPOSITORY)
+    assert len(hub.requests) == count
 
     card = last.files["README.md"].decode()
-    for words in ("epoch 45 of the run `my_albert`", "5.5000 nats", "| 3 at this epoch, 7 at most |", "| 45.0 hours, "):
+    phrases = "epoch 45 of the run `my_albert`", "5.5000 nats", "| 3 at this epoch, 7 at most |", "| 45.0 hours, "
+    for words in (*phrases, f"{45 * 4096:,} (epochs", "peak learning rate 0.00176 after 5,000 epochs"):
         assert words in card, card
-    assert f"{45 * 4096:,} (epochs" in card and "peak learning rate 0.00176 after 5,000 epochs" in card
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
-    use_hub(hub, tmp_path, monkeypatch)
-    exec(code, {})
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], {})
     assert "'score'" in capsys.readouterr().out and list(tmp_path.glob("cache/*my-albert"))
 
 
-def test_published_adapters_open_by_name(hub, tmp_path, text_data, monkeypatch):
+def test_published_adapters_open_by_name(hub, tmp_path, text_data):
     pytest.importorskip("peft")
     tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
     make_model(ModelArguments(str(ROOT / "configs/gpt-demo.json")), len(tokenizer)).save_pretrained(tmp_path / "base")
@@ -223,54 +195,33 @@ def test_published_adapters_open_by_name(hub, tmp_path, text_data, monkeypatch):
     assert not [name for name, content in commit.files.items() if str(tmp_path).encode() in content]
 
     shutil.rmtree(tmp_path / "base")
-    use_hub(hub, tmp_path, monkeypatch)
     ids = torch.arange(20)[None]
     for place in (REPOSITORY, folder, tmp_path / "archive0" / "checkpoint-5"):
         opened = AutoModelForCausalLM.from_pretrained(place).eval()
         torch.testing.assert_close(opened(ids).logits, model(input_ids=ids).logits)
 
 
-def test_upload_excludes_trainer_files(hub, save):
-    """A trainer's checkpoint holds its addresses and paths."""
-    folder = save(5)
-    stamp = read_stamp(folder)
-    del stamp["settings"]
-    (folder / "training_state.json").write_text(json.dumps(stamp))
-    with pytest.raises(ValueError, match="whole command line"):
-        upload_checkpoint(folder, REPOSITORY)
-    assert hub.requests == []
-
-
 def run_until_uploaded(publisher: Publisher, folder: Path) -> None:
-    def is_uploaded() -> bool:
-        publisher.step()
-        return publisher.uploaded.get("checkpoint") == read_stamp(folder)["time"]
-
-    wait_until(is_uploaded, 60, f"{folder} uploaded")
+    wait_until(lambda: publisher.step() or not publisher.find_new(), 60, f"{folder} uploaded")
     publisher.thread.join()
 
 
-FAULTS = [
-    ("POST", "repos/create", 401, ["HTTP 401", "HF_TOKEN", "hf auth login"]),
-    ("POST", "repos/create", "hang", ["time"]),
-    ("POST", "validate-yaml", 500, ["HTTP 500"]),
-    ("POST", "objects/batch", 403, ["HTTP 403", "exceeded your storage quota"]),
-    ("POST", "/commit/", "cut", ["Error: "]),
-]
+# test_monitor_archives_and_publishes has an invalid token and a cut connection
+FAULTS = {"repos/create": ("hang", "time"), "validate-yaml": (500, "HTTP 500")}
+FAULTS["objects/batch"] = (403, r"HTTP 403.*exceeded your storage quota")
 
 
-@pytest.mark.parametrize("method, path, kind, words", FAULTS, ids=[f"{path} {kind}" for _, path, kind, _ in FAULTS])
-def test_upload_failure_warns_and_retries(hub, save, caplog, monkeypatch, capfd, method, path, kind, words):
+@pytest.mark.parametrize("path", FAULTS)
+def test_upload_failure_warns_and_retries(hub, save, caplog, monkeypatch, capfd, path):
+    kind, words = FAULTS[path]
     monkeypatch.setattr("monitoring.hub.NETWORK_TIMEOUT", 2.0 if kind == "hang" else 60.0)
     caplog.set_level("INFO")
     folder = save(5)
-    fault = hub.fail(method, path, kind, times=2)
-    publisher = Publisher(REPOSITORY, 0.2, folder.parent)
-    run_until_uploaded(publisher, folder)
+    fault = hub.fail("POST", path, kind, times=2)
+    run_until_uploaded(Publisher(REPOSITORY, 0.2, folder.parent), folder)
     assert fault.met == 2
-    lines = [record.getMessage() for record in caplog.records if record.name == "hub"]
-    warning, _, success = lines
-    assert all(word in warning for word in ["checkpoint-5 is not on the Hub", *words]), warning
+    warning, _, success = [record.getMessage() for record in caplog.records if record.name == "hub"]
+    assert re.search(f"checkpoint-5 is not on the Hub.*{words}", warning), warning
     assert "uploaded checkpoint-5" in success
     [commit] = hub.commits(REPOSITORY)
     assert commit.files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
@@ -287,7 +238,8 @@ def test_upload_without_network_is_warning(hub, save, caplog, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     publisher.upload(folder)
     first, second = [record.getMessage() for record in caplog.records]
-    assert "HTTP 401" in first and "Connection refused" in second and "hf_wrong" not in caplog.text
+    assert all(word in first for word in ("HTTP 401", "set HF_TOKEN", "hf auth login"))
+    assert "Connection refused" in second and "hf_wrong" not in caplog.text
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_USER_ACCESS_TOKEN", TOKEN)
@@ -299,8 +251,7 @@ def test_restart_keeps_upload_time_and_counts(hub, save):
     folder = save(5)
     run_until_uploaded(Publisher(REPOSITORY, 1000, folder.parent), folder)
     restarted = Publisher(REPOSITORY, 1000, folder.parent)
-    assert restarted.find_new() is None
-    assert 900 < restarted.next_upload - time.monotonic() <= 1000
+    assert restarted.find_new() is None and 900 < restarted.next_upload - time.monotonic() <= 1000
     newer = save(10)
     restarted.step()
     assert restarted.thread is None and restarted.find_new() == newer
@@ -315,66 +266,42 @@ def test_restart_keeps_upload_time_and_counts(hub, save):
     assert Publisher(REPOSITORY, 1000, folder.parent).next_upload <= time.monotonic()
 
 
-@pytest.mark.parametrize("script", [run_aux_peer, run_training_monitor])
-def test_missing_token_without_terminal_is_error(login, tmp_path, script):
-    words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
-    line = refuse(script, *words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY)
-    assert line.startswith("--repo_url needs a token") and not (tmp_path / "out").exists()
-
-
-LOGIN = """
-import sys
-from huggingface_hub import constants
-constants.HF_TOKEN_PATH = sys.argv[1]
-from common.console import edge
-from monitoring.hub import require_token
-with edge():
-    require_token()
-"""
-
-
 @pytest.mark.parametrize("token", [TOKEN, "hf_wrong"])
 def test_missing_token_prompts_on_terminal(start, hub, tmp_path, token):
     """As RuLeanALBERT's guide promises."""
-    keyboard, terminal = os.openpty()
-    env = {"HF_TOKEN": "", "HF_ENDPOINT": hub.endpoint}
-    role = start("role", "-c", LOGIN, tmp_path / "token", env=env, stdin=terminal)
-    role.wait_for("How would you like to log in")
-    os.write(keyboard, b"2\n")
-    role.wait_for("Enter your token")
-    os.write(keyboard, f"{token}\n".encode())
+    code = "import sys; from huggingface_hub import constants; constants.HF_TOKEN_PATH = sys.argv[1]\n"
+    code += "from common.console import edge; from monitoring.hub import require_token\nwith edge(): require_token()"
+    (keyboard, terminal), env = os.openpty(), {"HF_TOKEN": "", "HF_ENDPOINT": hub.endpoint}
+    role = start("role", "-c", code, tmp_path / "token", env=env, stdin=terminal)
+    for question, answer in (("How would you like to log in", "2"), ("Enter your token", token)):
+        role.wait_for(question)
+        os.write(keyboard, f"{answer}\n".encode())
     if token == TOKEN:
         assert role.wait(60) == 0 and (tmp_path / "token").read_text() == TOKEN
     else:
         assert role.wait(60) == 2
-        line = role.text.splitlines()[-1]
-        assert "error: cannot log in" in line and "HTTP 401" in line and "HF_TOKEN" in line
+        assert re.search("error: cannot log in.*HTTP 401.*HF_TOKEN", role.text.splitlines()[-1])
     assert token not in role.text
-    os.close(keyboard)
-    os.close(terminal)
+    os.close(keyboard), os.close(terminal)
 
 
 def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):
     """The Hub refuses a token and cuts a connection, and Ctrl-C comes during an upload."""
     prefix, folder = make_prefix(), tmp_path / "archive"
-    old = save(400)
-    stamp = read_stamp(old) | {"experiment_prefix": prefix}
-    (old / "training_state.json").write_text(json.dumps(stamp))
-    record = {"repo_id": REPOSITORY, "checkpoint": stamp["time"], "time": 0}
-    (folder / "uploaded.json").write_text(json.dumps(record))
+    stamp = read_stamp(save(400)) | {"experiment_prefix": prefix}
+    (folder / "checkpoint-400" / "training_state.json").write_text(json.dumps(stamp))
+    (folder / "uploaded.json").write_text(json.dumps({"repo_id": REPOSITORY, "checkpoint": stamp["time"], "time": 0}))
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--save_total", "--dataset")
-    shared = {**ALONE, **tiny_data, "--target_batch_size": 64, "--total_steps": 400}
-    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
+    own = {**tiny_data, "--total_steps": 400}
+    shared = {name: value for name, value in {**ALONE, **own}.items() if not name.startswith(trainers_only)}
     interval = {"--save_checkpoint_epoch_interval": 4, "--upload_interval": 1}
     faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
     words = flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY})
     env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *words, "--store_checkpoints", env=env)
-    own = {**tiny_data, "--target_batch_size": 64, "--total_steps": 400, "--initial_peers": peers}
-    trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, pace=0.15)
+    trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, {"--initial_peers": peers}, pace=0.15)
     donor = trainer.wait_for(r"parameters, peer (\w+)").group(1)
     digest = hashlib.sha256(donor.encode()).hexdigest()[:8]
-
     commits = wait_until(lambda: hub.commits(REPOSITORY), 120, "an upload")
     assert [fault.met for fault in faults] == [1, 1]
     wait_until(lambda: max(history(tmp_path, "trainer")) >= 5, 60, "training goes on")
@@ -392,21 +319,17 @@ def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):
     assert f"{newest} is not on the Hub yet. To upload it: hf upload {REPOSITORY} {newest} ." in monitor.text
     assert len(find_checkpoints(folder)) == 2 and int(newest.name[11:]) < 400
     assert len(list(folder.glob("set-aside-*/checkpoint-400"))) == 1
-    lines = history(tmp_path, "trainer")
-    seen_epochs = [entry["epoch"] for entry in read_epochs(tmp_path / "monitor")]
+    lines, seen_epochs = history(tmp_path, "trainer"), [it["epoch"] for it in read_epochs(tmp_path / "monitor")]
     for path in find_checkpoints(folder):
-        stamp = read_stamp(path)
-        assert stamp["given_by"] == [digest] and "## Sample texts" in (path / "README.md").read_text()
+        stamp, card = read_stamp(path), (path / "README.md").read_text()
+        assert stamp["given_by"] == [digest] and "## Sample texts" in card
         # of an epoch that the monitor has seen, not after the state's
         assert stamp["swarm"]["epoch"] in seen_epochs and stamp["swarm"]["epoch"] <= stamp["epoch"]
         assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
         assert load_state(path)["local_epoch"] == stamp["epoch"]
-        has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
-        assert has_curve == (path / "learning_curve.png").exists()
-
+        assert ("](learning_curve.png)" in card) == (path / "learning_curve.png").exists()
     # the Hub's content, as a folder
-    copy = tmp_path / "copy"
-    copy.mkdir()
+    (copy := tmp_path / "copy").mkdir()
     secrets = [str(tmp_path), str(tiny_data["--tokenizer_path"]), str(ROOT), "/ip4/", donor, TOKEN]
     for name, content in commits[-1].files.items():
         (copy / name).write_bytes(content)

@@ -2,15 +2,19 @@
 and pages."""
 
 import contextlib
+import itertools
 import json
+import os
 import re
+import select
+import shutil
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
-import browser
 import pytest
 from file_server import drip, send, serve
 from mains import expect_user_error, refuse
@@ -35,40 +39,34 @@ PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 RELAY = f"/ip4/198.51.100.7/tcp/7/p2p/{PEER}/p2p-circuit"
 
 
-def make_history(epochs: int) -> History:
-    run = History()
-    for epoch in range(1, epochs + 1):
-        validation = {"validation_epoch": epoch, "validation_loss": 5.0} if epoch % 2 == 0 else {}
-        metrics = {**make_metrics(epoch).dict(), "alive_peers": 2, "time": 1e9 + 6 * epoch, **validation}
-        run.add({**metrics, "loss": 8.0 / epoch})
-    return run
-
-
 @pytest.fixture
 def server():
     """A page of a long run with many contributors, and a DHT without other peers."""
-    contributors = Contributions({})
+    contributors, run = Contributions({}), History()
     records = {f"{i:08x}": (make_metrics(total_samples=i, username="\U00020000" * 32), 1.0) for i in range(500)}
     contributors.update(records, {}, 0.0)
+    for epoch in range(1, 3001):
+        validation = {"validation_epoch": epoch, "validation_loss": 5.0} if epoch % 2 == 0 else {}
+        run.add({**make_metrics(epoch).dict(), "alive_peers": 2, "time": 1e9 + 6 * epoch, **validation})
     maddrs = [f"/ip4/203.0.113.{i}/tcp/31337/p2p/{PEER}" for i in range(8)]
     dht = SimpleNamespace(get_visible_maddrs=lambda: maddrs, client_mode=False, peer_id=PEER, membership=None)
     server = StatusServer(0, "run")
-    server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, make_history(3000))
+    server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, run)
+    server.port = server.socket.getsockname()[1]
     yield server
     server.shutdown()
     server.server_close()
 
 
 def test_page_serves_browsers_and_programs(server):
-    port = server.socket.getsockname()[1]
     for path, accept in (("/", "*/*"), ("/status", "*/*"), ("/status.json", "text/html,*/*")):
-        code, headers, body = ask(port, path, Accept=accept)
+        code, headers, body = ask(server.port, path, Accept=accept)
         assert code == 200 and headers["Content-Type"] == "application/json"
         status = json.loads(body)
         assert status["experiment_prefix"] == "run" and len(status["multiaddrs"]) == 8
         # with any names, others can still join by HOST:PORT
         assert len(status["contributors"]) == MAX_PEERS_SENT and len(body) < MAX_PAGE_BYTES * 0.9
-    code, headers, body = ask(port, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    code, headers, body = ask(server.port, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert code == 200 and headers["Content-Type"].startswith("text/html") and body.startswith(b"<!DOCTYPE html>")
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
@@ -79,30 +77,23 @@ def test_page_serves_browsers_and_programs(server):
 
 
 def test_page_history_is_bounded(server):
-    port = server.socket.getsockname()[1]
-
-    def get(query: str) -> dict:
-        return json.loads(ask(port, f"/history.json{query}")[2])
-
-    full = get("")
+    queries = ("", "?since=2998", "?since=3000", "?since=-1")
+    full, newest, none, all_again = (json.loads(ask(server.port, f"/history.json{query}")[2]) for query in queries)
     epochs = [point[0] for point in full["training"]]
     assert epochs[-1] == 3000 and epochs == sorted(set(epochs)) and 200 < len(epochs) <= MAX_POINTS_SENT
     assert full["begin"] == 1e9 and 200 < len(full["validation"]) <= MAX_POINTS_SENT
-    assert [point[0] for point in get("?since=2998")["training"]] == [2999, 3000]
-    assert get("?since=3000")["training"] == [] and get("?since=-1") == full
+    assert [point[0] for point in newest["training"]] == [2999, 3000]
+    assert none["training"] == [] and all_again == full
     for wrong in ("?since=a", "?since=99999999999999999999", "?since=1e3"):
-        assert ask(port, f"/history.json{wrong}")[0] == 400
+        assert ask(server.port, f"/history.json{wrong}")[0] == 400
 
 
 def test_page_replaces_oldest_idle_connection(server, monkeypatch):
-    """500 visitors that send nothing."""
     monkeypatch.setattr("monitoring.page.StatusHandler.timeout", 2.0)
-    port, threads = server.socket.getsockname()[1], threading.active_count()
+    threads, address = threading.active_count(), ("127.0.0.1", server.port)
     with contextlib.ExitStack() as stack:
-        address = ("127.0.0.1", port)
         many = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(500)]
-        assert ask(port)[0] == 200
-        assert threading.active_count() <= threads + MAX_VISITORS
+        assert ask(server.port)[0] == 200 and threading.active_count() <= threads + MAX_VISITORS
         many[-1].settimeout(5)
         wait_until(lambda: not server.visits, 10, "none that says nothing stays")
         assert many[0].recv(1) == many[-1].recv(1) == b""
@@ -118,70 +109,64 @@ def test_page_escapes_peer_names(tmp_path):
     assert "--username 'a\\tb' is not a name" in refuse(run_trainer, *command, "a\tb")
 
 
-def page(prefix: str, *maddrs: object, status: str = "200 OK", **more) -> bytes:
-    body = json.dumps({"experiment_prefix": prefix, "multiaddrs": maddrs, **more})
-    return f"HTTP/1.0 {status}\r\n\r\n{body}".encode()
+OK = b"HTTP/1.0 200 OK\r\n\r\n"
+LOCAL = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
 
 
-@pytest.mark.parametrize(
-    "answer, words",
-    [
-        (send(b"HTTP/1.0 200 OK\r\n\r\nHello"), "no status page"),
-        (send(b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe\x00"), "no status page"),
-        (send(b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000), "no status page"),
-        (drip(b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES), f"longer than {MAX_PAGE_BYTES} bytes"),
-        (drip(b"HTTP/1.0 200 OK\r\n\r\n{"), "no answer within"),
+def page(prefix: str, *maddrs: object, **more) -> Callable:
+    return send(OK, json.dumps({"experiment_prefix": prefix, "multiaddrs": maddrs, **more}).encode())
+
+
+def test_wrong_page_is_one_line():
+    for answer, words in (
+        (send(OK, b"\xff\xfe\x00"), "no status page"),
+        (send(OK, b"[" * 60_000), "no status page"),
+        (drip(OK, b" " * 2 * MAX_PAGE_BYTES), f"longer than {MAX_PAGE_BYTES} bytes"),
+        (drip(OK, b"{"), "no answer within"),
         (drip(b"\x13/multistream/1.0.0\n"), "a peer listens there, but does not reveal its id"),
         (send(b"SSH-2.0-OpenSSH_9.2\r\n"), "it answers b'SSH-2.0"),
-        (send(page("run", "/ip4/1.2.3.4", status="404 Not Found")), "404"),
-        (send(page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}")), "shows run 'another', not 'run'"),
-        (send(page("run", "/ip4/127.0.0.1/tcp/1")), "which is not a multiaddr"),
-        (send(page("run", f"/ip4/1.1.1.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}")), "which is not a multiaddr"),
-        (send(page("run", {"a": 1})), "which is not a multiaddr"),
-        (send(page("run")), "accepts no connections"),
-        (send(page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}", client_mode=True)), "accepts no connections"),
-        (send(b"HTTP/1.0 200 OK\r\n\r\n[1]"), "lists no multiaddrs"),
+        (send(b"HTTP/1.0 404 Not Found\r\n\r\n"), "404"),
+        (page("another", LOCAL), "shows run 'another', not 'run'"),
+        (page("run", "/ip4/127.0.0.1/tcp/1"), "which is not a multiaddr"),
+        (page("run", f"{LOCAL},{LOCAL}"), "which is not a multiaddr"),
+        (page("run", {"a": 1}), "which is not a multiaddr"),
+        (page("run"), "accepts no connections"),
+        (page("run", LOCAL, client_mode=True), "accepts no connections"),
+        (send(OK, b"[1]"), "lists no multiaddrs"),
         (send(b""), "no status page"),
-    ],
-)
-def test_wrong_page_is_one_line(answer, words):
-    start = time.monotonic()
-    with serve(answer) as address, expect_user_error(address, words, "--status_port"):
-        find_maddrs(address, "run")
-    assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
+    ):
+        start = time.monotonic()
+        with serve(answer) as address, expect_user_error(address, words, "--status_port"):
+            find_maddrs(address, "run")
+        assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
 
 
 def test_unreachable_page_is_one_line():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
     cases = {f"127.0.0.1:{port}": "Connection refused", "no.such.host.invalid:80": "known"}
-    malformed = ("127.0.0.1:99999", "127.0.0.1", "127.0.0.1:*", "http://a")
-    for address, words in (cases | dict.fromkeys(malformed, "HOST:PORT")).items():
+    cases |= dict.fromkeys(("127.0.0.1:99999", "127.0.0.1", "127.0.0.1:*", "http://a"), "HOST:PORT")
+    for address, words in cases.items():
         with expect_user_error(words):
             find_maddrs(address, "run")
 
 
-@pytest.mark.parametrize(
-    "maddrs, ip, chosen",
-    [
+def test_new_peer_gets_reachable_addresses():
+    for maddrs, ip, chosen in (
         # the address that has just answered works
         (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "192.168.1.2", ["/ip4/192.168.1.2/tcp/1"]),
         (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "::ffff:11.0.0.1", ["/ip4/11.0.0.1/tcp/1"]),
         # behind a router or in a container, the peer does not know its address
-        (["/ip4/172.17.0.2/tcp/31337"], "203.0.113.5", ["/ip4/203.0.113.5/tcp/31337"]),
         (["/ip4/127.0.0.1/tcp/31337"], "2001:db8::1", ["/ip6/2001:db8::1/tcp/31337"]),
         (["/ip4/10.0.0.2/tcp/1", RELAY], "11.2.3.4", ["/ip4/11.2.3.4/tcp/1", RELAY]),
         # on this machine, no address is replaced
         (["/ip4/10.0.0.2/tcp/1"], "127.0.0.1", ["/ip4/10.0.0.2/tcp/1"]),
         (["/ip4/127.0.0.1/tcp/1"], "127.0.0.1", ["/ip4/127.0.0.1/tcp/1"]),
-    ],
-)
-def test_new_peer_gets_reachable_addresses(maddrs, ip, chosen):
-    with_id = [f"{maddr}/p2p/{PEER}" for maddr in maddrs]
-    assert choose_maddrs(with_id, ip) == [f"{maddr}/p2p/{PEER}" for maddr in chosen]
+    ):
+        with_id = [f"{maddr}/p2p/{PEER}" for maddr in maddrs]
+        assert choose_maddrs(with_id, ip) == [f"{maddr}/p2p/{PEER}" for maddr in chosen]
 
-
-def test_loopback_is_shown_only_alone():
+    # loopback is shown only alone
     local, home, public = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/11.0.0.1/tcp/1"
     assert list_shareable_maddrs([local, home, RELAY, public]) == [public, home, RELAY]
     assert list_shareable_maddrs([local, "/ip6/::1/tcp/1"]) == [local, "/ip6/::1/tcp/1"]
@@ -190,11 +175,9 @@ def test_loopback_is_shown_only_alone():
 
 
 def test_old_listen_addresses_parse():
-    assert make_host_maddrs("[::]:*") == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
-    assert make_host_maddrs("[::1]:31337") == ["/ip6/::1/tcp/31337"]
-    assert make_host_maddrs("0.0.0.0:31337") == ["/ip4/0.0.0.0/tcp/31337"]
-    both = SwarmArguments("a", host_maddrs=["/ip6/::1/tcp/0", "127.0.0.1:*"])
-    assert both.host_maddrs == ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/tcp/0"]
+    swarm = SwarmArguments("a", host_maddrs=["[::]:*", "/ip6/::1/tcp/0", "[::1]:31337", "127.0.0.1:*"])
+    any_address = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
+    assert swarm.host_maddrs == [*any_address, "/ip6/::1/tcp/0", "/ip6/::1/tcp/31337", "/ip4/127.0.0.1/tcp/0"]
     for wrong in ("localhost:1", "1.2.3.4", "[::]:99999", "[1.2.3:4"):
         with pytest.raises(UserError, match="--host_maddrs"):
             make_host_maddrs(wrong)
@@ -202,17 +185,13 @@ def test_old_listen_addresses_parse():
 
 def test_monitor_page_survives_hostile_visitors(start, tmp_path):
     prefix = make_prefix()
-    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
-    command += ["--refresh_period", 1]
     shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
-    monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
+    words = ["--report_to", "none", "--status_port", 0, *shared]
+    monitor, address = start_monitor(start, prefix, tmp_path / "monitor", *words)
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
-    address = monitor.wait_for(r"--initial_peers (\S+)").group(1)
 
-    code, _, body = ask(port)
-    read = json.loads(body)
-    assert code == 200
-    assert read["multiaddrs"] == [address] and read["experiment_prefix"] == prefix
+    code, read = ask(port)[0], json.loads(ask(port)[2])
+    assert code == 200 and read["multiaddrs"] == [address] and read["experiment_prefix"] == prefix
     assert read["peers"] == 0 and read["epoch"] is None and read["loss"] is None and not read["client_mode"]
     assert read["join"].endswith(f"{address} --seed 7 --optim adamw --learning_rate 0.00176")
     assert f"\n{read['join']}\n" in monitor.text
@@ -226,19 +205,100 @@ def test_monitor_page_survives_hostile_visitors(start, tmp_path):
         peer.publish(make_metrics(3).dict())
         wait_until(lambda: json.loads(ask(port)[2])["epoch"] == 3, 30, "the epoch on the page")
 
-    garbage = [b"\x00" * 1000, b"\x13/multistream/1.0.0\n", b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n" * 5000]
-    for junk in garbage:
-        visitor = socket.create_connection(("127.0.0.1", port), timeout=10)
-        with contextlib.suppress(OSError):  # it may hang up before it has heard all
+    for junk in (b"\x00" * 1000, b"\x13/multistream/1.0.0\n", b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n" * 5000):
+        # the page may hang up before it has heard all
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as visitor, contextlib.suppress(OSError):
             visitor.sendall(junk)
-        visitor.close()
-
     # the port is in use; a monitor cannot be a client
-    other = ["--output_dir", tmp_path / "other"]
-    in_use = refuse(run_training_monitor, *command[1:], *other, "--status_port", port)
+    other = ["--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "other"]
+    in_use = refuse(run_training_monitor, *other, "--status_port", port)
     assert f"--status_port {port}: address already in use" in in_use
-    assert "--client_mode" in refuse(run_training_monitor, *command[1:], *other, "--client_mode")
+    assert "--client_mode" in refuse(run_training_monitor, *other, "--client_mode")
     stop(monitor)
+
+
+class Browser:
+    """A tab of a real browser, controlled through a pipe (--remote-debugging-pipe), without a driver."""
+
+    def __init__(self, commands: int, answers: int):
+        self.commands, self.answers, self.numbers, self.unread = commands, answers, itertools.count(1), b""
+        self.complaints: list[str] = []  # the page's errors, including violations of its policy
+        self.session = {}
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self.session = {"sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Page", "Runtime", "Log"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method: str, **params) -> dict:
+        number = next(self.numbers)
+        message = {"id": number, "method": method, "params": params} | self.session
+        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        while (answer := self.read()).get("id") != number:
+            if answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
+                self.complaints.append(answer["params"]["entry"]["text"])
+            elif answer.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(answer["params"]["exceptionDetails"]))
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def read(self) -> dict:
+        while b"\0" not in self.unread:
+            assert select.select([self.answers], [], [], 60.0)[0], "the browser does not answer"
+            data = os.read(self.answers, 1 << 20)
+            assert data, "the browser has ended"
+            self.unread += data
+        message, _, self.unread = self.unread.partition(b"\0")
+        return json.loads(message)
+
+    def run(self, script: str):
+        """Return the value of an expression in the page."""
+        result = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def wait_for(self, script: str, seconds: float = 60):
+        try:
+            return wait_until(lambda: self.run(script), seconds, f"in the page: {script}")
+        except AssertionError as e:
+            raise AssertionError(f"{e}\n{self.complaints}\n{self.run('document.body.innerText')}") from None
+
+    def click(self, selector: str) -> None:
+        """Click with the mouse, because a page may copy only after a real click."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        box = self.run(f"{element}.getBoundingClientRect().toJSON()")
+        where = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
+
+    def read_clipboard(self) -> str:
+        self.ask("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+        return self.run("navigator.clipboard.readText()")
+
+    def set_width(self, width: int) -> None:
+        options = {"height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, **options)
+
+
+@pytest.fixture
+def tab(tmp_path):
+    if not (chromium := shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")):
+        pytest.skip("needs a browser: apt-get install chromium")
+    (theirs_in, commands), (answers, theirs_out) = os.pipe(), os.pipe()
+    # it reads commands from file 3 and answers in file 4
+    words = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} 2>/dev/null', "bash", chromium, "--headless"]
+    words += ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "about:blank"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--remote-debugging-pipe"]
+    process = subprocess.Popen(words, pass_fds=[theirs_in, theirs_out], start_new_session=True)
+    os.close(theirs_in), os.close(theirs_out)
+    try:
+        yield Browser(commands, answers)
+    finally:
+        os.close(commands), os.close(answers)  # ends it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
 
 
 # two peers are a full group, which averages at once
@@ -247,8 +307,7 @@ SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_page_works_in_browser(start, tmp_path, tiny_data):
+def test_page_works_in_browser(start, tab, tmp_path, tiny_data):
     """The curve grows, a hostile name stays text, the copied command joins, and the monitor may restart."""
     prefix, port = make_prefix(), 0
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]
@@ -256,73 +315,65 @@ def test_page_works_in_browser(start, tmp_path, tiny_data):
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     settings = {**SETTINGS, "--status_port": 0, **tiny_data}
     trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE}, pace=0.1)
-    with browser.open_browser(tmp_path / "profile") as tab:
-        tab.set_width(1400)
-        tab.open(f"http://127.0.0.1:{port}/")
-        tab.wait_for("document.querySelector('#chart .training')?.getAttribute('d')?.split('L').length > 3", 120)
-        first = tab.run("status.epoch")
-        tab.wait_for(f"points.at(-1)[0] > {first} && document.querySelectorAll('#chart .validation').length", 60)
-        assert tab.run("document.querySelector('#contributors th').textContent").startswith(HOSTILE)
-        assert tab.run("document.querySelectorAll('img').length") == 0
-        assert "python tokenize_wikitext103.py" in tab.run("document.querySelector('#data').innerText")
-        assert "word frequencies" in tab.run("document.querySelector('#legend').textContent")
+    tab.set_width(1400)
+    tab.ask("Page.navigate", url=f"http://127.0.0.1:{port}/")
+    tab.wait_for("document.querySelector('#chart .training')?.getAttribute('d')?.split('L').length > 3", 120)
+    first = tab.run("status.epoch")
+    tab.wait_for(f"points.at(-1)[0] > {first} && document.querySelectorAll('#chart .validation').length", 60)
+    assert tab.run("document.querySelector('#contributors th').textContent").startswith(HOSTILE)
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    assert "python tokenize_wikitext103.py" in tab.run("document.querySelector('#data').innerText")
+    assert "word frequencies" in tab.run("document.querySelector('#legend').textContent")
+    # start a peer by the copied command
+    tab.wait_for("status.join.includes('--target_batch_size')", 60)
+    tab.click("[data-copies=join]")
+    tab.wait_for("document.querySelector('[data-copies=join]').textContent === 'Copied'", 10)
+    command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
+    words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
+    own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3}
+    assert words[0] == "run_trainer.py"
+    other = start("two", *choose_trainer(0.1), *words[1:], *LOOPBACK, *flags(own))
+    wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")
+    tab.wait_for("document.querySelectorAll('#contributors tr').length === 2", 60)
+    tab.click("[data-copies=peers]")
+    assert tab.read_clipboard() == peers
+    # a trainer's own page
+    own_port = int(trainer.wait_for(r"status page: http://\S+:(\d+)/").group(1))
+    seen = json.loads(ask(own_port)[2])
+    assert HOSTILE in [contributor["username"] for contributor in seen["contributors"]] and seen["join"]
+    assert len(json.loads(ask(own_port, "/history.json")[2])["training"]) > 3
 
-        # start a peer by the copied command
-        tab.wait_for("status.join.includes('--target_batch_size')", 60)
-        tab.click("[data-copies=join]")
-        tab.wait_for("document.querySelector('[data-copies=join]').textContent === 'Copied'", 10)
-        command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
-        words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
-        own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
-        own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3}
-        assert words[0] == "run_trainer.py"
-        other = start("two", *choose_trainer(0.1), *words[1:], *LOOPBACK, *flags(own))
-        wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")
-        tab.wait_for("document.querySelectorAll('#contributors tr').length === 2", 60)
-        tab.click("[data-copies=peers]")
-        assert tab.read_clipboard() == peers
-
-        # a trainer's own page
-        own_port = int(trainer.wait_for(r"status page: http://\S+:(\d+)/").group(1))
-        seen = json.loads(ask(own_port)[2])
-        assert HOSTILE in [contributor["username"] for contributor in seen["contributors"]] and seen["join"]
-        assert len(json.loads(ask(own_port, "/history.json")[2])["training"]) > 3
-
-        for number in (1, 2, 3):
-            tab.click(f"#axes button:nth-of-type({number})")
-            box = tab.run("document.querySelector('#chart').getBoundingClientRect().toJSON()")
-            where = {"x": box["x"] + 60, "y": box["y"] + 100}
-            tab.ask("Input.dispatchMouseEvent", type="mouseMoved", **where)
-            shown = tab.wait_for("document.querySelector('#read').textContent.match(/^epoch ([\\d,]+),/)?.[1]", 10)
-            assert int(shown.replace(",", "")) < tab.run("status.epoch")
-        for width in (390, 1400):
-            tab.set_width(width)
-            assert tab.run("document.documentElement.scrollWidth") <= width
-        assert tab.complaints == []
-
-        # the monitor dies and restarts
-        monitor.kill()
-        tab.wait_for("document.querySelector('#news').textContent.startsWith('No answer since')", 60)
-        same = ["--host_maddrs", re.sub("/p2p/.*", "", peers)]
-        same += [*options, "--status_port", port]
-        monitor, _ = start_monitor(start, prefix, tmp_path / "monitor", *same, name="again")
-        last = tab.run("points.at(-1)[0]")
-        tab.wait_for(f"$('news').textContent.startsWith('live') && points.at(-1)[0] > {last}", 120)
-        assert tab.run("performance.getEntriesByType('navigation').length") == 1  # without another load
-
-        # all trainers leave: the page shows the end and the result
-        assert tab.run("status.ended") is None
-        stop(trainer, other)
-        tab.wait_for("status.ended", 60)
-        assert time.time() - 60 < tab.run("status.ended") < time.time()
-        news, figures = tab.run("$('news').innerText"), tab.run("$('figures').innerText")
-        end = r"Ended .* at epoch [\d,]+ of 5,000 because all trainers left"
-        result = (
-            r"training loss \d+\.\d+, validation loss \d+\.\d+ at epoch [\d,]+, [\d,]+ samples by [12] contributors?\."
-        )
-        assert re.match(f"{end}; .* Result: {result}$", news), news
-        assert re.search(r"peers now\s+0\b", figures) and re.search(r"samples/s\s+0", figures), figures
-        assert "ends in" not in figures and tab.run("document.title").startswith("ended")
-        tab.run("status.final_epoch = status.epoch; show()")
-        assert re.match(r"Ended .* at epoch ([\d,]+) of \1\. Result: training loss ", tab.run("$('news').innerText"))
+    for number in (1, 2, 3):
+        tab.click(f"#axes button:nth-of-type({number})")
+        box = tab.run("document.querySelector('#chart').getBoundingClientRect().toJSON()")
+        where = {"x": box["x"] + 60, "y": box["y"] + 100}
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", **where)
+        shown = tab.wait_for("document.querySelector('#read').textContent.match(/^epoch ([\\d,]+),/)?.[1]", 10)
+        assert int(shown.replace(",", "")) < tab.run("status.epoch")
+    for width in (390, 1400):
+        tab.set_width(width)
+        assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.complaints == []
+    # the monitor dies and restarts
+    monitor.kill()
+    tab.wait_for("document.querySelector('#news').textContent.startsWith('No answer since')", 60)
+    same = ["--host_maddrs", re.sub("/p2p/.*", "", peers), *options, "--status_port", port]
+    monitor, _ = start_monitor(start, prefix, tmp_path / "monitor", *same, name="again")
+    last = tab.run("points.at(-1)[0]")
+    tab.wait_for(f"$('news').textContent.startsWith('live') && points.at(-1)[0] > {last}", 120)
+    assert tab.run("performance.getEntriesByType('navigation').length") == 1  # without another load
+    # all trainers leave: the page shows the end and the result
+    assert tab.run("status.ended") is None
+    stop(trainer, other)
+    tab.wait_for("status.ended", 60)
+    assert time.time() - 60 < tab.run("status.ended") < time.time()
+    news, figures = tab.run("$('news').innerText"), tab.run("$('figures').innerText")
+    end = r"Ended .* at epoch [\d,]+ of 5,000 because all trainers left"
+    losses = r"training loss \d+\.\d+, validation loss \d+\.\d+ at epoch [\d,]+"
+    assert re.match(rf"{end}; .* Result: {losses}, [\d,]+ samples by [12] contributors?\.$", news), news
+    assert re.search(r"peers now\s+0\b", figures) and re.search(r"samples/s\s+0", figures), figures
+    assert "ends in" not in figures and tab.run("document.title").startswith("ended")
+    tab.run("status.final_epoch = status.epoch; show()")
+    assert re.match(r"Ended .* at epoch ([\d,]+) of \1\. Result: training loss ", tab.run("$('news').innerText"))
     stop(monitor)

@@ -51,12 +51,10 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     parameters = int(shutil.disk_usage("/tmp").free / (12 * 10 + 4))  # room for nine of ten states and one more
     assert check_disk("/tmp", parameters, 10).level == "warning"
     args = TrainerArguments(output_dir=str(tmp_path / "not" / "there"))
-    for parameters, level in ((1000, "ok"), (10**14, "fatal")):
-        levels = {check.what: check.level for check in check_machine(parameters, args)}
-        assert levels["memory"] == levels["disk"] == level
     parameters = int(shutil.disk_usage(tmp_path).free / 20)  # a model takes 4 bytes, a state 12 or 24
-    levels = [{it.what: it.level for it in check_machine(parameters, args, steps)}["disk"] for steps in (1, 25)]
-    assert levels == ["warning", "fatal"]
+    for size, local_steps, level in ((1000, 1, "ok"), (parameters, 1, "warning"), (parameters, 25, "fatal")):
+        assert {it.what: it.level for it in check_machine(size, args, local_steps)}["disk"] == level
+    assert [check_machine(size, args)[1].level for size in (1000, 10**14)] == ["ok", "fatal"]  # of memory
 
 
 def test_disk_check_passes_hidden_folder(tmp_path):
@@ -76,18 +74,13 @@ def test_disk_check_passes_hidden_folder(tmp_path):
 
 
 def test_file_limit_is_raised_if_allowed():
-    code = """if True:
-        import resource
-        from resource import RLIMIT_NOFILE
-        from arguments import TrainerArguments
-        from training.checks import check_machine
-        for hard in (resource.getrlimit(RLIMIT_NOFILE)[1], 256):
-            resource.setrlimit(RLIMIT_NOFILE, (256, hard))
-            print(check_machine(1, TrainerArguments())[0].level, resource.getrlimit(RLIMIT_NOFILE)[0])
-        """
-    level, limit, *hard = run_python("-c", code, expect=0).stdout.split()
+    code = "import resource; from arguments import TrainerArguments; from training.checks import check_machine\n"
+    code += "for hard in (resource.getrlimit(resource.RLIMIT_NOFILE)[1], 256):\n"
+    code += "    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+    code += "    print(check_machine(1, TrainerArguments())[0].level, *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    level, limit, _, *hard = run_python("-c", code, expect=0).stdout.split()
     assert level == "ok" and int(limit) >= 4096
-    assert hard == ["warning", "256"]
+    assert hard == ["warning", "256", "256"]
 
 
 def test_preflight_explains_silent_peers():
@@ -96,8 +89,7 @@ def test_preflight_explains_silent_peers():
         return [problem for _, problem in await asyncio.gather(*contacts)]
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-        silent = f"/ip4/127.0.0.1/tcp/{port}"
+        silent = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}"
         reasons = asyncio.run(diagnose(silent, "/dns4/localhost/tcp/9", "/dns4/no.such.host.invalid/tcp/1", ""))
     assert "is not a hivemind peer" in reasons[0] and "nothing listens on its port 9" in reasons[1]
     assert "does not resolve" in reasons[2] and reasons[3] is None
@@ -107,18 +99,15 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
     """Real starts of trainers leave no process."""
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    port = peers.split("/")[4]
-    another = peers.rpartition("/")[0] + f"/{PEER}"
-    (tmp_path / "not_a_key").write_text("hello")
+    place, _, peer_id = peers.rpartition("/p2p/")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, LOOPBACK[0]: LOOPBACK[1]}
-    alone = flags({**own, "--output_dir": tmp_path / "alone"})
-    assert "--announce_maddrs" in refuse(run_trainer, *alone, "--announce_maddrs", "/ip4/11.0.0.1/tcp/0")
-    assert "not_a_key" in refuse(run_trainer, *alone, "--identity_path", tmp_path / "not_a_key")
-    own["--initial_peers"] = peers
-    wrong_id = flags(own, {"--output_dir": tmp_path / "wrong_id", "--initial_peers": another})
-    used_port = flags(own, {"--output_dir": tmp_path / "port", "--host_maddrs": f"/ip4/127.0.0.1/tcp/{port}"})
-    scripts = [start("wrong_id", "run_trainer.py", *wrong_id), start("port", "run_trainer.py", *used_port)]
-    for script, words in zip(scripts, (f"its id is {peers.rpartition('/')[2]}", "--host_maddrs"), strict=True):
+    alone = {"--output_dir": tmp_path / "alone", "--announce_maddrs": "/ip4/11.0.0.1/tcp/0"}
+    assert "--announce_maddrs" in refuse(run_trainer, *flags(own, alone))
+    wrong_id = {"--initial_peers": f"{place}/p2p/{PEER}", "--output_dir": tmp_path / "id"}
+    used_port = {"--initial_peers": peers, "--host_maddrs": place, "--output_dir": tmp_path / "port"}
+    kinds = {f"its id is {peer_id}": wrong_id, "--host_maddrs": used_port}
+    scripts = [start(it["--output_dir"].name, "run_trainer.py", *flags(own, it)) for it in kinds.values()]
+    for words, script in zip(kinds, scripts, strict=True):
         script.assert_user_error(words, seconds=90)
     stop(monitor)
 
@@ -126,10 +115,9 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
 def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
+    own = {**TRAINER, **tiny_data, "--output_dir": tmp_path / "out", "--initial_peers": peers}
     del own["--bandwidth"]  # it is measured
-    preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
-    good = start("good", *preflight, "--initial_peers", peers)
+    good = start("good", "run_trainer.py", "--preflight", *LOOPBACK, *flags(own, {"--experiment_prefix": prefix}))
     good.assert_clean_end(90)
     table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
     for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "connection", "settings"):
@@ -137,5 +125,5 @@ def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
     assert re.search("bandwidth: measured .* Mbit/s up", good.text), good.text
     assert good.text.splitlines()[-1].startswith("ready to train")
-    assert not os.path.exists(tmp_path / "out")  # it trains and writes nothing
+    assert not (tmp_path / "out").exists()  # it trains and writes nothing
     stop(monitor)

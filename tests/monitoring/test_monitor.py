@@ -1,0 +1,309 @@
+"""Curves, contributors, dashboards and reads of records; the monitor as users run it, fed through a real DHT."""
+
+import contextlib
+import json
+import re
+import signal
+import sqlite3
+import struct
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from mains import refuse
+from processes import LOOPBACK, ROOT, make_prefix, start_python, wait_until
+from records import Peer, make_metrics, run_peers
+from swarms import TINY, flags, read_epochs, start_monitor
+
+import run_training_monitor
+from arguments import ReportArguments, SwarmArguments
+from common.console import UserError
+from monitoring.history import Contributions, History, load_history
+from monitoring.reader import RunReader
+from monitoring.report import RunReport
+from training.figures import aggregate_metrics
+from utils import peer_label
+
+
+def test_history_thins_out_evenly(monkeypatch):
+    monkeypatch.setattr("monitoring.history.MAX_POINTS", 100)
+    for step in (5, 1):  # an observer may miss most epochs
+        history = History()
+        for epoch in range(1, 10_001, step):
+            history.add({"epoch": epoch})
+            assert history[-1]["epoch"] == epoch and len(history) <= 100
+        epochs = [entry["epoch"] for entry in history]
+        gaps = numpy.diff(epochs)
+        assert epochs[0] == 1 and len(epochs) >= 50 and min(gaps) > 0 and max(gaps) < history.stride + step
+    assert set(gaps[:-1]) == {history.stride}
+    # the swarm continues from an older state
+    history.add({"epoch": 5_000})
+    assert [entry["epoch"] for entry in history] == [epoch for epoch in epochs if epoch < 5_000] + [5_000]
+
+
+def test_history_round_trips(tmp_path):
+    path, history = tmp_path / "metrics.jsonl", History()
+    assert load_history(path, "run") == []
+    line = {**vars(aggregate_metrics([("a", make_metrics())])), "experiment_prefix": "run", "total_samples": 64}
+    lines = [line | {"epoch": epoch, "time": 1e9 + 10 * epoch} for epoch in (*range(1, 8), *range(4, 7))]
+    others = line | {"experiment_prefix": "another"}, {"experiment_prefix": "run", "epoch": 10}, [1], lines[0]
+    path.write_text("\n".join(map(json.dumps, [*lines, *others]))[:-9])  # the writer of the last line was killed
+    for line in lines:
+        history.add(line)
+    assert load_history(path, "run") == history
+    assert [entry["epoch"] for entry in history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_contributions_survive_restarts():
+    contributors, expires = Contributions({}), iter(range(1, 100))
+
+    def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
+        """Add a record of 64 samples in its epoch, `total` so far, and return the samples in the table."""
+        record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
+        contributors.update({label: record}, {}, 1000.0 + record[1])
+        return contributors.peers[label].total_samples
+
+    assert tell("a", 640, at=0) == 640  # it was there before this monitor
+    assert tell("a", 768, epoch=5) == 768
+    assert tell("a", 640, at=0) == 768  # a read that missed the newest record
+    seen = contributors.peers["a"].last_seen
+    assert tell("b", 64) == 64
+    # after a restart from a checkpoint, only its new 64 samples count
+    assert tell("a", 704, epoch=6) == 832
+    assert tell("a", 768, epoch=7) == 896
+    # after a restart without one
+    assert tell("a", 64, epoch=8) == 960
+    assert tell("a", 128, epoch=9) == 1024
+    assert contributors.peers["a"].last_seen > seen
+    # its first record after a restart may hold no samples at all
+    assert tell("a", 0, epoch=10) == 1024
+
+    saved = {label: asdict(peer) for label, peer in contributors.ranking()}  # as summary.json has them
+    contributors = Contributions(json.loads(json.dumps(saved)))
+    assert contributors.total_samples() == 1024 + 64 and tell("a", 64, epoch=11) == 1088
+    first, second = contributors.describe()["contributors"]
+    assert (first["peer"], first["total_samples"], round(first["share"], 3)) == ("a", 1088, 0.944)
+    assert (second["peer"], second["total_samples"], round(second["share"], 3)) == ("b", 64, 0.056)
+
+
+def test_contributions_show_reports_and_counted_shares():
+    contributors, names = Contributions({}), [letter * 8 for letter in "abcd"]
+    claims = [dict(zip(names, it, strict=False)) for it in ((0.25, 1.0), (0.25, 1.0), (1.0, 0.0), ())]
+    contributors.update(dict(zip(names, ((make_metrics(counted=it), 1e9) for it in claims), strict=True)), {}, 0.0)
+    # those of most trainers
+    assert [row["counted"] for row in contributors.describe()["contributors"]] == [0.25, 1.0, None, None]
+    contributors, now = Contributions({}), get_dht_time()
+    options = dict(peer_id=b"1", epoch=3, samples_accumulated=0, samples_per_second=1.0, client_mode=False)
+    reports = {name: LocalTrainingProgress(time=now + at, **options) for name, at in (("there", -7), ("ahead", 9))}
+    # the metrics of all were made 100 s ago
+    contributors.update(dict.fromkeys(("gone", *reports), (make_metrics(), now + 500)), reports, now)
+    seen = {label: peer.last_seen - now for label, peer in contributors.peers.items()}
+    assert seen == pytest.approx({"gone": -100, "there": -7, "ahead": 0}, abs=0.01)
+
+
+def test_contributions_are_bounded(monkeypatch):
+    monkeypatch.setattr("monitoring.history.MAX_PEERS", 50)
+    monkeypatch.setattr("monitoring.history.MAX_PEERS_SENT", 10)
+    contributors = Contributions({})
+    contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, {}, 0.0)
+    shown = contributors.describe()
+    assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
+    assert [row["total_samples"] for row in shown["contributors"]] == list(range(79, 69, -1))
+    assert shown["num_contributors"] == 50 and shown["total_samples"] == sum(range(30, 80))
+
+
+def test_unreadable_summary_is_kept(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
+        RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+
+
+def read_wandb_history(path: Path) -> dict[int, dict]:
+    """Return the values of each step in a .wandb file: records in blocks of 32 KiB, as LevelDB writes its log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part, history = path.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        at += 32768 - at % 32768 if 32768 - at % 32768 < 7 else 0
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, part = Record.FromString(part).history, b""
+            if record.item:
+                names = [item.key or "/".join(item.nested_key) for item in record.item]
+                values = [json.loads(item.value_json) for item in record.item]
+                history[record.step.num] = dict(zip(names, values, strict=True))
+    return history
+
+
+def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
+    """The log file has the first epoch, and the run is named after the peer."""
+    output_dir, logs, text, prefix = tmp_path / "out", tmp_path / "logs", tmp_path / "mine.txt", make_prefix()
+    text.write_text("".join(path.read_text() for path in sorted(tiny_data["--dataset_path"].parent.glob("00*.txt"))))
+    own = {"--experiment_prefix": prefix, "--output_dir": output_dir, "--logging_dir": logs, "--logging_steps": 100}
+    own |= {"--train_file": text, "--validation_file": text, "--sources": tmp_path / "mine.json", "--max_steps": 4}
+    own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--max_sequence_length": 32, "--logging_first_step": []}
+    words = [*TINY, *flags(own), "--dataset_cache_dir", tmp_path / "cache"]
+    trainer = start("trainer", "run_trainer.py", *words, env={"WANDB_MODE": "offline", "WANDB_PROJECT": "mine"})
+    trainer.assert_clean_end(90)
+    history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
+    [file] = logs.glob("wandb/offline-run-*/*.wandb")
+    peer_id = json.loads((output_dir / "summary.json").read_text())["peer_id"]
+    assert file.name == f"run-{prefix}-trainer-{peer_id[-8:]}.wandb"
+    reported = read_wandb_history(file)
+    assert sorted(reported) == [line["epoch"] for line in history] == [1, 2, 3, 4]
+    for line in history:
+        values = reported[line["epoch"]]
+        assert values["loss"] == line["loss"] and values["total_samples"] == line["total_samples"]
+        parts = [values[f"epoch/{name}_seconds"] for name in ("compute", "waiting", "averaging")]
+        assert sum(parts) == pytest.approx(values["epoch/epoch_seconds"])
+    # no path or address is reported
+    assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
+    log = (logs / "trainer.log").read_text()
+    epochs = [line for line in log.splitlines() if "next epoch" not in line]  # progress, if an epoch takes 20 s
+    assert re.findall(r"epoch (\d+)/", "\n".join(epochs)) == ["1"]
+    assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d trainer run " + prefix, log)
+
+
+def test_slow_dht_does_not_delay_reads(tmp_path, monkeypatch):
+    """It answers after a second, because a peer that it asks does not; the period of reads is 1.5 s."""
+    stop, requests = threading.Event(), defaultdict(list)
+
+    def get(key: str, **_) -> Future:
+        requests[key].append(time.monotonic())
+        answer = Future()
+        threading.Timer(1.0, answer.set_result, [None]).start()
+        return answer
+
+    for module in ("reader", "report"):
+        monkeypatch.setattr(f"monitoring.{module}.STOP_REQUESTED", stop)
+    report = RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+    dht = SimpleNamespace(get=get, attestation=None)
+    reader = RunReader(SimpleNamespace(dht=dht, prefix="run", attest=lambda *_: None), report, (), 1.5)
+    reader.start()
+    try:
+        wait_until(lambda: len(requests["run_metrics"]) >= 4, 20, "four reads")
+    finally:
+        stop.set()
+        reader.reading.result()
+    first, *_, last = times = requests["run_metrics"]
+    assert (last - first) / (len(times) - 1) < 2.2, [after - before for before, after in pairwise(times)]
+    # all records are requested at once
+    starts = [requests[f"run_{name}"][0] for name in ("metrics", "progress", "run")]
+    assert max(starts) - min(starts) < 0.5
+
+
+def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
+    monitor.process.send_signal(signal.SIGSTOP)  # or it may look between two of them; its DHT is another process
+    for peer in peers:
+        peer.publish(make_metrics(epoch, **fields).dict())
+    monitor.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: [e for e in read_epochs(output_dir) if e["epoch"] == epoch], 30, f"epoch {epoch}")
+
+
+def test_monitor_follows_run_and_exits_cleanly(start, tmp_path):
+    prefix, output_dir = make_prefix(), tmp_path / "out"
+    monitor, address = start_monitor(start, prefix, output_dir, env={"TRACKIO_DIR": str(tmp_path)})
+    assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
+    with run_peers(prefix, address, True, True, False) as (first, second, attacker):
+        publish_until_seen(monitor, [first, second], 1, output_dir, loss=18.0)
+        attacker.store({**make_metrics(2).dict(), "loss": float("nan")})
+        attacker.store({"epoch": 2})
+        attacker.publish(make_metrics(10**9).dict())  # well formed: a lie
+        first.publish(make_metrics(2, loss=30.0, mini_steps=6, total_samples=300).dict())
+        publish_until_seen(monitor, [second], 2, output_dir, loss=8.0, mini_steps=2)
+        publish_until_seen(monitor, [first, second], 3, output_dir, loss=12.0, total_samples=400, skipped_steps=1)
+        wait_until(lambda: monitor.text.count("epoch 3  loss 6.0000"), 10, "the log of epoch 3")
+        # a late observer reads the metrics at once
+        own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address, "--report_to", "none"]
+        late = start("late", "run_aux_peer.py", *own, "--refresh_period", "inf", "--output_dir", tmp_path / "late")
+        late.wait_for("epoch 3  loss 6.0000")
+        late.process.send_signal(signal.SIGINT)
+        late.assert_clean_end(30)
+        monitor.process.send_signal(signal.SIGINT)
+        monitor.assert_clean_end(30)
+        labels = {peer_label(first.subkey), peer_label(second.subkey)}
+
+    epochs = read_epochs(output_dir)
+    assert [entry["epoch"] for entry in epochs] == [1, 2, 3]
+    assert [entry["loss"] for entry in epochs[::2]] == [9.0, 6.0]
+    assert (epochs[-1]["alive_peers"], epochs[-1]["samples"]) == (2, 128)
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert (summary["epochs"], summary["last_loss"], summary["peers"].keys()) == (3, 6.0, labels)
+    for peer in summary["peers"].values():
+        assert (peer["total_samples"], peer["last_epoch"], peer["skipped_steps"]) == (400, 3, 1)
+    assert summary["total_samples"] == epochs[-1]["total_samples"] == 800
+    assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "\033" not in monitor.text  # no colours in a file
+
+    [run] = read_trackio(tmp_path / f"{prefix}.db")
+    assert {step: values["loss"] for step, values in run.items()} == {1: 9.0, 2: epochs[1]["loss"], 3: 6.0}
+
+
+def read_trackio(path: Path) -> list[dict[int, dict]]:
+    runs = {}
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        for run, step, values in database.execute("SELECT run_name, step, metrics FROM metrics"):
+            assert step not in runs.setdefault(run, {})
+            runs[run][step] = json.loads(values)
+    return list(runs.values())
+
+
+def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
+    """The monitor restarts, and then the run starts over."""
+    prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
+
+    def run_monitor(name: str, reports: dict[int, tuple[float, int]], *peers: bool) -> tuple[list[str], dict[str, int]]:
+        """Publish the loss and samples of each epoch; return these peers and the samples of all contributors."""
+        monitor, address = start_monitor(start, prefix, output_dir, env={"TRACKIO_DIR": str(tmp_path)}, name=name)
+        with run_peers(prefix, address, *peers, key=key) as found:
+            for epoch, (loss, total) in reports.items():
+                publish_until_seen(monitor, found, epoch, output_dir, loss=loss, total_samples=total)
+            monitor.process.send_signal(signal.SIGTERM)
+            monitor.assert_clean_end(30)
+        seen = json.loads((output_dir / "summary.json").read_text())["peers"]
+        return [peer_label(peer.subkey) for peer in found], {name: it["total_samples"] for name, it in seen.items()}
+
+    # two peers, of which one leaves for good
+    (stayed, left), samples = run_monitor("one", {40: (18.0, 1000), 41: (16.0, 1064)}, True, True)
+    assert samples == {stayed: 1064, left: 1064}
+    # a peer returns and continues from a checkpoint, and then the run starts over under the same name
+    reports = {42: (14.0, 864), 43: (12.0, 928), 2: (22.0, 128), 3: (21.0, 192)}
+    # after a restart, only the samples of the epoch itself are certainly new
+    assert run_monitor("two", reports, True) == ([stayed], {stayed: 1064 + 64 + 64 + 64 + 64, left: 1064})
+    epochs = read_epochs(output_dir)
+    assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
+    assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 2320, 2384]
+    # the dashboard has one curve over both restarts, and one of the new run
+    old_run, new_run = read_trackio(tmp_path / f"{prefix}.db")
+    assert {step: values["loss"] for step, values in old_run.items()} == {40: 9.0, 41: 8.0, 42: 7.0, 43: 6.0}
+    assert {step: values["loss"] for step, values in new_run.items()} == {2: 11.0, 3: 10.5}
+    totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
+    assert {step: values["total_samples"] for step, values in old_run.items()} == totals
+
+
+def test_monitor_outlives_full_disk_of_output(tmp_path):
+    words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "out"]
+    with open("/dev/full", "w") as full, open(log := tmp_path / "log", "w") as errors:
+        monitor = start_python("run_training_monitor.py", *words, stdout=full, stderr=errors)
+    try:
+        wait_until(lambda: "Waiting for trainers" in log.read_text() or monitor.poll() is not None, 60, "its start")
+        monitor.send_signal(signal.SIGINT)
+        assert monitor.wait(60) == 0 and "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        monitor.kill()
+
+
+def test_monitor_wrong_flags_are_one_line():
+    for flag, value in {"--report_to": "wandb", "--output_dir": ROOT / "LICENSE", "--logging_dir": "LICENSE"}.items():
+        assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
