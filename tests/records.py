@@ -46,9 +46,8 @@ def run_dhts(*validators_of_each: list):
         for validators in validators_of_each:
             first = dhts[:1]
             options = {"initial_peers": [str(maddr) for dht in first for maddr in dht.get_visible_maddrs()]}
-            dhts.append(
-                dht := hivemind.DHT(host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators, **options)
-            )
+            dht = hivemind.DHT(host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators, **options)
+            dhts.append(dht)
             stack.callback(dht.shutdown)
             # which trackers expect
             dht.uplink, dht.key, dht.initial_ids = Uplink(), RSAPrivateKey(), [it.peer_id for it in first]
