@@ -40,8 +40,8 @@ def flags(*groups: dict) -> list:
     return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
 
 
-def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
-    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.3]
+def start_monitor(start, run: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
+    command = ["run_training_monitor.py", "--experiment_prefix", run, *LOOPBACK, "--refresh_period", 0.3]
     monitor = start(name, *command, "--output_dir", output_dir, *more, **options)
     return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/[\d.]+/tcp/\d+/p2p/\w+)$", 300).group(1)
 
