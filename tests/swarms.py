@@ -40,10 +40,10 @@ def flags(*groups: dict) -> list:
     return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
 
 
-def start_monitor(start, run: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
-    command = ["run_training_monitor.py", "--experiment_prefix", run, *LOOPBACK, "--refresh_period", 0.3]
+def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.3]
     monitor = start(name, *command, "--output_dir", output_dir, *more, **options)
-    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/[\d.]+/tcp/\d+/p2p/\w+)$", 300).group(1)
+    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$", 300).group(1)
 
 
 def read_epochs(output_dir: Path) -> list[dict]:
@@ -151,9 +151,11 @@ class Swarm:
         return {"prefix": self.net.prefix(name)} if self.net else {}
 
     def start_monitor(self, name: str = "monitor", **own) -> Script:
-        options = self.where("monitor") | {f"--{flag}": value for flag, value in own.items()}
-        where = self.start, self.settings["--experiment_prefix"], self.tmp_path / "monitor", "--report_to", "none"
-        monitor, self.peers = start_monitor(*where, *flags(options), name=name, **self.prefix("monitor"))
+        options = {"--refresh_period": 0.5, "--report_to": "none", "--output_dir": self.tmp_path / "monitor"}
+        options |= {"--experiment_prefix": self.settings["--experiment_prefix"], **self.where("monitor")}
+        options |= {f"--{flag}": value for flag, value in own.items()}
+        monitor = self.start(name, "run_training_monitor.py", *flags(options), **self.prefix("monitor"))
+        self.peers = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
         return monitor
 
     def start_trainers(self, *names: str, program: str = "benchmarks/paced_trainer.py", **own) -> list[Script]:
@@ -189,7 +191,10 @@ class Swarm:
 
         wait_until(has_begun, 60, "the beginning of an epoch, for all at once")
         stopped = time.time()
-        stop(*(self.trainers[name] for name in names))
+        for name in names:
+            self.trainers[name].interrupt()
+        for name in names:
+            self.trainers[name].assert_clean_end(60)
         summaries = [json.loads((self.tmp_path / name / "summary.json").read_text()) for name in names]
         assert len({summary["epoch"] for summary in summaries}) == 1, summaries
         return stopped
