@@ -105,7 +105,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         except asyncio.CancelledError:
             if not self._future.done():
                 raise
-            # The round has ended here. hivemind sends nothing, and the other peer would wait for seconds.
+            # The round has ended here. hivemind sends nothing, and the other peer would wait until it gives up.
             cause = self.cause[0] if self.cause else self.peer_id
             yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED, peer_id=cause.to_bytes())
 

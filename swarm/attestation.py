@@ -190,7 +190,7 @@ async def contact_initial_peers(
     maddrs = [maddr for maddr in maddrs if not maddr.startswith("/p2p/")]
     async with open_client(membership) as p2p:
         problems = dict(zip(maddrs, await asyncio.gather(*(find_problem(p2p, maddr) for maddr in maddrs)), strict=True))
-        peers = list({get_peer_id(maddr): 0 for maddr, problem in problems.items() if problem is None})[:MAX_ATTESTERS]
+        peers = [*dict.fromkeys(get_peer_id(it) for it, why in problems.items() if why is None)][:MAX_ATTESTERS]
         if membership:
             await membership.exchange_revocations(p2p, peers)
         attestations = await request_attestations(p2p, peers)

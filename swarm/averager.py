@@ -86,7 +86,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         super().run()
 
     def run_in_background(self, **_) -> None:
-        """Start the averager's process, but do not wait for it, and do not ignore Ctrl-C, as in hivemind (note 36)."""
+        """Start the averager's process, without waiting; hivemind's method makes this one ignore Ctrl-C (note 36)."""
         self.start()
 
     def _send(self, method: str, *args, **options) -> None:
@@ -185,11 +185,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
+        owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
         timeouts = self.dht.uplink.timeouts
         ping_delay, max_pause = max(MIN_PING_DELAY, timeouts.round_seconds / 8), 2 * timeouts.next_chunk
         max_step = CHECK_INTERVAL + 2 * timeouts.silence_in_round  # of the clock: a frozen peer blames no other for it
         elapsed, checked_at = 0.0, time.monotonic()
-        pauses, pings = Counter(), Counter()  # since the last message of each peer, by peer and the number of messages
+        pauses, pings = Counter(), Counter()  # seconds and pings since the last message, by peer and its message count
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
@@ -199,11 +200,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
             newest = [(peer, runner.arrived[peer]) for peer in runner.list_awaited_peers()]
             pauses.update(dict.fromkeys(newest, step))
-            # a reducer that waits for a sender itself gives it up in half of this time
+            # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
             stalled = [it[0] for it in newest if pauses[it] > max_pause]
-            # a reducer that waits for a straggler itself gets more time to report it
             late = runner.list_stragglers(elapsed > allowed + 10 * CHECK_INTERVAL) if elapsed > allowed else []
-            stragglers = [peer for peer in stalled if not runner.arrived[peer]] or late
+            stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]] or late
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))

@@ -63,7 +63,7 @@ GRACE_SHARE, MAX_GRACE = 0.25, 60.0
 class RoundTimeouts:
     """All timeouts of a round, in seconds, as a function of the uplink's measurements and of the user's settings."""
 
-    rtt: float = 0.3  # the longest recent one, of a small message
+    rtt: float = 0.3  # of a small message, see `Uplink.record_rtt`
     round_seconds: float = 1.0  # of the longest recent round, or of the next one as planned
     epoch_seconds: float = 0.0  # of the last epoch
     # fixed by the user; 0 if the value follows from the uplink

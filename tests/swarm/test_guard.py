@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
@@ -17,6 +18,7 @@ from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer, stop
 
 from swarm.allreduce import FailFastAllReduceRunner
+from swarm.averager import VerifyingAverager
 from swarm.guard import (
     FAR_TOO_LONG,
     SKETCH_SIZE,
@@ -72,6 +74,32 @@ def test_auxiliary_peer_awaits_no_averages():
     for peer, awaited in ((helper, set()), (first, {second, helper})):
         runner.peer_id = peer
         assert {*FailFastAllReduceRunner.list_awaited_peers(runner)} == awaited
+
+
+@pytest.mark.parametrize("num_parts, arrived, is_banned", [(3, 0, True), (0, 0, False), (3, 1, False)])
+def test_silent_peer_is_banned_if_it_owes_gradients(num_parts, arrived, is_banned):
+    """This peer averages parts, or none. An honest reducer that waits for an attacker would be banned otherwise."""
+    own, silent, other = (PeerID(bytes([number])) for number in range(3))
+    uplink, ended = Uplink(), []
+    uplink._times["next_chunk_timeout"].value = 0.5
+
+    async def answer(*_, **__) -> set[bytes]:
+        return {silent.to_bytes()}
+
+    async def watch() -> None:
+        runner = SimpleNamespace(ordered_peer_ids=[own, silent, other], modes=3 * [AveragingMode.NODE], group_size=3)
+        runner.sender_peer_ids, runner.arrived = runner.ordered_peer_ids, Counter({silent: arrived})
+        runner.tensor_part_reducer, runner.violations = SimpleNamespace(num_parts=num_parts), {}
+        runner.list_awaited_peers, runner.list_stragglers = (lambda: [silent]), lambda _: []
+        runner.has_uplink_slowed, runner.progress, runner._future = (lambda: False), 0.0, asyncio.Future()
+        runner.end = lambda *cause: ended.append((*cause, runner.violations))
+        (running := asyncio.Future()).set_result(runner)
+        peer = SimpleNamespace(dht=SimpleNamespace(uplink=uplink, run_coroutine=answer), peer_id=own)
+        await asyncio.wait_for(VerifyingAverager._abort_on_peer_failure(peer, running), 20)
+
+    asyncio.run(watch())
+    [(cause, _, violations)] = ended
+    assert cause == silent and violations.keys() == ({silent} if is_banned else set())
 
 
 def test_clip_keeps_honest_gradients():
