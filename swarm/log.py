@@ -32,10 +32,10 @@ others, or newer ones of their owners. In a fork, the branch with offers of more
 smaller first hash. A peer's votes in the certificates of both are a proof. A leave record counts from the commit that
 holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
 
-**Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, whose answers
-are all that it lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take part. The
-voters and the owners of counted offers have limits of their own for bytes, and thus for signatures to check; all other
-peers share one.
+**Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, which answer
+with all that this peer lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take
+part. The voters and the owners of counted offers have limits of their own for bytes, and thus for signatures to check.
+All other peers share one.
 """
 
 import math

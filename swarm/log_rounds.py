@@ -297,7 +297,7 @@ class LogRounds:
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
         for kind, content, peers in actions:
-            if kind in ("send", "gossip") and self._unsaved != self.log.head.head:  # or a vote may not be on disk
+            if kind in ("send", "gossip") and self._unsaved != self.log.head.head:  # votes are saved before
                 peers = [*(peers or self._list_members())]
                 random.shuffle(peers)
                 for peer in peers[: GOSSIPED_PEERS if kind == "gossip" else None]:
