@@ -63,36 +63,20 @@ class CollaborativeOptimizer:
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
         :param compressions: the codecs of `gradients`, of states in rounds and in downloads, and of `local_steps`
         """
-
-        def make_outer(groups: list[dict]) -> OuterOptimizer:
-            return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
-
+        outer = partial(OuterOptimizer, lr=averaging.outer_lr, momentum=averaging.outer_momentum)
+        make = (lambda groups: outer(optimizer(groups))) if averaging.local_steps > 1 else optimizer
         self.uplink, self.averaging = dht.uplink, averaging
         self.uplink.fix_timeouts(averaging)
         trust = PeerTrust(self.uplink, dht.attestation.workers if dht.attestation else (), self.is_auxiliary)
         self.tracker = PeerTracker(dht, prefix, averaging, trust)
-        options = dict(
-            dht=dht,
-            client_mode=dht.client_mode and not self.is_auxiliary,
-            auxiliary=self.is_auxiliary,
-            min_matchmaking_time=self.uplink.timeouts.matchmaking,
-            start=True,
-            target_group_size=averaging.target_group_size,
-            min_vector_size=averaging.min_vector_size,
-            max_weight=averaging.target_batch_size if averaging.robust_averaging == "clip" else None,
-        )
-        self.state_averager = StateAverager(
-            prefix=f"{prefix}_state_averager",
-            params=params,
-            optimizer=make_outer if averaging.local_steps > 1 else optimizer,
-            scheduler=scheduler,
-            initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
-            offload_optimizer=True,
-            custom_gradients=True,
-            compression=compressions["state_averaging"],
-            state_compression=compressions["load_state"],
-            **options,
-        )
+        max_weight = averaging.target_batch_size if averaging.robust_averaging == "clip" else None
+        options = dict(dht=dht, client_mode=dht.client_mode and not self.is_auxiliary, auxiliary=self.is_auxiliary)
+        options |= dict(target_group_size=averaging.target_group_size, min_vector_size=averaging.min_vector_size)
+        options |= dict(min_matchmaking_time=self.uplink.timeouts.matchmaking, max_weight=max_weight, start=True)
+        own = dict(params=params, optimizer=make, scheduler=scheduler)
+        own |= dict(initialize_optimizer=False, offload_optimizer=True, custom_gradients=True)  # note 8
+        own |= dict(compression=compressions["state_averaging"], state_compression=compressions["load_state"])
+        self.state_averager = StateAverager(prefix=f"{prefix}_state_averager", **own, **options)
         exit_if_process_dies(self.state_averager, "state averager")
         own = dict(prefix=f"{prefix}_grad_averager", compression=compressions["gradients"])
         self.grad_averager = GradientAverager(self.state_averager.main_parameters, **own, **options)

@@ -31,6 +31,7 @@ REFRESH_TIMEOUT = 5.0  # seconds for a refresh that the caller waits for; the DH
 REFRESH_SHARE = 0.1  # minimum time between two refreshes, as a share of the time since the last change
 DRIFT_PEERS = 3  # that may join within an epoch
 DRIFT_RATE = 0.2  # the same as a share of the swarm; the larger number counts
+MANY_PEERS = 8  # above which refreshes are rarer: each peer reads the records of all from five of them
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names
@@ -377,8 +378,11 @@ class PeerTracker:
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # without changes, refreshes become rare
-        period = max(seconds_left * count / max_count, REFRESH_SHARE * (read_at - self._changed_at))
-        period = min(max(period, options.min_refresh_period), options.max_refresh_period)
+        period, scale = seconds_left * count / max_count, max(1.0, len(counted) / MANY_PEERS)
+        period = max(period, REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
+        # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
+        longest = options.max_refresh_period * (scale if owners else 1.0)
+        period = longest if owners and not seconds_left else min(period, longest)
         period = period if entry else options.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)

@@ -168,10 +168,8 @@ class Rounds:
             self.tracker.mark_silent(error.args[0])
         if self.is_auxiliary:  # it has no gradients to lose
             return
-        text = (
-            f"epoch {epoch}: averaging failed ({type(error).__name__}: {error}); the gradients of "
-            f"{self.grad_averager.samples} samples go into the next round"
-        )
+        text = f"epoch {epoch}: averaging failed ({type(error).__name__}: {error}); the gradients of "
+        text += f"{self.grad_averager.samples} samples go into the next round"
         if self.stats.failed_in_a_row % 3 == 0:
             logger.warning(f"{text}. Is this machine or its uplink too busy? `preflight` measures both")
         else:

@@ -21,6 +21,7 @@ from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 # fit in one message of at most 4 MB.
 PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
 MAX_UNKNOWN = 2  # nodes in an answer that may be invented; a search asks the nearest five
+SEARCH_LIFETIME = 60.0  # seconds until the nearest nodes are searched again, although this node knows no nearer ones
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 
 
@@ -50,8 +51,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
         try:
             subkey, stored, now = self.serializer.loads(tag), self.storage.get(DHTID.from_bytes(key)), get_dht_time()
             # records that hivemind forwards, to new peers and to caches, have no subkey
-            if in_cache or sender.to_bytes() != find_subkey_owner(subkey):
-                raise ValueError("the record belongs to another peer")
+            if in_cache or sender.to_bytes() != find_subkey_owner(subkey) or expires > now + MAX_RECORD_LIFETIME:
+                raise ValueError("the record belongs to another peer, or expires too late")
             held, _ = self.held.get(sender) or ({}, None)
             held = {name: item for name, item in held.items() if item[1] > now}
             held[key, tag] = len(tag + value), expires
@@ -59,8 +60,6 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             size = sum(len(name + item) for name, item in (of_key | {subkey: value}).items())
             if len(held) > PEER_RECORDS or sum(count for count, _ in held.values()) > PEER_BYTES or size > KEY_BYTES:
                 raise ValueError("too many records, or too large")
-            if expires > now + MAX_RECORD_LIFETIME:
-                raise ValueError("it expires too late")
         except Exception:  # on untrusted bytes, the decoder can raise any exception
             return False
         self.held.store(sender, held, now + MAX_RECORD_LIFETIME)
@@ -100,11 +99,25 @@ class DHTNode(hivemind.dht.node.DHTNode):
     membership: Membership | None = None
     initial_ids: Sequence[PeerID] = ()
 
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.searches = TimedStorage()  # by stored key: the nearest nodes, as the last search has found them
+
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
         if found_callback is not None:  # a search of `store`: hivemind's asks 20 nodes for the nearest 5
-            options |= {"found_callback": lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)}
-            options |= {"beam_size": self.num_replicas}
+            [key], table = queries, self.protocol.routing_table
+            near = dict(table.get_nearest_neighbors(key, self.num_replicas, exclude=self.node_id))
+            if (found := self.searches.get(key)) and found.value == near.keys():
+                options["node_to_peer_id"].update(near)
+                await found_callback(key, [*near], {*near})
+                return {}
+
+            async def note(_, nearest: list[DHTID], visited: set[DHTID]) -> None:
+                self.searches.store(key, {*nearest}, get_dht_time() + SEARCH_LIFETIME)
+                await found_callback(key, nearest, visited)
+
+            options |= {"found_callback": note, "beam_size": self.num_replicas}
         search = super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
         if self.node_id in queries:  # at the start: only the routing table needs it, and it takes seconds
             self.first_search = asyncio.create_task(search)  # a reference: asyncio holds tasks weakly (note 81)

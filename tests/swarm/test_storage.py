@@ -187,10 +187,10 @@ def uplink(monkeypatch):
 
 
 def test_storing_sends_no_foreign_records(uplink):
-    """Note 76: hivemind's nodes ask all six others, and are sent all copies that these hold of a key, by a search to
-    store and by another one to read."""
+    """Note 76: hivemind's nodes ask all six others, and are sent all copies that these hold of a key, by a search for
+    each store and by another one to read. Ours search again only if they know other nodes than before."""
 
-    async def count_copies() -> tuple[list, list, dict]:
+    async def count_copies() -> tuple[list, list, list, dict]:
         nodes, copies = [], []
         options = dict(host_maddrs=[LOOPBACK[1]], cache_nearest=0)
         try:
@@ -209,15 +209,23 @@ def test_storing_sends_no_foreign_records(uplink):
                 return found
 
             reporter.protocol.call_find = count
-            assert await reporter.store(KEY, "new", get_dht_time() + 60, subkey="reporter")
+            for value in ("old", "new"):
+                assert await reporter.store(KEY, value, get_dht_time() + 60, subkey="reporter")
             stored = copies.copy()
             found = await reporter.get(KEY, latest=True)
-            return stored, copies[len(stored) :], found.value
+            got, key, table = copies[len(stored) :], DHTID.generate(KEY), reporter.protocol.routing_table
+            [(nearest, _)] = table.get_nearest_neighbors(key, 1, exclude=reporter.node_id)
+            del table[nearest]
+            copies.clear()
+            assert await reporter.store(KEY, "newest", get_dht_time() + 60, subkey="reporter")
+            assert nearest in table
+            return stored, got, copies, found.value
         finally:
             await asyncio.gather(*(node.shutdown() for node in nodes))
 
-    stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 120))
+    stored, got, again, found = asyncio.run(asyncio.wait_for(count_copies(), 120))
     assert (stored, got) == ([0] * 5, [1] * 5) and found["reporter"].value == "new"
+    assert not any(again) and len(again) >= 5
 
 
 async def find_invented(self, request: dht_pb2.FindRequest, _) -> dht_pb2.FindResponse:

@@ -205,6 +205,21 @@ def test_looks_become_rare_without_changes(dhts):
         assert pauses == pytest.approx([0.5, 2.0, 5.0], abs=0.3)
 
 
+@pytest.mark.parametrize(
+    "samples, owners, expected", [(1, 0, [2.0, 5.0]), (1, 31, [2.0, 20.0]), (40, 31, [20.0, 20.0]), (40, 1, [5.0, 5.0])]
+)
+def test_refreshes_are_rarer_in_large_swarm(tracker, samples, owners, expected):
+    """If 32 peers all read the records of all twice a second, the five that hold them send 15 Mbit/s each."""
+    names = [b"%d" % number for number in range(31)]
+    tracker.trust.attested, tracker.trust.owners = {*names}, {*names[:owners]}
+    records = {it: ValueWithExpiration(make_record(it, samples=samples).dict(), math.inf) for it in names}
+    pauses = []
+    for seconds in (0.0, 600.0):
+        tracker.apply_records(ValueWithExpiration(records, math.inf), time.monotonic() + seconds)
+        pauses.append(tracker._next_read - time.monotonic())
+    assert pauses == pytest.approx(expected, abs=0.3)
+
+
 def test_reports_and_steps_without_a_pause_are_seen(dhts):
     """A quick second report is delayed, and the samples of steps without a pause are averaged at once."""
     with run_trackers(dhts, 16, max_refresh_period=0.5) as [one, other]:
