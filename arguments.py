@@ -90,6 +90,8 @@ class SwarmArguments(FlagGroup):
         is_inherited = self.initial_peers and not self.new_run and not self.use_ipfs
         if not self.experiment_prefix and not is_inherited and (self.initial_peers or self.invite):
             raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
+        if len(self.experiment_prefix) > 256:  # the limit of attestations (swarm/attestation.py)
+            raise UserError(f"--experiment_prefix has {len(self.experiment_prefix)} characters: give 256 at most")
         if "." in self.experiment_prefix:
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
@@ -180,7 +182,7 @@ class AveragingArguments(FlagGroup):
         0, "Start matchmaking N samples early; raise it if rounds start late.", ge=0, lt="target_batch_size"
     )
     matchmaking_time: float | None = flag(
-        None, "Seconds of matchmaking. Default: 7.5 to 25, as measured.", aliases=["--averaging_expiration"], gt=0
+        None, "Seconds to form a group. Default: 7.5 to 25 by RTT.", aliases=["--averaging_expiration"], gt=0, le=600
     )
     target_group_size: int = flag(
         256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True, ge=2

@@ -34,6 +34,7 @@ def test_flags_have_help_and_are_read():
         ("--initial_peers /ip4/127.0.0.1/tcp/1/p2p/Qm --new_run", ["--experiment_prefix"]),
         ("--initial_peers --run_id a", ["--initial_peers", "expected at least one argument"]),
         ("--run_id a.b", ["dot", "a_b"]),
+        (f"--run_id {'a' * 257}", ["--experiment_prefix", "256"]),  # the most that other peers accept
         ("--experiment-prefx a", ["--experiment-prefx", "did you mean --experiment_prefix?"]),
         ("--lerning-rate=1", ["--lerning-rate,", "did you mean --learning_rate?"]),
         ("--learning 1", ["--learning"]),
@@ -41,6 +42,7 @@ def test_flags_have_help_and_are_read():
         ("--total_steps 60", ["--warmup_steps 5000", "--total_steps 60"]),
         ("--adam_beta2 1.5", ["--adam_beta2", "below 1"]),
         ("--matchmaking_time -1", ["--matchmaking_time", "above 0"]),
+        ("--matchmaking_time inf", ["--matchmaking_time", "at most 600"]),
         ("--weight_decay nan", ["--weight_decay", "at least 0"]),
         ("--host_maddrs localhost", ["--host_maddrs", "'localhost'"]),
         ("--authorize", ["--authorize needs --invite FILE or --authority_key FILE"]),
