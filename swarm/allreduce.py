@@ -71,7 +71,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         aggregate_part = stub.rpc_aggregate_part
 
         async def exchange_parts(parts):
-            averages = await aggregate_part(self.uplink.send(parts, is_round=not self.settings.are_parameters))
+            averages = await aggregate_part(self.uplink.send(parts, is_urgent=not self.settings.are_parameters))
             return self.read_averages(averages, peer)
 
         stub.rpc_aggregate_part = exchange_parts
@@ -98,7 +98,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
             raise ProtocolViolation(self.violations[context.remote_id])
         averages = super().rpc_aggregate_part(self.record_activity(stream, context.remote_id), context)
         try:
-            async for message in self.uplink.send(averages, is_round=not self.settings.are_parameters):
+            async for message in self.uplink.send(averages, is_urgent=not self.settings.are_parameters):
                 if message.code != averaging_pb2.AVERAGED_PART and self.cause:
                     message.peer_id = self.cause[0].to_bytes()
                 yield message

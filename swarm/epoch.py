@@ -8,9 +8,6 @@ RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that
 SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
 MAX_SYNC_PAUSE = 300.0  # seconds
 MAX_STALE_DOWNLOADS = 3  # in a row; from this number on, each pause between downloads is longer
-# Epochs after a futile wait for a straggler, until a round waits for one again. A peer that is one epoch behind replays
-# the missed step while the others accumulate the next batch: without a wait, it would be late for each round.
-WAIT_RETRY_EPOCHS = 5
 
 
 class EpochState(enum.Enum):
@@ -28,6 +25,7 @@ TRANSITIONS = {
     EpochState.ACCUMULATING: {
         EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs: `should_search`
         EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer: `can_average`
+        EpochState.STEPPING,  # the log has a commit: `LogSteps.follow`
         EpochState.SYNCING,  # the swarm is ahead: `compare_with_swarm`, or `has_missed_step` once the epoch is over
     },
     EpochState.AVERAGING: {

@@ -306,7 +306,7 @@ class Exchange:
         return asyncio.run_coroutine_threadsafe(self._send(peer, message), self._loop)
 
     async def _send(self, peer: PeerID, message: bytes) -> bytes:
-        self.uplink.reserve(len(message), is_round=True)  # data waits for messages, but they do not wait
+        self.uplink.reserve(len(message), is_urgent=True)  # data waits for messages, but they do not wait
         timeout = self.uplink.timeouts.request + self.uplink.compute_transfer_timeout(len(message))
         call = self._p2p.call_protobuf_handler(peer, self._message_name, BytesValue(value=message), BytesValue)
         answer = (await asyncio.wait_for(call, timeout)).value
@@ -321,9 +321,9 @@ class Exchange:
         with self._admit("message", sender, *MAX_MESSAGES):
             answer = await self._loop.run_in_executor(self._message_worker, self.on_message, sender, request.value)
             if sender in self.participants:
-                self.uplink.reserve(len(answer), is_round=True)
+                self.uplink.reserve(len(answer), is_urgent=True)
             else:
-                await self.uplink.pace(len(answer), is_round=False)
+                await self.uplink.pace(len(answer), is_urgent=False)
             return BytesValue(value=answer)
 
     # --- serving
@@ -376,7 +376,7 @@ class Exchange:
         data = HEADER.pack(number, len(data)) + data
         for at in range(0, len(data), PIECE):
             piece = data[at : at + PIECE]
-            await self.uplink.pace(len(piece), is_round=peer in self.participants)
+            await self.uplink.pace(len(piece), is_urgent=peer in self.participants)
             writer.write(piece)
             await writer.drain()
 

@@ -45,11 +45,7 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def accumulate(self, batch_size: int) -> None:
-        """Add the parameters' gradients, the mean over these samples, to the pending ones, or make a local step."""
-        if self.is_local:
-            self.local.step()
-            self.samples += batch_size
-            return
+        """Add the parameters' gradients, the mean over these samples, to the pending ones."""
         with self._lock:
             for tensor, param in zip(self.unsent, self.parameters, strict=True):
                 if param.grad is not None:

@@ -86,6 +86,7 @@ MAX_VOTES = 8  # of one voter that are kept, answers included
 MAX_PROPOSALS = MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
+NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # voters at least, and commits from one new to the next
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt, the same on all peers
@@ -196,8 +197,8 @@ class State:
         # a log without voters would end, so the last ones stay
         voters = [peer for peer in present if counts[peer] >= MIN_COUNTED] or present or list(self.voters)
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
-        # commits from one new voter to the next: a quarter more in WINDOW commits, or two if there are fewer than four
-        interval = WINDOW // 2 if len(voters) < 4 else WINDOW >> (len(voters) // 4).bit_length() - 1
+        # a quarter more in WINDOW commits, or two if there are fewer than four
+        interval = next(commits for least, commits in NEW_VOTER_INTERVALS if len(voters) >= least)
         is_time = len(voters) < MAX_VOTERS and commit.epoch % interval == 0
         new = sorted(able, key=lambda peer: (-counts[peer], peer))[:1] if is_time else []
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
@@ -299,7 +300,7 @@ class Log:
         return self.finish()
 
     def tick(self, now: float) -> list[Action]:
-        """Continue with the passage of time; call this about once a second."""
+        """Continue with the passage of time; called twice a second, see TICK in `swarm/log_rounds.py`."""
         self.now, self.traffic, self.num_ticks = now, {}, self.num_ticks + 1
         if not 0 <= now - self.status_time < STATUS_INTERVAL:  # the clock may jump
             self.status_time, self.missing_keys, self.is_dirty = now, set(), True
@@ -595,8 +596,8 @@ class Log:
         if self.head.has_quorum(here):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in here} >= self.head.awaited
-        late = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
-        if has_all or self.now >= min(self.most_time + late, self.first_time + MAX_LATE * late):
+        patience = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
+        if has_all or self.now >= min(self.most_time + patience, self.first_time + MAX_LATE * patience):
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:

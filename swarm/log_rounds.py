@@ -1,6 +1,6 @@
 """Rounds of local steps over the replicated log: a thread that keeps a peer's log, and carries its messages and blobs.
 
-The training loop makes offers and applies commits, see `CollaborativeOptimizer`. In between it does not wait for this
+The training loop makes offers and applies commits, see `LogSteps`. In between it does not wait for this
 thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module is the link between them:
 
 - Peers that accept connections are called when the log has a message for them. A client, which cannot be called, calls

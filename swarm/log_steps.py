@@ -176,7 +176,7 @@ class LogSteps:
 
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
-        self.tracker.trust.owners = self.rounds.log.head.active if self.is_open else set()
+        self.tracker.trust.active = self.rounds.log.head.active if self.is_open else set()
         self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
@@ -269,7 +269,7 @@ class LogSteps:
             grad_averager.samples += samples
 
     def _apply(self, commit: Commit, before: State) -> bool:
-        """Make the outer step of a commit, given the log's state before; return whether that was possible."""
+        """STEPPING: make the outer step of a commit, given the log's state before; return whether that was possible."""
         optimizer, averager, me = self.optimizer, self.averager, self.tracker.dht.peer_id.to_bytes()
         own, digest = self._last_offer, before.find_digest(commit)
         if own is not None and own.base == commit.parent and digest not in (b"", own.digest):
@@ -289,7 +289,6 @@ class LogSteps:
         ]
         started = time.monotonic()
         with self.tracker.pause_updates():
-            optimizer.epoch.enter(EpochState.AVERAGING)
             optimizer.epoch.enter(EpochState.STEPPING)
             averager.step(increment_epoch=True, optimizer_step=True)
             own_samples = sum(it.samples for it in commit.offers if it.peer == me)

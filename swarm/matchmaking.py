@@ -184,9 +184,10 @@ class EarlyStartMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
-        self.num_redirects = self.num_redirects + 1 if self.requested_leader else 0
+        is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
+        self.num_redirects = self.num_redirects + 1 if is_redirect else 0
         count, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
-        if not (self.rounds_with[leader] or self.requested_leader):  # new keys cost nothing
+        if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_strangers_at)
         loop, started, group = asyncio.get_running_loop(), time.monotonic(), None
         if started < not_before:

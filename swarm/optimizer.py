@@ -1,6 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-The states of an epoch are in `swarm/epoch.py`. Each transition is one method here: its docstring names the new state.
+Each transition of `swarm/epoch.py` is one method here, or `LogSteps._apply`. Its docstring names the new state.
 """
 
 import time
@@ -160,7 +160,10 @@ class CollaborativeOptimizer:
         self.state_averager.step(apply_delayed_updates=True)
         if self.log_steps:
             self.log_steps.follow()
-        if batch_size:
+        if batch_size and self.grad_averager.is_local:
+            self.local.step()
+            self.grad_averager.samples += batch_size
+        elif batch_size:
             self.grad_averager.accumulate(batch_size)
         self.tracker.report_local_progress(self.local_epoch, self.pending_samples)
         if self._takes_local_steps:

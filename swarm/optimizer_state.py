@@ -49,7 +49,7 @@ class StateAverager(TrainingStateAverager, StateServer):
     """A state averager that other peers can download from, and that downloads from several of them at once."""
 
     def __init__(self, *args, **kwargs):
-        # the optimizer sets these four
+        # set by the optimizer and its parts
         #: the id of the group whose gradients the next step applies, or of this peer if it is alone
         self.group_id = b""
         self.next_lineage: str | None = None  # the lineage after the next step, if it applies a commit of the log

@@ -22,7 +22,6 @@ from swarm import logger
 from swarm.attestation import MAX_ATTESTERS, request_in_dht
 from swarm.config import AveragingConfig
 from swarm.dht import ping_peers
-from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from utils import find_peer_id
 
@@ -35,6 +34,9 @@ MANY_PEERS = 8  # above which refreshes are rarer: each peer reads the records o
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names
+# Epochs after a futile wait for a straggler, until a round waits for one again. A peer that is one epoch behind replays
+# the missed step while the others accumulate the next batch: without a wait, it would be late for each round.
+WAIT_RETRY_EPOCHS = 5
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,7 @@ class PeerTracker:
             present, quiet_since = self.present, get_dht_time() - PING_DELAY
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
-        if not self.trust.owners:  # with a log, new peers are in no group
+        if not self.trust.active:  # with a log, new peers are in no group
             # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
             self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
         self.ping_silent_peers(absent)
@@ -357,8 +359,8 @@ class PeerTracker:
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
         # all other peers count from their first round on, or as long as there are no known contributors
-        known, owners = self.trust.select_known(present), self.trust.owners
-        counted = [own, *(record for peer_id, record in known.items() if peer_id in owners or not owners)]
+        known, active = self.trust.select_known(present), self.trust.active
+        counted = [own, *(record for peer_id, record in known.items() if peer_id in active or not active)]
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
         speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}
@@ -381,8 +383,8 @@ class PeerTracker:
         period, scale = seconds_left * count / max_count, max(1.0, len(counted) / MANY_PEERS)
         period = max(period, REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
         # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
-        longest = options.max_refresh_period * (scale if owners else 1.0)
-        period = longest if owners and not seconds_left else min(period, longest)
+        longest = options.max_refresh_period * (scale if active else 1.0)
+        period = longest if active and not seconds_left else min(period, longest)
         period = period if entry else options.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)

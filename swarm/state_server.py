@@ -233,7 +233,7 @@ class StateServer(VerifyingAverager):
         if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
-        async for message in self.dht.uplink.send(answer, is_round=False):
+        async for message in self.dht.uplink.send(answer, is_urgent=False):
             yield message
 
     async def _relay(self, request: StateRequest) -> AsyncIterator[DownloadData]:

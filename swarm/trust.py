@@ -23,7 +23,7 @@ from utils import filter_plausible_records
 # - It has broken a rule: also for the time of the ban.
 # - It reports, but misses rounds: for BAN_SECONDS, or until a round with it succeeds, because it may join any group.
 SILENT, BANNED, LATE = "silent", "banned", "late"
-BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
+BAN_SECONDS = 60.0  # of the first ban, each further one takes four times as long; and of LATE
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
@@ -55,7 +55,7 @@ class PeerTrust:
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
         #: ids of the voters with updates in the last commits: only their samples count; empty without a log
-        self.owners: set[bytes] = set()
+        self.active: set[bytes] = set()
         self.absent: dict[bytes, Absence] = {}
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}

@@ -143,14 +143,14 @@ class Uplink:
         """Return the seconds that this many bytes take at a tenth of the rate; 0 if that is unknown."""
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
-    def reserve(self, size: int, is_round: bool) -> float:
+    def reserve(self, size: int, is_urgent: bool) -> float:
         """Reserve the uplink's next free time for this many bytes, and return the seconds until then. If these are
         negative, it is not their turn: call again after that many seconds."""
         with self.lock:
             now, rate = time.monotonic(), self._rate.value
             if self._is_paused.value:
                 return -0.05  # seconds until the next try
-            if is_round:
+            if is_urgent:
                 self._round_at.value = now
             elif now < self._background_at.value:
                 return now - self._background_at.value
@@ -162,20 +162,20 @@ class Uplink:
             start = max(now - CATCH_UP, self._free_at.value)
             rate *= 2 ** min(0.0, (start - self._began.value) / 0.15 - 2)  # after a pause, connections begin slowly
             self._free_at.value = start + size / rate
-            if not is_round:
+            if not is_urgent:
                 pause = size / rate * (ROUND_SHARE if now < self._round_at.value + PAUSE else 1)
                 self._background_at.value = max(self._background_at.value, now - CATCH_UP) + pause
             return max(0.0, start - now - BURST)
 
-    async def send(self, messages, is_round: bool):
+    async def send(self, messages, is_urgent: bool):
         """Pass messages on at the uplink's pace: those of rounds, for which other peers wait, before the background."""
         async for message in messages:
-            await self.pace(message.ByteSize(), is_round)
+            await self.pace(message.ByteSize(), is_urgent)
             yield message
 
-    async def pace(self, size: int, is_round: bool) -> None:
+    async def pace(self, size: int, is_urgent: bool) -> None:
         """Wait until this many bytes may be sent."""
-        while (seconds := self.reserve(size, is_round)) < 0:
+        while (seconds := self.reserve(size, is_urgent)) < 0:
             await asyncio.sleep(-seconds)
         await asyncio.sleep(seconds)
 

@@ -14,8 +14,8 @@ from records import run_dhts, run_trackers
 
 import swarm.trust
 from swarm.averager import PeersSilentError
-from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
+from swarm.progress import WAIT_RETRY_EPOCHS
 from swarm.rounds import Rounds
 from swarm.trust import BAN_SECONDS, MAX_BROKEN_ROUNDS, MAX_MISSED_ROUNDS, SILENT, Absence, PeerTrust, RoundTrust
 from swarm.uplink import Uplink
@@ -211,7 +211,7 @@ def test_looks_become_rare_without_changes(dhts):
 def test_refreshes_are_rarer_in_large_swarm(tracker, samples, owners, expected):
     """If 32 peers all read the records of all twice a second, the five that hold them send 15 Mbit/s each."""
     names = [b"%d" % number for number in range(31)]
-    tracker.trust.attested, tracker.trust.owners = {*names}, {*names[:owners]}
+    tracker.trust.attested, tracker.trust.active = {*names}, {*names[:owners]}
     records = {it: ValueWithExpiration(make_record(it, samples=samples).dict(), math.inf) for it in names}
     pauses = []
     for seconds in (0.0, 600.0):
@@ -263,7 +263,7 @@ def test_claimed_batch_does_not_end_epoch(epoch):
     epoch.apply_records(None, 0.0)
     assert epoch.view.samples == 42 and not epoch.ready_to_update_epoch
     assert epoch.view.ends_at - get_dht_time() == pytest.approx(358 / 6, rel=0.1)
-    epoch.trust.owners = {b"a"}  # the last commits of a log have no update of the others
+    epoch.trust.active = {b"a"}  # the last commits of a log have no update of the others
     epoch.apply_records(None, 0.0)
     assert epoch.view.samples == 1
 

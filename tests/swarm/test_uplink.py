@@ -258,12 +258,12 @@ def send_streams(monkeypatch):
     """send_streams(Mbit/s, *periods) -> the bytes of each stream in each period of 3 s, in which there is a stream of a
     round for each True, and one in the background for each False."""
 
-    async def pump(uplink: Uplink, is_round: bool, passed: list[int]) -> None:
+    async def pump(uplink: Uplink, is_urgent: bool, passed: list[int]) -> None:
         async def messages():
             while True:
                 yield BytesValue(value=bytes(10_000))
 
-        async for message in uplink.send(messages(), is_round):
+        async for message in uplink.send(messages(), is_urgent):
             passed.append(message.ByteSize())
 
     async def run(uplink: Uplink, kinds: list[bool]) -> list[int]:
@@ -296,10 +296,10 @@ def test_streams_share_rate_and_rounds_have_priority(send_streams):
     assert alone == pytest.approx(2.6 * 1e6, rel=0.1)
 
 
-@pytest.mark.parametrize("is_round", [True, False])
-def test_busy_core_lowers_no_rate(send_streams, is_round):
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_busy_core_lowers_no_rate(send_streams, is_urgent):
     """A message takes 4 ms, and each sleep 8 ms longer than it should."""
-    [[usual]], [[late]] = send_streams(20, [is_round]), send_streams(20, [is_round], late=0.008)
+    [[usual]], [[late]] = send_streams(20, [is_urgent]), send_streams(20, [is_urgent], late=0.008)
     assert 0.9 < late / usual < 1.02
 
 
@@ -307,8 +307,8 @@ def test_uplink_sending_for_minutes_keeps_rate():
     """A round of a large model keeps a slow uplink busy for minutes without a pause."""
     uplink = Uplink()
     uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)  # 1 MB/s
-    uplink.reserve(10**9, is_round=True)
-    first, second = (uplink.reserve(size, is_round=True) for size in (10**6, 1))
+    uplink.reserve(10**9, is_urgent=True)
+    first, second = (uplink.reserve(size, is_urgent=True) for size in (10**6, 1))
     assert first > 900 and second - first == pytest.approx(1.0, abs=0.1)
 
 
@@ -395,10 +395,10 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, sent
     async def run() -> float:
         draining = asyncio.create_task(drain(uplink, monkeypatch, seconds, sent, leaving))
         await asyncio.sleep(0.2)
-        assert uplink.reserve(1000, is_round=True) < 0 and uplink.timeouts.response == 2.0
+        assert uplink.reserve(1000, is_urgent=True) < 0 and uplink.timeouts.response == 2.0
         uplink._received.value = received
         await draining
-        assert uplink.reserve(1000, is_round=True) >= 0
+        assert uplink.reserve(1000, is_urgent=True) >= 0
         return uplink.mbits
 
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
@@ -412,7 +412,7 @@ def test_uplink_of_busy_cores_keeps_rate(lag, is_lowered):
 
     async def send() -> None:
         while True:
-            await uplink.pace(20_000, is_round=True)
+            await uplink.pace(20_000, is_urgent=True)
 
     async def run() -> None:
         jobs = [asyncio.create_task(send()), asyncio.create_task(uplink.watch(node))]
