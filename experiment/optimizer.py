@@ -226,6 +226,8 @@ def make_optimizer(
     config = make_config(AveragingConfig, averaging)
     has_log, load_state = config.local_steps > 1, LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
+    if has_log:
+        logger.info(f"local steps from epoch {config.local_steps_from} on (--local_steps_from)")
     return kind(
         swarm.dht,
         swarm.prefix,

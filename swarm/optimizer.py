@@ -101,7 +101,7 @@ class CollaborativeOptimizer:
             bits = count_bits(list_params(self.opt), compressions["gradients"])
             seconds = 2 * bits / (self.uplink.mbits * 1e6)
             self.uplink.expect_round(seconds, own_seconds=seconds)
-            logger.info(f"a round of {bits / 8e6:.3g} MB: {self.uplink.timeouts.describe()}")
+            logger.info(f"a round moves up to {bits / 4e6:.3g} MB each way: {self.uplink.timeouts.describe()}")
 
     # --- for the training loop
 
