@@ -68,8 +68,8 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
 
     dht = DHT(maddrs, host_maddrs=[f"/ip4/{ip}/tcp/0"], start=True)
     dht.uplink.set_bandwidth(20, is_fixed=True)
-    store = BlobStore(Path(folder, f"store{number}"), 10**9)
-    exchange = Exchange(dht, prefix, store, NUM_BLOCKS, lambda *_: b"")
+    store = BlobStore(Path(folder, f"store{number}"), 10**9, NUM_BLOCKS)
+    exchange = Exchange(dht, prefix, store, lambda *_: b"")
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     for turn in range(ROUNDS):
         blob = store.add([os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)])
@@ -77,7 +77,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
         time.sleep(3.0)  # the connections are idle, as after the steps of an epoch
         offers = [json.loads(path.read_text()) for path in sorted(paths)]
         holders = {PeerID.from_base58(peer): 20.0 for peer, _ in offers}
-        exchange.participants = frozenset(holders)
+        exchange.participants = exchange.urgent = frozenset(holders)
         start = time.monotonic()
         size = NUM_BLOCKS * BLOCK_BYTES
         futures = []

@@ -65,8 +65,7 @@ def is_public(maddr: str) -> bool:
 
 
 def list_shareable_maddrs(maddrs: list) -> list[str]:
-    """Return the addresses to share with other peers, public ones first; loopback ones only if there are no others.
-    Those of QUIC that `add_quic` finds again are left out."""
+    """Return the addresses to share, public ones first, loopback only if alone, and none that `add_quic` adds again."""
     texts = {str(maddr) for maddr in maddrs}
     texts -= {to_quic(maddr) for maddr in texts if "/tcp/" in maddr}
     texts = sorted(texts, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))

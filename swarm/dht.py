@@ -111,8 +111,7 @@ class DHT(hivemind.DHT):
 
 
 async def ping_peers(dht: DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None) -> set[bytes]:
-    """Return the ids of the peers that answer at least one of two pings, each within `patience` seconds; default: the
-    uplink's response timeout. Runs in the DHT's process."""
+    """Return the ids of peers that answer one of two pings within `patience` seconds; default: the response timeout."""
     timeout = patience or dht.uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:

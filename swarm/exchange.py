@@ -50,7 +50,6 @@ PERIOD = 60.0
 MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
 MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
 MAX_MESSAGE_BYTES = 2**17
-MAX_DOWNLOADS = 256  # blobs on their way to this peer; offers of new peers cost nothing
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
@@ -73,10 +72,11 @@ class BlobStore:
 
     :param folder: a folder for this store only
     :param max_bytes: the limit of all files together; above it, the oldest ones are deleted
+    :param num_blocks: the number of blocks of each blob
     """
 
-    def __init__(self, folder: str | Path, max_bytes: int):
-        self.folder, self.max_bytes = Path(folder), max_bytes
+    def __init__(self, folder: str | Path, max_bytes: int, num_blocks: int):
+        self.folder, self.max_bytes, self.num_blocks = Path(folder), max_bytes, num_blocks
         self._lock = threading.Lock()
         self.list_hashes = functools.lru_cache(KNOWN_BLOBS)(self._read_hashes)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +131,10 @@ class BlobStore:
         return False
 
     def _read_hashes(self, blob: bytes) -> list[bytes]:
-        """Return the hashes of a blob's blocks, or raise a KeyError."""
+        """Return the hashes of a blob's blocks, or raise a KeyError, also for the name of a block."""
         hashes = self.get(blob)
+        if len(hashes) != HASH_BYTES * self.num_blocks:
+            raise KeyError(blob.hex())
         return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
     def open(self, blob: bytes) -> "StoredBlob":
@@ -205,6 +207,7 @@ class Download:
         self.blob, self.owner, self.num_blocks, self.format = blob, owner, num_blocks, format
         self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
         self.missing, self.hashes = set(range(num_blocks)), b""
+        self.salt = random.random()  # of the order of the sources of all blocks, which need one stream for each
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
@@ -216,7 +219,7 @@ class Download:
         rank = sum(peer.to_bytes() < self.owner.to_bytes() for peer in self.uplinks)
         # over all blobs of a round, the positions are spread evenly
         position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
-        others = random.sample(list(self.uplinks), len(self.uplinks))
+        others = sorted(self.uplinks, key=lambda peer: hash((self.salt, peer)))
         sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients])
         return [peer for peer in sources if peer != own_id and (own_id in self.uplinks or peer in self.uplinks)]
 
@@ -232,17 +235,16 @@ class Exchange:
 
     :param dht: this peer's DHT, with its `uplink`
     :param prefix: the run's name
-    :param num_blocks: the number of blocks of each blob
     :param on_message: returns the answer to a message, given its sender; called in a thread, one at a time
     """
 
-    def __init__(
-        self, dht: DHT, prefix: str, store: BlobStore, num_blocks: int, on_message: Callable[[PeerID, bytes], bytes]
-    ):
-        self.store, self.num_blocks, self.on_message = store, num_blocks, on_message
+    def __init__(self, dht: DHT, prefix: str, store: BlobStore, on_message: Callable[[PeerID, bytes], bytes]):
+        self.store, self.num_blocks, self.on_message = store, store.num_blocks, on_message
         self.uplink, self.peer_id = dht.uplink, dht.peer_id
         #: the peers of the log, whose requests come before those of all other peers; set by the caller
         self.participants: frozenset[PeerID] = frozenset()
+        #: those whose messages and blocks do not wait for background data; set by the caller
+        self.urgent: frozenset[PeerID] = frozenset()
         self._message_name, self._fetch_name = f"{prefix}::Exchange.message", f"{prefix}::Exchange.fetch"
         self._downloads: dict[bytes, Download] = {}
         self._excluded: dict[tuple[PeerID, PeerID], float] = {}  # until this time, by owner and source
@@ -320,7 +322,7 @@ class Exchange:
             raise ValueError("the message is too large")
         with self._admit("message", sender, *MAX_MESSAGES):
             answer = await self._loop.run_in_executor(self._message_worker, self.on_message, sender, request.value)
-            if sender in self.participants:
+            if sender in self.urgent:
                 self.uplink.reserve(len(answer), is_urgent=True)
             else:
                 await self.uplink.pace(len(answer), is_urgent=False)
@@ -376,7 +378,7 @@ class Exchange:
         data = HEADER.pack(number, len(data)) + data
         for at in range(0, len(data), PIECE):
             piece = data[at : at + PIECE]
-            await self.uplink.pace(len(piece), is_urgent=peer in self.participants)
+            await self.uplink.pace(len(piece), is_urgent=peer in self.urgent)
             writer.write(piece)
             await writer.drain()
 
@@ -386,8 +388,7 @@ class Exchange:
         self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, format: Format, seconds: float = 0.0
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
-        with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time. It is
-        cancelled if MAX_DOWNLOADS newer ones are on their way.
+        with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time.
 
         :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
             the owner if they do; None for clients. Another call for the same blob adds more
@@ -402,14 +403,21 @@ class Exchange:
             return
         download = self._downloads.get(blob)
         if not download:
-            if len(self._downloads) >= MAX_DOWNLOADS:
-                self._downloads.pop(next(iter(self._downloads))).task.cancel()
             download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format)
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= {peer: mbits for peer, mbits in holders.items() if mbits is not None}
         download.clients |= holders.keys() - download.uplinks.keys()
         download.loads = plan_loads(download.uplinks, download.num_bytes, seconds)
         await asyncio.shield(download.task)
+
+    def keep(self, blobs: frozenset[bytes], format: Format) -> None:
+        """Cancel the downloads of all other blobs of this format."""
+        asyncio.run_coroutine_threadsafe(self._keep(blobs, format), self._loop)
+
+    async def _keep(self, blobs, format) -> None:  # like `_fetch`, a coroutine, because they must run in their order
+        for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
+            del self._downloads[download.blob]
+            download.task.cancel()
 
     async def _download(self, download: Download) -> None:
         try:
@@ -421,7 +429,7 @@ class Exchange:
         except ExceptionGroup as e:
             raise e.exceptions[0] from None
         finally:
-            if self._downloads.get(download.blob) is download:  # otherwise it was cancelled for newer ones
+            if self._downloads.get(download.blob) is download:  # otherwise it was cancelled
                 del self._downloads[download.blob]
             download.arrival.set()
 

@@ -110,13 +110,11 @@ class Swarm:
             require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
 
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
-        """Store this peer's contract for this number of seconds, or withdraw it (None), so that it does not bind the
-        next run of this name; without waiting."""
+        """Store this peer's contract for these seconds, without waiting; None withdraws it for the next run."""
         return self.publish("run", contract and contract.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
-        """Tell new peers that have this peer's address the contract of most contributors, if any, and their ids. This
-        peer's own flags bind new peers until there is a contract."""
+        """Tell new peers the contract of most contributors and their ids, or without a contract the flags that bind."""
         workers = list(contributors)[:MAX_WORKERS]
         own = attestation.RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
         self.dht.run_coroutine(partial(attestation.set_attestation, attestation=own), return_future=True)

@@ -38,6 +38,7 @@ part. The voters and the owners of counted offers have limits of their own for b
 All other peers share one.
 """
 
+import contextlib
 import math
 import statistics
 from collections import Counter, deque
@@ -76,7 +77,7 @@ from swarm.log_records import (
 )
 
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
-MAX_TRAFFIC = 256 * 1024  # bytes from one peer and to it between two ticks
+MAX_TRAFFIC = 1024 * 1024  # bytes from one peer and to it in STATUS_INTERVAL
 STATUS_BYTES = 8 * 1024  # as which a status counts at least, for the time that its check takes
 RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
@@ -216,8 +217,7 @@ class State:
 
 def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) -> State:
     """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
-    owners of offers in the commits before. The parent is the blob of the anchor of one member, so a peer with the state
-    can find the anchor. The momentum is zero."""
+    owners of offers in the commits before. The parent is the blob of one member's anchor. The momentum is zero."""
     head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))[:MAX_VOTERS]
     return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
 
@@ -227,7 +227,7 @@ class Action(NamedTuple):
 
     `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
     `gossip`: to some random ones. `save`: write the memory to disk before any later action. `fetch`: the blob of an
-    offer, from any participant, then call `mark_complete`; repeated after a commit, or if `Log.fetching` loses it.
+    offer, from any participant, then call `receive` again; repeated after a commit, or if `Log.fetching` loses it.
     """
 
     kind: str
@@ -272,7 +272,7 @@ class Log:
         self.turns: dict[bytes, int] = {}  # the epoch since which each owner of an offer waits for its turn
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
         self.returned: list[Offer] = []  # those that no commit will count, for the residual; the caller takes them
-        self.traffic: dict[bytes, int] = {}  # bytes since the last tick, by peer
+        self.traffic: dict[bytes, int] = {}  # bytes in this status interval, by peer
         self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
         self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
@@ -288,11 +288,6 @@ class Log:
             self.send(offer)
         return self.finish()
 
-    def mark_complete(self, now: float) -> list[Action]:
-        """Continue after a blob has arrived, so that `holds` is true for it."""
-        self.now = now
-        return self.finish()
-
     def leave(self, now: float) -> list[Action]:
         """Announce that this peer leaves. It should stay until a commit has its record, for an epoch at most."""
         self.now, self.is_leaving = now, True
@@ -301,31 +296,29 @@ class Log:
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; called twice a second, see TICK in `swarm/log_rounds.py`."""
-        self.now, self.traffic, self.num_ticks = now, {}, self.num_ticks + 1
+        self.now, self.num_ticks = now, self.num_ticks + 1
         if not 0 <= now - self.status_time < STATUS_INTERVAL:  # the clock may jump
-            self.status_time, self.missing_keys, self.is_dirty = now, set(), True
+            self.status_time, self.missing_keys, self.traffic, self.is_dirty = now, set(), {}, True
         if self.is_dirty:
             self.is_dirty = False
             self.send_status()
         return self.finish()
 
-    def receive(self, now: float, sender: bytes, message: bytes) -> list[Action]:
-        """Take a message from a peer whose id the transport has proven. Invalid bytes and records are ignored."""
+    def receive(self, now: float, sender: bytes, *messages: bytes) -> list[Action]:
+        """Take messages, maybe invalid, of a peer whose id the transport has proven; or none, after a blob has come."""
         self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
-        if not self.spend(sender, len(message)):
-            return []
-        try:
-            records = decode(message)
-        except ValueError:
-            return []
-        least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
-        if not records or not self.spend(sender, max(0, least - len(message))):
-            return []
-        for record in records:
-            if isinstance(record, Status):
-                self.take_status(sender, record)
-            else:
-                TAKERS[type(record)](self, record)
+        for message in messages:
+            count, records = len(self.records), []
+            with contextlib.suppress(ValueError):
+                records = decode(message) if self.spend(sender, len(message)) else []
+            least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
+            for record in records if self.spend(sender, max(0, least - len(message))) else ():
+                if isinstance(record, Status):
+                    self.take_status(sender, record)
+                else:
+                    TAKERS[type(record)](self, record)
+            if len(self.records) != count:  # the next message may be about the next commit
+                self.settle()
         if self.missing_keys - missing or next(reversed(self.chain)) != newest:
             self.send_status(sender, is_answer=True)
         return self.finish()
@@ -338,8 +331,7 @@ class Log:
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
-        """Count the bytes of a message, and return whether a peer stays below its limit. Untrusted ones share one, of
-        which each has a quarter."""
+        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each."""
         is_trusted = peer in self.head.participants
         for name, limit in [(peer, MAX_TRAFFIC)] if is_trusted else [(peer, MAX_TRAFFIC // 4), (b"", MAX_TRAFFIC)]:
             self.traffic[name] = self.traffic.get(name, 0) + num_bytes
@@ -411,8 +403,7 @@ class Log:
             self.identity.add_key(record.peer, record.key)
 
     def take_offer(self, offer: Offer) -> None:
-        """Keep a valid offer, the first one for each key, and of new peers the first ones in turn. Another peer may
-        keep another one; a commit has one."""
+        """Keep a valid offer: the first one for each key, and of new peers the first ones in turn."""
         offers, expected = {it.key: it for it in self.select(Offer)}, {*self.head.participants, self.me}
         pool = [it for it in offers.values() if it.peer not in expected and offer.peer not in expected]
         out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]

@@ -13,6 +13,7 @@ import msgpack
 MAX_OFFERS = 16  # of a commit
 MAX_VOTERS = 64  # of a log
 WINDOW = 8  # commits, of which a state keeps the owners of offers
+MAX_ITEMS = 4096  # of a list in a message: the decoder reserves as much memory as a list claims to have
 ANCESTOR_STEPS = 1, 4, 16, 64, 256  # from the newest commit back to others that a status names
 
 Hash = Annotated[bytes, 32, 32]
@@ -64,7 +65,7 @@ def check_type(kind: object, value: object) -> object:
 
 def unpack(kind: object, data: bytes) -> object:
     """Parse serialized data of this type, see `check_type`, or raise a ValueError."""
-    return check_type(kind, msgpack.unpackb(data, use_list=False))
+    return check_type(kind, msgpack.unpackb(data, use_list=False, max_array_len=MAX_ITEMS))
 
 
 def get_signed_part(record: object) -> bytes:
@@ -218,6 +219,7 @@ def encode(*records: object) -> bytes:
 def decode(message: bytes) -> list:
     """Return the records of a message, or raise a ValueError."""
     try:
-        return [check_type(KINDS[kind], content) for kind, content in msgpack.unpackb(message, use_list=False)]
+        records = msgpack.unpackb(message, use_list=False, max_array_len=MAX_ITEMS)
+        return [check_type(KINDS[kind], content) for kind, content in records]
     except (TypeError, IndexError) as e:
         raise ValueError("not a message") from e

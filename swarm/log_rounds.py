@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
@@ -38,7 +38,7 @@ from swarm import logger
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
 from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
-from swarm.log import Action, Log, State
+from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
 from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
@@ -83,16 +83,14 @@ class Identity:
         self.sign, self.find_key = key.sign, self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
-        """Return whether a signature is that of a peer with a known key, in its only spelling: by another one, a leader
-        would change the offers of others."""
+        """Return whether a peer with a known key has signed this, in the only spelling, which no leader can change."""
         with contextlib.suppress(ValueError):
             if base64.b64encode(base64.b64decode(signature)) == signature:
                 return RSAPublicKey.from_bytes(self.public_keys[peer][len(b"[owner:") : -1]).verify(data, signature)
         return False
 
     def add_key(self, peer: bytes, key: bytes) -> None:
-        """Keep a public key if the peer is its owner; beyond MAX_KEYS, instead of the oldest one. The log requests that
-        again if it needs it, so new keys cannot keep out others."""
+        """Keep a public key if the peer is its owner; above MAX_KEYS, replace the oldest, which the log can ask for."""
         with contextlib.suppress(ValueError):
             if peer != self.peer and find_peer_id(key) == peer:
                 self.public_keys[peer] = key
@@ -119,7 +117,8 @@ class LogRounds:
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
-        self.numbers, self.store = numbers, BlobStore(folder / "blobs", MIN_STORE_BYTES + 5 * numbers.total)
+        self.numbers, size = numbers, MIN_STORE_BYTES + 5 * numbers.total
+        self.store = BlobStore(folder / "blobs", size, numbers.num_blocks)
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
         self._update_format = Format(max_bytes, lambda data, index: check_block(data, numbers.count(index), codec))
         self._anchor_format = Format(4 * BLOCK, lambda data, i: np.frombuffer(data, "<f4").reshape(numbers.count(i)))
@@ -130,11 +129,12 @@ class LogRounds:
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
         self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not initial peers
+        self._wanted: frozenset[bytes] = frozenset()  # the blobs of `Log.fetching`
         self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
-        self.offered: tuple[bytes, bytes, State] | None = None  # a client and its log, for an auxiliary peer
+        self.offered: dict[bytes, tuple[bytes, State]] = {}  # by client: its log, for an auxiliary peer
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
-        self.exchange = Exchange(self.dht, tracker.prefix, self.store, numbers.num_blocks, self._answer)
+        self.exchange = Exchange(self.dht, tracker.prefix, self.store, self._answer)
         self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -202,24 +202,23 @@ class LogRounds:
         """Ask peers for their log.
 
         :param head: the commit after which the state is wanted, or NEWEST
-        :returns: the log's id, and its state if more than half of its peers that answer agree; None if fewer than half
-            of the answers name one log, because one peer alone could claim to have a log
+        :returns: the log's id, and its state if more than half of its peers that answer agree; None if no log is that
+            of more than half of the asked peers, because others can keep the honest ones from answering
         """
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
         calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
-        answers, refused = [], 0
+        answers = []
         with contextlib.suppress(TimeoutError):
             for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
                 with contextlib.suppress(Exception):  # no answer, or an invalid one
-                    refused += isinstance(call.exception(), P2PHandlerError)  # untrusted peers may have asked too often
                     answers.append(unpack(Envelope, call.result()))
                 kinds = Counter((answer.log, answer.state) for answer in answers)
                 if 2 * max(kinds.values(), default=0) > len(asked):
                     break  # the others cannot change it, and a dead peer would take the whole time
         logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
-        if not log_id or 2 * logs[log_id] < len(answers) + (refused if logs[log_id] == 1 else 0):
+        if not log_id or 2 * logs[log_id] <= len(asked):
             return None
         states = Counter(answer.state for answer in answers if answer.log == log_id)
         state, votes = states.most_common(1)[0]
@@ -229,18 +228,31 @@ class LogRounds:
         return log_id, None
 
     def has_fewer_peers(self) -> bool:
-        """Return whether more known peers have another log, or as many one with a smaller id. Before the first commit,
-        most of them must have it, because other members open this log later."""
+        """Return whether most known peers, this one included, have another log. Half of them are enough if its id is
+        smaller, and this log has a commit; before, other members may open this log later."""
         oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
         with self._lock:
             logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
         logs[self.log_id] += 1
         first = min(logs, key=lambda it: (-logs[it], it))
-        return first != self.log_id and (len(self.log.chain) > 1 or 2 * logs[first] > len(known) + 1)
+        return first != self.log_id and 2 * logs[first] > len(known) + (len(self.log.chain) == 1)
+
+    def take_offered(self) -> tuple[bytes, State, bytes] | None:
+        """Return the log that clients have offered to this auxiliary peer, its state, and one of them: its first state,
+        which its id proves, or a later one from more than half of the known contributors."""
+        with self._lock:
+            offered, self.offered = self.offered, {}
+        num_known = len(self.tracker.trust.select_known(self.tracker.present))
+        for (log_id, state), count in Counter(offered.values()).most_common():
+            first = make_genesis(self.tracker.prefix, state.epoch, state.parent, state.voters)
+            if 2 * count > num_known or state == first and state.head == log_id:
+                return log_id, state, next(peer for peer, it in offered.items() if it == (log_id, state))
+        return None
 
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
         """Fetch the anchor with which a log begins. The leader sends each block once, to a member that passes it on."""
-        self.exchange.participants, size = frozenset(map(PeerID, members)), 4 * self.numbers.total
+        self.exchange.participants = self.exchange.urgent = frozenset(map(PeerID, members))
+        size = 4 * self.numbers.total
         # a client leads only clients
         peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]
         holders = {PeerID(it): MIN_MBITS if it == leader else MAX_MBITS for it in filter(self.can_call, peers)}
@@ -289,7 +301,10 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self.exchange.participants = frozenset(map(PeerID, self._list_participants()))
+                    participants, voters = self._list_participants(), self.log.head.voters
+                    self.exchange.participants = frozenset(map(PeerID, participants))
+                    # new keys cost nothing, so they must not delay the data of voters
+                    self.exchange.urgent = frozenset(map(PeerID, participants & {*voters, *self.initial_peers}))
                     self._perform(self.log.tick(get_dht_time()))
                 self._poll()
                 self._send()
@@ -306,13 +321,15 @@ class LogRounds:
                 self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.head.head
             elif kind == "fetch":
                 self._fetch(content)
+        if self.log and self._wanted != (wanted := frozenset(self.log.fetching)):
+            self._wanted = wanted
+            self.exchange.keep(wanted, self._update_format)
         self._wake.set()
 
     def _list_participants(self) -> set[bytes]:
-        """Return the ids of the others that are known to have worked, are in the log, or are auxiliary peers."""
-        present, is_known = self.tracker.present, self.tracker.trust.is_known  # new keys of the log may be no peers
-        active = self.log.head.participants & present.keys()
-        peers = {*filter(is_known, present), *self.helpers, *self.log.head.voters, *active}
+        """Return the ids of the others that are in the log, or are auxiliary peers."""
+        owners = self.log.head.participants & self.tracker.present.keys()  # new keys of the log may be no peers
+        peers = {*self.helpers, *self.log.head.voters, *owners}
         return peers - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _list_members(self) -> set[bytes]:
@@ -326,7 +343,7 @@ class LogRounds:
         """Let the thread call a function with the result of a future, or the exception."""
 
         def add_job(done: concurrent.futures.Future) -> None:
-            if not done.cancelled():  # at the end, or for newer downloads
+            if not done.cancelled():  # at the end, or because the log no longer wants a blob
                 self._jobs.append(partial(take, done.exception() or done.result(), *args))
                 self._wake.set()
 
@@ -401,7 +418,7 @@ class LogRounds:
         elif self.log is not None:
             if not self.is_auxiliary:  # it applies none
                 self._measuring.submit(self.summarize, offer.blob)
-            self._perform(self.log.mark_complete(get_dht_time()))
+            self._perform(self.log.receive(get_dht_time(), self.identity.peer))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
@@ -410,13 +427,12 @@ class LogRounds:
             if envelope.request and self.log is not None:  # it cannot call this peer
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state and peer in self.tracker.trust.select_known(self.tracker.others):
-            self.offered = peer, envelope.log, unpack(State, envelope.state)
+            self.offered[peer] = envelope.log, unpack(State, envelope.state)
         if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
             self._seen.pop(peer, None)  # the newest ones are the last ones
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         if self.log is not None and envelope.log == self.log_id:
-            for message in envelope.messages:
-                self._perform(self.log.receive(get_dht_time(), peer, message))
+            self._perform(self.log.receive(get_dht_time(), peer, *envelope.messages))
 
     def _answer(self, sender: PeerID, message: bytes) -> bytes:
         """Answer a call; runs in a thread of the exchange."""

@@ -138,17 +138,17 @@ class LogSteps:
 
     def join(self) -> bool:
         """Look for the others' log from time to time, and join it; return whether there is one."""
-        if self.optimizer.is_auxiliary and self.rounds.offered:
-            (leader, log_id, state), self.rounds.offered = self.rounds.offered, None
+        if time.monotonic() < self._next_join:
+            return self.exists
+        self._next_join = time.monotonic() + JOIN_INTERVAL
+        peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
+        if self.optimizer.is_auxiliary and not peers and (offered := self.rounds.take_offered()):
+            log_id, state, leader = offered
             if not state.counted:  # the log begins, and clients get the anchor here
                 self.rounds.fetch_anchor(state.parent, leader, state.voters)
             self.exists = True
             self.rounds.open(log_id, state)
             return True
-        if time.monotonic() < self._next_join:
-            return self.exists
-        self._next_join = time.monotonic() + JOIN_INTERVAL
-        peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
         # in a run of clients, the auxiliary peers
         found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended else self.head)
         if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
@@ -177,6 +177,8 @@ class LogSteps:
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
         self.tracker.trust.active = self.rounds.log.head.active if self.is_open else set()
+        if self.tracker.trust.active:  # also after the log: one malicious peer after the other may have had a vote
+            self.tracker.trust.partners = {*self.tracker.trust.active}
         self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)

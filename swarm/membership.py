@@ -182,8 +182,7 @@ async def maintain_revocations(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 class AuthenticatedP2PClient(p2pclient.Client):
-    """A client of the libp2p daemon that begins each call with this peer's credential, and rejects calls without one.
-    The length of the credential, in two bytes, precedes it."""
+    """A client of the daemon. Each call begins with a credential, after its length in two bytes, or it is rejected."""
 
     membership: Membership  # set in a subclass by `make_identity`
 

@@ -179,8 +179,7 @@ class CollaborativeOptimizer:
             self._advance(inputs)
 
     def leave(self) -> None:
-        """Tell the others that this peer is about to leave: `shutdown` follows once everything is saved. A round that
-        they have begun goes on, without data of this peer."""
+        """Tell the others that this peer leaves once all is saved. A round that has begun goes on without its data."""
         if self.log_steps:
             self.log_steps.rounds.leave()
         self.tracker.shutdown()
@@ -272,14 +271,9 @@ class CollaborativeOptimizer:
         if is_due and self.rounds.has_others():
             control = self.rounds.parameter_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
             options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
-        averager.step(
-            increment_epoch=True,
-            wait_for_trigger=finish,
-            optimizer_step=is_trainer,
-            delay_optimizer_step=self.rounds.overlap and is_trainer,
-            delay_averaging=True,  # or a peer misses the next round while it waits here for a group
-            **options,
-        )
+        options["delay_averaging"] = True  # or a peer misses the next round while it waits here for a group
+        options |= dict(optimizer_step=is_trainer, delay_optimizer_step=self.rounds.overlap and is_trainer)
+        averager.step(increment_epoch=True, wait_for_trigger=finish, **options)
         self.tracker.update_epoch(self.local_epoch)
         if self._takes_local_steps and is_trainer:
             self.log_steps.begin(averager.group_id, self.stats.members)

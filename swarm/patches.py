@@ -76,8 +76,7 @@ class CancellableStep(StepControl):
 
 
 def decode_extension(cls: type, code: int, data: bytes) -> object:
-    """Decode a value of hivemind's own types, which crash the process if a peer nests hundreds (note 93). Others are
-    refused, because hivemind would log each."""
+    """Decode hivemind's own types, which crash the process if a peer nests hundreds (note 93); refuse all others."""
     NESTING.depth = getattr(NESTING, "depth", 0) + 1
     try:
         if NESTING.depth > MAX_NESTING or code not in EXTENSIONS:

@@ -61,10 +61,9 @@ def plan_allreduce(
 ) -> AllReducePlan:
     """Plan a round that does not wait long for a peer with a much slower uplink (note 20): such a peer averages
     nothing, and sends as many of its parts as it can in the time that the others need. The bits are those of the
-    compressed tensors. Each peer would average these fractions of them, and has this bandwidth of its uplink, in
-    Mbit/s; None if unknown, which counts as fast."""
+    compressed tensors. Fractions are what each peer would average, and bandwidths its Mbit/s up; None if unknown."""
     senders = sum(mode != AUX for mode in modes)
-    rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]
+    rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]  # an unknown one counts as fast
     sender_rates = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AUX) or rates
     # each of N equal peers sends (N - 1) / N of its tensors to the reducers, and as many bits of averages back
     usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]

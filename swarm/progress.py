@@ -109,8 +109,7 @@ class PeerTracker:
         return LocalTrainingProgress(epoch=epoch, samples_accumulated=samples, **own)
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
-        """Record the number of samples that this peer has of its epoch. It is published at once, or min_refresh_period
-        after the last report of this epoch (note 12)."""
+        """Record this peer's samples of its epoch; its next report is min_refresh_period after the last (note 12)."""
         new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
         with self.lock:
             if epoch == last_epoch == self.view.epoch:
@@ -359,8 +358,7 @@ class PeerTracker:
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
         # all other peers count from their first round on, or as long as there are no known contributors
-        known, active = self.trust.select_known(present), self.trust.active
-        counted = [own, *(record for peer_id, record in known.items() if peer_id in active or not active)]
+        counted, has_log = [own, *self.trust.select_known(present).values()], bool(self.trust.active)
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
         speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}
@@ -383,8 +381,8 @@ class PeerTracker:
         period, scale = seconds_left * count / max_count, max(1.0, len(counted) / MANY_PEERS)
         period = max(period, REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
         # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
-        longest = options.max_refresh_period * (scale if active else 1.0)
-        period = longest if active and not seconds_left else min(period, longest)
+        longest = options.max_refresh_period * (scale if has_log else 1.0)
+        period = longest if has_log and not seconds_left else min(period, longest)
         period = period if entry else options.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)

@@ -87,8 +87,7 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     """Return the highest rate of several batches of requests to the first of the initial peers that answers, in Mbit/s;
-    MIN_BANDWIDTH if all are too slow. The first batch is a single request, and each one doubles, so that a slow
-    connection needs few. Runs in the DHT process."""
+    MIN_BANDWIDTH if all are too slow. Each batch is twice the last one, so that a slow connection needs few."""
     request, slowest = BytesValue(value=bytes(MEASURE_BYTES)), None
     for peer_id in node.initial_ids:
         requests, best, start = 1, 0.0, time.monotonic()
@@ -114,8 +113,7 @@ async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:
 
 
 async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tuple[str, bool] | None:
-    """Ask one peer to dial back; return the IP address at which it sees this peer and whether its dial succeeded, or
-    None if it does not answer or the answer is invalid."""
+    """Ask one peer to dial back; return the IP address that it sees, and if it got through; None if it fails."""
     request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
     try:
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)

@@ -273,8 +273,7 @@ class RoundWait:
         return self.control.result()
 
     def check_swarm(self) -> None:
-        """While no group has formed, find out which peers are there. Raise an AllreduceException if the others have
-        stepped, or if too few of them are there."""
+        """Find out which peers are there while no group forms; raise an AllreduceException if they cannot average."""
         now = time.monotonic()
         if now > self.started + self.rounds.uplink.timeouts.matchmaking and self.waited_since is None:
             self.waited_since = self.started_in_dht

@@ -54,7 +54,7 @@ class PeerTrust:
         self.uplink, self.is_auxiliary = uplink, is_auxiliary
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
-        #: ids of the voters with updates in the last commits: only their samples count; empty without a log
+        #: ids of the voters with updates in the last commits, the only contributors as long as there is a log
         self.active: set[bytes] = set()
         self.absent: dict[bytes, Absence] = {}
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
@@ -65,11 +65,12 @@ class PeerTrust:
 
     def is_known(self, peer_id: bytes) -> bool:
         """Return whether this peer is a known contributor (docs/design.md#words)."""
-        return peer_id in self.partners or peer_id in self.attested
+        return peer_id in self.active if self.active else peer_id in self.partners or peer_id in self.attested
 
     def select_known(self, records: Records) -> Records:
-        """Return the records of known contributors, or all of them as long as there are none."""
-        return {peer_id: record for peer_id, record in records.items() if self.is_known(peer_id)} or records
+        """Return the records of known contributors, or all of them as long as there are none, and no log."""
+        known = {peer_id: record for peer_id, record in records.items() if self.is_known(peer_id)}
+        return known if known or self.active else records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
         """Return the plausible records. Any peer can sign "epoch 10**9" with a new key."""
@@ -137,8 +138,7 @@ class PeerTrust:
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
-        """Record a round that has just succeeded with these peers, and the records of `absent` ones at this epoch, for
-        which the group has waited since this time, if at all."""
+        """Record that a round of these peers has succeeded, which waited since this time, if at all, for `absent`."""
         self.partners |= set(group)
         for peer_id in group:
             del self.missed_rounds[peer_id]

@@ -182,7 +182,7 @@ class Network:
             peers = {peer for peer in self.names if self.is_connected(peer, receiver)} - self.withholders
             if any(content.blob in self.trainers[peer].store for peer in peers) and self.random.random() >= self.loss:
                 trainer.store.add(content.blob)
-                trainer.run(trainer.log.mark_complete(self.now))
+                trainer.run(trainer.log.receive(self.now, trainer.log.me))
             elif content.blob in trainer.log.fetching:
                 self.order += 1
                 heapq.heappush(self.queue, (self.now + 1, self.order, sender, receiver, content))

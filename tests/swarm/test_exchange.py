@@ -59,11 +59,11 @@ def start(dhts, tmp_path):
     prefix, started = make_prefix(), []
 
     def start_exchange(dht: DHT) -> Exchange:
-        store = BlobStore(tmp_path / str(len(started)), 10**8)
-        exchange = Exchange(dht, prefix, store, NUM_BLOCKS, lambda _, message: b"0 " + message)
+        store = BlobStore(tmp_path / str(len(started)), 10**8, NUM_BLOCKS)
+        exchange = Exchange(dht, prefix, store, lambda _, message: b"0 " + message)
         started.append(exchange)
         for other in started:
-            other.participants = frozenset(it.peer_id for it in started)
+            other.participants = other.urgent = frozenset(it.peer_id for it in started)
         return exchange
 
     yield start_exchange
@@ -128,8 +128,9 @@ def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
     elif fault == "dripping":
         relay._send_block = drip
     else:
-        relay.store = BlobStore(relay.store.folder, 10**8)
-        relay.store.get = lambda name: bytes(BLOCK_BYTES)
+        relay.store = BlobStore(relay.store.folder, 10**8, NUM_BLOCKS)
+        hashes = relay.store.get(blob)
+        relay.store.get = lambda name: hashes if name == blob else bytes(BLOCK_BYTES)
     begin = time.monotonic()
     fetch(client, blob, owner, owner, relay)
     assert list(client.store.open(blob)) == blocks and time.monotonic() < begin + 10
@@ -172,6 +173,7 @@ def test_fetch_of_invalid_blob_fails(exchanges):
     one, two, _ = exchanges
     invalid, short = [INVALID, *make_blocks()[1:]], make_blocks()[1:]
     for blocks, reason in ((invalid, "block 0"), (short, "5 blocks instead of 6")):
+        one.store.num_blocks = len(blocks)
         with pytest.raises(InvalidBlobError, match=reason):
             fetch(two, one.store.add(blocks), one, one)
 
@@ -223,23 +225,32 @@ def test_message_above_limit_is_refused(exchanges):
         exchanges[0].send(exchanges[1].peer_id, bytes(swarm.exchange.MAX_MESSAGE_BYTES + 1)).result(20)
 
 
-def test_downloads_above_limit_replace_oldest(exchanges, monkeypatch):
-    """Also if they are requested at one moment, before the first of them has begun."""
-    monkeypatch.setattr("swarm.exchange.MAX_DOWNLOADS", 2)
+def test_answers_to_others_than_voters_are_not_urgent(exchanges):
+    """Short questions with long answers would otherwise delay all updates."""
+    one, two, _ = exchanges
+    one.urgent, urgent_at = frozenset(), one.uplink._round_at.value
+    for _ in range(2):
+        two.send(one.peer_id, b"question").result(20)
+        assert (one.uplink._round_at.value > urgent_at) == bool(one.urgent)
+        one.urgent = frozenset([two.peer_id])
+
+
+def test_unwanted_downloads_end_and_may_begin_again(exchanges):
     exchange, owner, _ = exchanges
-    blobs = [bytes([number]) * 32 for number in range(5)]
+    blobs, other = [bytes([number]) * 32 for number in range(4)], FORMAT._replace(max_bytes=2 * FORMAT.max_bytes)
 
-    async def fetch_all() -> tuple[list[bytes], list[bool]]:
-        holders = {owner.peer_id: 20.0}
-        tasks = [asyncio.create_task(exchange._fetch(blob, owner.peer_id, holders, 1, FORMAT, 0.0)) for blob in blobs]
-        await asyncio.sleep(0.5)
-        running, cancelled = list(exchange._downloads), [task.cancelled() for task in tasks]
-        for task in tasks:
-            task.cancel()
-        return running, cancelled
+    def fetch(blob: bytes, format=FORMAT):
+        return exchange.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, 1, format)
 
-    running, cancelled = asyncio.run_coroutine_threadsafe(fetch_all(), exchange._loop).result(20)
-    assert running == blobs[3:] and cancelled == [True, True, True, False, False]
+    futures = [fetch(blobs[0], other), *map(fetch, blobs[1:])]
+    wait_until(lambda: len(exchange._downloads) == 4, 20, "the start of the downloads")
+    exchange.keep(frozenset(blobs[1:2]), FORMAT)
+    again = fetch(blobs[2])
+    wait_until(lambda: len(exchange._downloads) == 3 and futures[3].done(), 20, "the end of two downloads")
+    assert [future.cancelled() for future in (*futures, again)] == [False, False, True, True, False]
+    exchange.keep(frozenset(), FORMAT)
+    exchange.keep(frozenset(), other)
+    wait_until(lambda: not exchange._downloads, 20, "the end of all downloads")
 
 
 def list_sockets() -> set[str]:
@@ -247,8 +258,8 @@ def list_sockets() -> set[str]:
 
 
 def test_shutdown_leaves_nothing(dhts, tmp_path):
-    sockets, count, store = list_sockets(), count_files(), BlobStore(tmp_path / "store", 10**7)
-    exchange = Exchange(dhts[0], make_prefix(), store, NUM_BLOCKS, lambda *_: b"")
+    sockets, count, store = list_sockets(), count_files(), BlobStore(tmp_path / "store", 10**7, NUM_BLOCKS)
+    exchange = Exchange(dhts[0], make_prefix(), store, lambda *_: b"")
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
     future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT)
     wait_until(lambda: exchange._downloads, 20, "the start of the download")
@@ -259,21 +270,32 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
     wait_until(lambda: count_files() <= count, 20, "no file of the exchange")
 
 
+def test_block_is_no_blob(tmp_path):
+    """A stranger that requests an anchor's blocks by their names would fill the cache of hashes with gigabytes."""
+    store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
+    blob = store.add(make_blocks())
+    assert store.has(blob)
+    for name in store.list_hashes(blob):
+        assert store.has_file(name) and not store.has(name)
+        with pytest.raises(KeyError):
+            store.list_hashes(name)
+
+
 def test_store_keeps_newest_and_drops_damaged(tmp_path):
-    store = BlobStore(tmp_path, 3 * NUM_BLOCKS * BLOCK_BYTES)
+    store = BlobStore(tmp_path, 3 * NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
     blobs = [store.add(make_blocks()) for _ in range(5)]
-    assert not store.has(blobs[0]) and store.has(blobs[-1]) and BlobStore(tmp_path, 10**7).has(blobs[-1])
+    assert not store.has(blobs[0]) and store.has(blobs[-1]) and BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-1])
     (tmp_path / store.list_hashes(blobs[-1])[0].hex()).write_bytes(b"damaged")
     with pytest.raises(KeyError):
         list(store.open(blobs[-1]))
     assert not store.has(blobs[-1]) and store.has(blobs[-2])
     (tmp_path / blobs[-2].hex()).write_bytes(b"")  # the power failed
-    assert not BlobStore(tmp_path, 10**7).has(blobs[-2])
+    assert not BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-2])
 
 
 def test_store_reads_hashes_of_blob_once(tmp_path):
     """The log asks for all blobs of an epoch at each message, which read 15 files."""
-    store = BlobStore(tmp_path, 10**7)
+    store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
     blob = store.add(make_blocks())
     hashes = store.list_hashes(blob)
     (tmp_path / blob.hex()).unlink()

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import statistics
 import sys
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from typing import Annotated
@@ -444,14 +445,14 @@ def test_false_names_do_not_hide_missing_keys():
 
 
 def test_many_statuses_cost_little():
-    """Each costs the time of many bytes: a message of 100 is ignored, and so are more than 32 in a tick."""
+    """Each costs the time of many bytes: a message of 100 is ignored, and so are more than 32 in five seconds."""
     log, status = make_log(4), encode(Status((bytes(32),), (), (), False))
     unknown = Status((bytes([1]) * 32, log.head.head), (), (), False)
     assert not log.receive(1e6, b"stranger", encode(*100 * [unknown]))
-    log.tick(1e6 + 1)
+    log.tick(1e6 + 6)
     assert log.receive(log.now, PEERS[1], encode(unknown))
     answers = [log.receive(log.now, b"stranger", encode(unknown)) for _ in range(100)]
-    assert 5 <= sum(map(bool, answers)) <= 8 and not log.receive(log.now, b"stranger", status)
+    assert 20 <= sum(map(bool, answers)) <= 32 and not log.receive(log.now, b"stranger", status)
 
 
 def test_stranger_leaves_room_for_new_peer():
@@ -783,6 +784,26 @@ def test_random_bytes_are_ignored():
 def test_decode_raises_value_errors_only(data):
     with contextlib.suppress(ValueError):
         assert isinstance(decode(data), list)
+
+
+def test_claimed_lengths_reserve_no_memory():
+    """Five bytes can claim a list of 131,072 items, for which the decoder would reserve a megabyte."""
+    claims = b"\xdd\x00\x02\x00\x00" * 1000
+    tracemalloc.start()
+    with pytest.raises(ValueError):
+        decode(claims + bytes(131_072 - len(claims)))
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+
+
+def test_worthless_messages_are_settled_once(monkeypatch):
+    """All choices and all updates on disk are looked at each time, while the training loop waits."""
+    log, counts = make_log(3), []
+    settle = log.settle
+    monkeypatch.setattr(log, "settle", lambda: counts.append(1) or settle())
+    late = encode(Leave(bytes(32), PEERS[1], b"signature"))
+    log.receive(1e6, PEERS[1], *[late] * 50)
+    assert len(counts) == 1
 
 
 def test_forged_records_are_ignored():

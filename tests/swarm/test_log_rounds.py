@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from hivemind.utils import ValueWithExpiration, get_dht_time
@@ -18,7 +19,7 @@ from swarm.aggregation import Numbers
 from swarm.errors import SwarmError
 from swarm.exchange import BlobStore, Exchange
 from swarm.log import Action, make_genesis
-from swarm.log_records import Offer, pack
+from swarm.log_records import Offer, compute_hash, pack
 from swarm.log_rounds import MAX_HELPERS, NEWEST, Envelope, Identity, LogRounds
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY
@@ -34,7 +35,7 @@ def run_rounds(folder: Path, *answers: Callable, numbers=9) -> Iterator[tuple[Lo
         stack.callback(tracker.shutdown)
         exchanges = {}
         for dht, answer in zip(others, answers, strict=True):
-            exchange = Exchange(dht, "run", BlobStore(folder / f"{dht.peer_id}", 10**6), 1, answer)
+            exchange = Exchange(dht, "run", BlobStore(folder / f"{dht.peer_id}", 10**6, 1), answer)
             stack.callback(exchange.shutdown)
             exchanges[dht.peer_id.to_bytes()] = exchange
         rounds = LogRounds(tracker, Numbers([torch.zeros(numbers)]), TopKCompression(0.03), folder)
@@ -95,10 +96,29 @@ def test_peers_that_refuse_count_against_claim(tmp_path):
     def refuse(*_) -> bytes:
         raise ValueError("too many requests")
 
-    with run_rounds(tmp_path, answer, refuse, refuse) as (rounds, peers, _):
-        first, *_ = peers
-        state = make_genesis("run", 3, bytes(32), (first,))
-        assert rounds.find([first], NEWEST) == (state.head, state) and rounds.find([*peers], NEWEST) is None
+    with run_rounds(tmp_path, answer, answer, refuse, refuse) as (rounds, peers, _):
+        first, second, *_ = peers
+        state = make_genesis("run", 3, bytes(32), (first, second))
+        assert rounds.find([first, second], NEWEST) == (state.head, state) and rounds.find([*peers], NEWEST) is None
+
+
+def test_auxiliary_peer_believes_no_single_client(tmp_path):
+    """A state with other voters and the id of the true log would keep it from that log forever."""
+    with run_rounds(tmp_path) as (rounds, _, _):
+        clients = [bytes([number]) * 34 for number in range(1, 5)]
+        rounds.tracker.others = {it: SimpleNamespace(peer_id=it, epoch=3, client_mode=True) for it in clients}
+        first = make_genesis("run", 3, bytes(32), clients)
+        later, false = replace(first, epoch=9, head=bytes([9]) * 32), replace(first, voters=(clients[0],))
+
+        def offer(*states) -> object:
+            for client, state in zip(clients, states, strict=False):
+                rounds._read(client, Envelope(first.head, 9, state=pack(state)))
+            return rounds.take_offered()
+
+        rounds.tracker.trust.partners = {*clients}
+        assert offer(false) is None and offer(false, later, later) is None
+        assert offer(false, later, later, later) == (first.head, later, clients[1])
+        assert offer(first) == (first.head, first, clients[0])
 
 
 def test_vote_is_sent_only_if_on_disk(tmp_path):
@@ -123,10 +143,27 @@ def test_store_keeps_whole_first_state(tmp_path, monkeypatch):
     """A store that is full of old updates must not delete the oldest blocks of a large model's state."""
     monkeypatch.setattr("swarm.log_rounds.MIN_STORE_BYTES", 0)  # which is little, next to a large model
     with run_rounds(tmp_path, numbers=10**5) as (rounds, _, _):
+        rounds.store.num_blocks = 100
         for number in range(1, 201):
             rounds.store.put(number.to_bytes(4000, "little"))
         blob = rounds.store.add(bytes([number]) * 4000 for number in range(100))
         assert rounds.store.has(blob)
+
+
+def test_new_offers_end_no_wanted_download(tmp_path):
+    """Each new key can have a better turn than the one before, and name an update that no peer has."""
+    with run_rounds(tmp_path, say_nothing) as (rounds, [peer], _), rounds._lock:
+        state = make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer))
+        rounds.open(state.head, state)
+        for number in range(300):
+            owner = number.to_bytes(34) if number else peer
+            rounds.log.add_record(Offer(state.head, bytes(32), owner, 8, owner[-32:], 100, True, 20.0, b""))
+            rounds._perform(rounds.log.finish())
+            while number and (old := [it for it in rounds.log.select(Offer) if it.peer != peer][:-4]):
+                del rounds.log.records[compute_hash(old[0])[:8]]  # as `take_offer` does
+        wanted = rounds.log.fetching.keys()
+        assert peer[-32:] in wanted and len(wanted) < 20
+        wait_until(lambda: rounds.exchange._downloads.keys() == wanted, 20, "only wanted downloads")
 
 
 def test_full_disk_requests_update_after_next_commit(tmp_path):

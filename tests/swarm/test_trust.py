@@ -256,6 +256,15 @@ def test_dht_without_an_answer_changes_nothing(tracker):
     assert not tracker.others and tracker.view.num_peers == 1
 
 
+def test_former_voters_are_no_contributors():
+    """One key after the other may get a vote and leave, until all of them together are most known peers."""
+    trust = make_trust(b"a", b"b")
+    trust.partners = {b"c", b"d"}
+    trust.active = {b"b", b"d"}
+    assert [name for name in NAMES if trust.is_known(name)] == [b"b", b"d"]
+    assert not trust.select_known(make_records(b"a", b"c")), "strangers do not take the place of voters"
+
+
 def test_claimed_batch_does_not_end_epoch(epoch):
     """A known peer that claims a batch counts as four others at most, and an unknown one does not count."""
     claims = {b"c": (400, 1e6), b"d": (400, 1e6)}
