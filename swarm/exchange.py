@@ -21,7 +21,6 @@ import functools
 import hashlib
 import itertools
 import math
-import random
 import struct
 import threading
 import time
@@ -207,7 +206,6 @@ class Download:
         self.blob, self.owner, self.num_blocks, self.format = blob, owner, num_blocks, format
         self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
         self.missing, self.hashes = set(range(num_blocks)), b""
-        self.salt = random.random()  # of the order of the sources of all blocks, which need one stream for each
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
@@ -219,7 +217,7 @@ class Download:
         rank = sum(peer.to_bytes() < self.owner.to_bytes() for peer in self.uplinks)
         # over all blobs of a round, the positions are spread evenly
         position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
-        others = sorted(self.uplinks, key=lambda peer: hash((self.salt, peer)))
+        others = sorted(self.uplinks, key=lambda peer: hash((id(self), peer)))  # for all blocks, to need few streams
         sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients])
         return [peer for peer in sources if peer != own_id and (own_id in self.uplinks or peer in self.uplinks)]
 

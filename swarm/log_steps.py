@@ -155,6 +155,7 @@ class LogSteps:
             found = None  # it has no commit since this peer has left it
         self.exists = found is not None
         if found is None:
+            self.tracker.ping_silent_peers(peers)  # dead ones count against each log
             if self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
                 self.optimizer.begin_epoch()
             return False
