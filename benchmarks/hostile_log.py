@@ -5,6 +5,8 @@ log, in which it has become a voter. ATTACKS maps a kind to the function that re
 """
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,10 +20,10 @@ import swarm.log_rounds
 import swarm.log_steps
 from swarm.aggregation import Numbers
 from swarm.exchange import Exchange
-from swarm.log import Log
-from swarm.log_records import Commit, Offer, Vote, get_signed_part
+from swarm.log import Action, Log
+from swarm.log_records import Commit, Key, Offer, Status, Vote, compute_hash, get_signed_part, pack
 from swarm.log_records import encode as encode_message
-from swarm.log_rounds import Identity
+from swarm.log_rounds import MAX_QUEUE, Envelope, Identity
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import list_params
 
@@ -266,6 +268,52 @@ def offer_noise(steps: LogSteps, identity: Identity, seed: int, digest: bytes | 
         rounds._wake.set()
 
 
+def offer_phantoms(count: int = 280) -> None:
+    """After each commit, offer updates that no peer has, each with another key that comes before all earlier ones."""
+    offer, identities, done = LogSteps.offer, [], set()
+
+    def make_keys() -> None:
+        identities.extend(Identity(RSAPrivateKey()) for _ in range(count))
+
+    def offer_many(self) -> None:
+        if is_time() and len(identities) == count and self.head not in done:
+            done.add(self.head)
+            identities.sort(key=lambda it: compute_hash(self.head, it.peer), reverse=True)
+            messages = [make_phantom(self.head, identity) for identity in identities]
+            rounds = self.rounds
+            for start in range(0, count, MAX_QUEUE):
+                envelope = Envelope(rounds.log_id, rounds.epoch, messages=tuple(messages[start : start + MAX_QUEUE]))
+                for peer in rounds.log.head.voters:
+                    rounds.exchange.send(PeerID(peer), pack(envelope))
+            note(f"offers {count} phantoms")
+        offer(self)
+
+    threading.Thread(target=make_keys, daemon=True).start()
+    LogSteps.offer = offer_many
+
+
+def make_phantom(head: bytes, identity: Identity) -> bytes:
+    """Return a message that makes a peer ask for a key, learn it, and accept an offer of it."""
+    offer = Offer(head, bytes(32), identity.peer, 100, os.urandom(32), 10**4, True, 1000.0, b"")
+    offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
+    return encode_message(offer, Key(identity.peer, identity.public_keys[identity.peer]), offer)
+
+
+def ask_for_all(count: int = 20) -> None:
+    """Ask all members for all commits, this many times in each tick."""
+    tick = Log.tick
+
+    def tick_and_ask(self, now: float) -> list[Action]:
+        actions = tick(self, now)
+        if is_time():
+            note(f"asks {count} times for all commits")
+            status = encode_message(Status((next(iter(self.chain)),), (), (), True))
+            actions += [Action("send", status)] * count
+        return actions
+
+    Log.tick = tick_and_ask
+
+
 ATTACKS = {
     "log_flip": lambda: spoil("-10 times its update", lambda update: -10 * update),
     "log_momentum": lambda: spoil("the momentum", read_momentum),
@@ -284,6 +332,8 @@ ATTACKS = {
     "log_digest": lambda: offer_with_fresh_keys(13, digest=bytes(32)),
     "log_ghosts": lambda: offer_with_fresh_keys(2, is_fleeting=True),
     "log_relay": relay_nothing,
+    "log_phantoms": offer_phantoms,
+    "log_statuses": ask_for_all,
 }
 
 
