@@ -228,9 +228,11 @@ class LogRounds:
         return log_id, None
 
     def has_fewer_peers(self) -> bool:
-        """Return whether most known peers, this one included, have another log. Half of them are enough if its id is
-        smaller, and this log has a commit; before, other members may open this log later."""
-        oldest, known = time.monotonic() - RECENT, self.tracker.trust.select_known(self.tracker.present)
+        """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
+        its id is smaller, and this log has a commit; before, other members may open this log later."""
+        oldest, trust = time.monotonic() - RECENT, self.tracker.trust
+        # also former voters: most of them may have begun another log while the network was cut
+        known = self.tracker.present.keys() & (trust.partners | trust.attested)
         with self._lock:
             logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
         logs[self.log_id] += 1

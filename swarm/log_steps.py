@@ -178,8 +178,6 @@ class LogSteps:
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
         self.tracker.trust.active = self.rounds.log.head.active if self.is_open else set()
-        if self.tracker.trust.active:  # also after the log: one malicious peer after the other may have had a vote
-            self.tracker.trust.partners = {*self.tracker.trust.active}
         self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
