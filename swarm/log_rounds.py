@@ -329,9 +329,10 @@ class LogRounds:
         self._wake.set()
 
     def _list_participants(self) -> set[bytes]:
-        """Return the ids of the others that are in the log, or are auxiliary peers."""
-        owners = self.log.head.participants & self.tracker.present.keys()  # new keys of the log may be no peers
-        peers = {*self.helpers, *self.log.head.voters, *owners}
+        """Return the ids of the others that have worked, are in the log, or are auxiliary peers."""
+        trust, head = self.tracker.trust, self.log.head
+        workers = trust.partners | trust.attested | head.participants  # new keys of the log may be no peers
+        peers = {*(workers & self.tracker.present.keys()), *self.helpers, *head.voters}
         return peers - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _list_members(self) -> set[bytes]:
