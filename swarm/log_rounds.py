@@ -202,8 +202,8 @@ class LogRounds:
         """Ask peers for their log.
 
         :param head: the commit after which the state is wanted, or NEWEST
-        :returns: the log's id, and its state if more than half of its peers that answer agree; None if no log is that
-            of more than half of the asked peers, because others can keep the honest ones from answering
+        :returns: the log's id, and its state if more than half of its peers that answer agree; None if fewer than half
+            of the asked peers name one log, because others can keep the honest ones from answering
         """
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
@@ -218,7 +218,7 @@ class LogRounds:
                     break  # the others cannot change it, and a dead peer would take the whole time
         logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
         log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
-        if not log_id or 2 * logs[log_id] <= len(asked):
+        if not log_id or 2 * logs[log_id] < len(asked):
             return None
         states = Counter(answer.state for answer in answers if answer.log == log_id)
         state, votes = states.most_common(1)[0]

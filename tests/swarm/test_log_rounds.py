@@ -96,7 +96,7 @@ def test_peers_that_refuse_count_against_claim(tmp_path):
     def refuse(*_) -> bytes:
         raise ValueError("too many requests")
 
-    with run_rounds(tmp_path, answer, answer, refuse, refuse) as (rounds, peers, _):
+    with run_rounds(tmp_path, answer, answer, refuse, refuse, refuse) as (rounds, peers, _):
         first, second, *_ = peers
         state = make_genesis("run", 3, bytes(32), (first, second))
         assert rounds.find([first, second], NEWEST) == (state.head, state) and rounds.find([*peers], NEWEST) is None
