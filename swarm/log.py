@@ -306,8 +306,10 @@ class Log:
 
     def receive(self, now: float, sender: bytes, *messages: bytes) -> list[Action]:
         """Take messages, maybe invalid, of a peer whose id the transport has proven; or none, after a blob has come."""
-        self.now, missing, newest = now, set(self.missing_keys), next(reversed(self.chain))
+        self.now, count, missing, newest = now, len(self.records), set(self.missing_keys), next(reversed(self.chain))
         for message in messages:
+            if len(self.records) != count:  # this message may be about the next commit
+                self.settle()
             count, records = len(self.records), []
             with contextlib.suppress(ValueError):
                 records = decode(message) if self.spend(sender, len(message)) else []
@@ -317,8 +319,6 @@ class Log:
                     self.take_status(sender, record)
                 else:
                     TAKERS[type(record)](self, record)
-            if len(self.records) != count:  # the next message may be about the next commit
-                self.settle()
         if self.missing_keys - missing or next(reversed(self.chain)) != newest:
             self.send_status(sender, is_answer=True)
         return self.finish()

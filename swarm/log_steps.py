@@ -142,7 +142,7 @@ class LogSteps:
             return self.exists
         self._next_join = time.monotonic() + JOIN_INTERVAL
         peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
-        if self.optimizer.is_auxiliary and not peers and (offered := self.rounds.take_offered()):
+        if self.optimizer.is_auxiliary and (offered := self.rounds.take_offered()) and not peers:
             log_id, state, leader = offered
             if not state.counted:  # the log begins, and clients get the anchor here
                 self.rounds.fetch_anchor(state.parent, leader, state.voters)

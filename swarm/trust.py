@@ -138,7 +138,7 @@ class PeerTrust:
             logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
 
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
-        """Record that a round of these peers has succeeded, which waited since this time, if at all, for `absent`."""
+        """Record a successful round with these peers, and the `absent` ones that it awaited since this time, if any."""
         self.partners |= set(group)
         for peer_id in group:
             del self.missed_rounds[peer_id]

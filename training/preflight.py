@@ -110,8 +110,8 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         reports = fetch_progress(swarm.dht, swarm.prefix).values()
         speed = samples / seconds + sum(report.samples_per_second for report in reports)
         matchmaking_time = swarm.dht.uplink.timeouts.matchmaking
-        seconds = averaging.target_batch_size * averaging.local_steps / speed
-        show(check_epoch_time(seconds, len(reports) + 1, matchmaking_time))
+        # of a dense round: on the log, no group has to form
+        show(check_epoch_time(averaging.target_batch_size / speed, len(reports) + 1, matchmaking_time))
     swarm.leave()
     warnings = format_count(levels["warning"], "warning")
     if levels["fatal"]:
