@@ -18,7 +18,7 @@ from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
 from training.figures import describe_evaluation, perplexity
 from training.metrics import MetricsReporter, format_speed
-from training.page_client import format_join
+from training.page_client import format_join, warn_of_local_addresses
 from training.progress import ProgressDisplay
 from training.state import EpochStats, TrainerState
 
@@ -94,7 +94,7 @@ class CollaborativeCallback:
                 command = format_join(swarm.prefix, [maddr], swarm.contract.flags, dht.membership is not None)
                 data = f" --train_file {SAMPLE_TEXT}" if self.state.data_args.train_file == SAMPLE_TEXT else ""
                 logger.info(f"for example: {command}{data}")
-        swarm.warn_of_local_addresses()
+        warn_of_local_addresses(swarm)
 
     def on_step_end(self, loss: float, waited: float, tokens: int) -> None:
         """Record one step of this peer, and do the tasks that are due.

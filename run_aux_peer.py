@@ -31,6 +31,7 @@ from monitoring.page import open_page
 from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
 from swarm.joining import Swarm
+from training.page_client import warn_of_local_addresses
 from training.settings import begin, make_swarm_config
 
 logger = logging.getLogger("aux")
@@ -48,7 +49,7 @@ def main(*groups) -> None:
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
     reader = RunReader(swarm, report, groups, args.refresh_period)
     require_reachable(swarm)
-    swarm.warn_of_local_addresses()
+    warn_of_local_addresses(swarm)
 
     # the model
     optimizer = archive = None

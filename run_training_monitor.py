@@ -33,7 +33,7 @@ from monitoring.page import open_page
 from monitoring.reader import RunReader, check_flags, require_reachable
 from monitoring.report import RunReport
 from swarm.joining import Swarm
-from training.page_client import format_join
+from training.page_client import format_join, warn_of_local_addresses
 from training.settings import begin, make_swarm_config
 
 logger = logging.getLogger("monitor")
@@ -52,7 +52,7 @@ def main(*groups) -> None:
     reader = RunReader(swarm, report, groups, args.refresh_period)
     if archive_args.store_checkpoints:
         require_reachable(swarm)
-    swarm.warn_of_local_addresses()
+    warn_of_local_addresses(swarm)
     flags = reader.flags
     print_how_to_join(swarm, flags)
 

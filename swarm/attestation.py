@@ -19,9 +19,9 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from common.files import temporary_folder
+from swarm import SwarmError
 from swarm.addresses import add_quic, get_host_port, get_peer_id
 from swarm.contract import RunContract
-from swarm.errors import SwarmError
 from swarm.membership import Membership, explain_denial
 from swarm.patches import install
 from utils import MAX_WORKERS, Flags

@@ -41,7 +41,6 @@ class AveragingConfig:
     overlap: bool  # whether rounds run in the background
     # no script has flags for the following
     state_compression: str = "none"
-    request_timeout: float | None = None
     averaging_timeout: float | None = None
     next_chunk_timeout: float | None = None
     robust_averaging: str = "clip"  # or none: trust all gradients

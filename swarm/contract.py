@@ -7,7 +7,7 @@ from hivemind import DHT
 from hivemind.optim.progress_tracker import TrainingProgressSchema
 from pydantic.v1 import BaseModel, confloat, constr, root_validator
 
-from swarm.errors import SwarmError
+from swarm import SwarmError
 from utils import FETCH_TIMEOUT, Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
 
 MAX_CONTRACT_BYTES = 9000  # an attestation carries it through a hivemind pipe, which breaks at 16 KB

@@ -22,7 +22,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from common.files import locked, write_file
-from swarm.errors import SwarmError
+from swarm import SwarmError
 from utils import RecordValidator, find_peer_id
 
 SIGNATURE_BYTES, MAX_CREDENTIAL_BYTES = 64, 2048

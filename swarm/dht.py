@@ -14,9 +14,9 @@ from hivemind.p2p import P2P, PeerID
 
 from common.files import temporary_folder
 from common.signals import block_signals, find_helpers, is_alive
+from swarm import SwarmError
 from swarm.addresses import add_quic, get_peer_id
 from swarm.attestation import RunAttestation
-from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_revocations
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING

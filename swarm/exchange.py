@@ -36,7 +36,7 @@ from hivemind import DHT
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm.errors import SwarmError
+from swarm import SwarmError
 
 REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
 HASH_BYTES = 32  # of a block

@@ -7,9 +7,9 @@ from hivemind.proto.crypto_pb2 import PrivateKey
 from hivemind.utils.crypto import RSAPrivateKey
 
 from common.files import write_file
+from swarm import SwarmError
 from swarm.config import SwarmConfig
 from swarm.credentials import Authority, load_invitation, read_key
-from swarm.errors import SwarmError
 from swarm.membership import AuthenticatedP2PClient, Membership
 from swarm.patches import replace_client
 from utils import RecordValidator

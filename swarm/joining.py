@@ -13,12 +13,11 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
-from swarm import attestation, reachability
-from swarm.addresses import get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
+from swarm import SwarmError, attestation, reachability
+from swarm.addresses import is_relayed, list_shareable_maddrs
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from utils import MAX_WORKERS, make_validators
@@ -129,16 +128,6 @@ class Swarm:
             logger.info(f"bandwidth: {how} {format_number(mbits)} Mbit/s up (`bandwidth`)")
         self.dht.uplink.set_bandwidth(mbits, is_fixed=is_fixed)
         return mbits
-
-    def warn_of_local_addresses(self) -> None:
-        """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
-        best, *_ = maddrs = self.list_maddrs()
-        listens_everywhere = any(ip is not None and ip.is_unspecified for ip in map(get_ip, self.config.host_maddrs))
-        if listens_everywhere and not self.dht.client_mode and not any(map(is_public, maddrs)):
-            logger.warning(
-                f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
-                "outside, pass `announce_maddrs` /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
-            )
 
     def leave(self, optimizer=None) -> None:
         """Wait until other peers have this peer's last records, then stop the optimizer's averagers and the DHT."""

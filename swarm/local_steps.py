@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from swarm.aggregation import Contribution, Numbers, aggregate
 from swarm.optimizer_state import copy_tensors, list_params
 
+STEP_AHEAD = 0.5  # the part of the residual that stays in the local parameters (openreview.net/forum?id=ejnVWfknCm)
+
 
 class OuterOptimizer(Optimizer):
     """An optimizer of the parameters in host memory. While all peers step together, it is the inner optimizer. For a
@@ -80,6 +82,15 @@ class LocalSteps:
     def measure(self) -> list[torch.Tensor]:
         """Return the pseudo-gradients: the anchor minus the local parameters."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
+
+    @torch.no_grad()
+    def take(self, update: list[torch.Tensor], residual: Sequence[torch.Tensor]) -> None:
+        """Take an offered update out of the local parameters when the anchor moves next, but STEP_AHEAD of what it
+        lacks stays there, and leaves the residual: the next local steps would compute it once more."""
+        for tensor, lacking in zip(update, residual, strict=True):
+            tensor.sub_(lacking, alpha=STEP_AHEAD)
+            lacking.mul_(1 - STEP_AHEAD)
+        self.taken = update
 
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:

@@ -34,9 +34,8 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from common.files import write_file
 from common.signals import STOP_REQUESTED
-from swarm import logger
+from swarm import SwarmError, logger
 from swarm.aggregation import BLOCK, Numbers, check_block, summarize
-from swarm.errors import SwarmError
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -96,6 +95,21 @@ class Identity:
                 self.public_keys[peer] = key
                 if len(self.public_keys) > MAX_KEYS:
                     del self.public_keys[next(it for it in self.public_keys if it != self.peer)]
+
+
+def choose_log(answers: Sequence[Envelope], num_asked: int) -> tuple[bytes, State | None] | None:
+    """Return the id of the log that most answers name, and its state if more than half of these agree on it; None if
+    fewer than half of the asked peers name one log, because others can keep the honest ones from answering."""
+    logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
+    log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
+    if not log_id or 2 * logs[log_id] < num_asked:
+        return None
+    states = Counter(answer.state for answer in answers if answer.log == log_id)
+    state, votes = states.most_common(1)[0]
+    with contextlib.suppress(ValueError):
+        if state and 2 * votes > logs[log_id]:
+            return log_id, unpack(State, state)
+    return log_id, None
 
 
 class LogRounds:
@@ -202,8 +216,7 @@ class LogRounds:
         """Ask peers for their log.
 
         :param head: the commit after which the state is wanted, or NEWEST
-        :returns: the log's id, and its state if more than half of its peers that answer agree; None if fewer than half
-            of the asked peers name one log, because others can keep the honest ones from answering
+        :returns: see `choose_log`
         """
         question = pack(Envelope(b"", self.epoch, request=head))
         asked = random.sample(peers, min(len(peers), MAX_ASKED))
@@ -216,16 +229,7 @@ class LogRounds:
                 kinds = Counter((answer.log, answer.state) for answer in answers)
                 if 2 * max(kinds.values(), default=0) > len(asked):
                     break  # the others cannot change it, and a dead peer would take the whole time
-        logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
-        log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
-        if not log_id or 2 * logs[log_id] < len(asked):
-            return None
-        states = Counter(answer.state for answer in answers if answer.log == log_id)
-        state, votes = states.most_common(1)[0]
-        with contextlib.suppress(ValueError):
-            if state and 2 * votes > logs[log_id]:
-                return log_id, unpack(State, state)
-        return log_id, None
+        return choose_log(answers, len(asked))
 
     def has_fewer_peers(self) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if

@@ -138,30 +138,37 @@ class LogSteps:
 
     def join(self) -> bool:
         """Look for the others' log from time to time, and join it; return whether there is one."""
-        if time.monotonic() < self._next_join:
-            return self.exists
-        self._next_join = time.monotonic() + JOIN_INTERVAL
+        if time.monotonic() >= self._next_join:
+            self._next_join = time.monotonic() + JOIN_INTERVAL
+            found = self._find_log()
+            self.exists = found is not None
+            if found:
+                self._join(*found)
+            elif self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
+                self.optimizer.begin_epoch()
+        return self.exists
+
+    def _find_log(self) -> tuple[bytes, State | None] | None:
+        """Return the id of the others' log, and its state after this peer's model if they agree on it."""
         peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
         if self.optimizer.is_auxiliary and (offered := self.rounds.take_offered()) and not peers:
             log_id, state, leader = offered
             if not state.counted:  # the log begins, and clients get the anchor here
                 self.rounds.fetch_anchor(state.parent, leader, state.voters)
-            self.exists = True
-            self.rounds.open(log_id, state)
-            return True
+            return log_id, state
         # in a run of clients, the auxiliary peers
         found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended else self.head)
         if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
             found = None  # it has no commit since this peer has left it
-        self.exists = found is not None
         if found is None:
             self.tracker.ping_silent_peers(peers)  # dead ones count against each log
-            if self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
-                self.optimizer.begin_epoch()
-            return False
-        if found[0] == self._ended:
+        return found
+
+    def _join(self, log_id: bytes, state: State | None) -> None:
+        """Take part in a log, or load its newest state first if this peer's model is another one."""
+        if log_id == self._ended:
             self.optimizer.grad_averager.drop_pending()  # it may have counted updates since this peer has left it
-        (log_id, state), self._ended = found, b""
+        self._ended = b""
         if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
             if self._take_genesis(*self._late):
                 self.optimizer.begin_epoch()
@@ -171,7 +178,6 @@ class LogSteps:
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
         elif self.optimizer.load_state_from_peers(self.tracker.trust.find_swarm_epoch(self.tracker.present, 0)):
             self._next_join = 0.0  # the state may be older than this peer's checkpoint
-        return True
 
     # --- an epoch
 
@@ -257,7 +263,7 @@ class LogSteps:
             logger.warning(f"dropped the samples of this epoch, because an update is invalid: {e}")
             grad_averager.drop_pending()
             return
-        optimizer.local.taken = update
+        optimizer.local.take(update, grad_averager.unsent)
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))

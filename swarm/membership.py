@@ -22,8 +22,8 @@ from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from common.console import format_count
+from swarm import SwarmError
 from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations
-from swarm.errors import SwarmError
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")

@@ -151,9 +151,8 @@ class CollaborativeOptimizer:
         self.grad_averager.drop_pending()
         if "local" in state:
             self.local.load_inner_state(state["local"])
-        self.tracker.update_epoch(self.local_epoch)
-        if not self.tracker.present:  # an epoch that this peer was at before no longer counts
-            self.tracker.set_swarm_epoch(self.local_epoch)
+        # without others, an epoch that this peer was at before no longer counts
+        self.tracker.update_epoch(self.local_epoch, may_lower=not self.tracker.present)
 
     def step(self, batch_size: int = 0) -> None:
         """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples."""
@@ -390,8 +389,7 @@ class AveragingHelper(CollaborativeOptimizer):
         self.rounds.gradient_round = None
         self.state_averager.set_epoch(middle.epoch)
         self.begin_epoch()
-        self.tracker.update_epoch(middle.epoch)
-        self.tracker.set_swarm_epoch(middle.epoch)
+        self.tracker.update_epoch(middle.epoch, may_lower=True)
         self.tracker.schedule_refresh(0.0)
 
     def load_state_from_peers(self, *args, **kwargs) -> bool:

@@ -130,17 +130,12 @@ class PeerTracker:
         self._next_report = min(self._next_report, due_at)
         self._wake.set()
 
-    def update_epoch(self, epoch: int, samples: int = 0) -> None:
-        """Go to another epoch, with these samples of this peer so far."""
+    def update_epoch(self, epoch: int, samples: int = 0, *, may_lower: bool = False) -> None:
+        """Go to another epoch, with these samples of this peer; with `may_lower`, this lowers the swarm's as well."""
         with self.lock:
-            if epoch > self.view.epoch:
+            if epoch > self.view.epoch or may_lower:
                 self.view = replace(self.view, epoch=epoch, samples=samples, ends_at=math.inf)
             self.report_local_progress(epoch, samples)
-
-    def set_swarm_epoch(self, epoch: int) -> None:
-        """Set the swarm's epoch, even to a lower one."""
-        with self.lock:
-            self.view = replace(self.view, epoch=epoch)
 
     def set_target(self, samples: int) -> None:
         """Change the number of samples of an epoch. Its end was estimated for another number, and is unknown now."""

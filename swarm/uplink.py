@@ -68,7 +68,6 @@ class RoundTimeouts:
     epoch_seconds: float = 0.0  # of the last epoch
     # fixed by the user; 0 if the value follows from the uplink
     matchmaking_time: float = 0.0
-    request_timeout: float = 0.0
     averaging_timeout: float = 0.0
     next_chunk_timeout: float = 0.0
 
@@ -76,7 +75,7 @@ class RoundTimeouts:
         #: the wait for a small answer before the request is sent once more
         self.response = min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
         #: the wait for a peer that was asked to form a group, before another one is asked
-        self.request = self.request_timeout or min(2 * self.response, self.matchmaking_time / 2 or MAX_REQUEST_TIMEOUT)
+        self.request = min(2 * self.response, self.matchmaking_time / 2 or MAX_REQUEST_TIMEOUT)
         #: the wait for other peers when a group forms
         share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
         self.matchmaking = self.matchmaking_time or max(5.0, 2.5 * self.request, share)
@@ -193,7 +192,7 @@ class Uplink:
 
     def fix_timeouts(self, settings: AveragingConfig) -> None:
         """Set the timeouts that the user has given."""
-        for name in ("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"):
+        for name in ("matchmaking_time", "averaging_timeout", "next_chunk_timeout"):
             self._times[name].value = getattr(settings, name) or 0.0
 
     def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:

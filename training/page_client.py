@@ -1,4 +1,5 @@
-"""Joining by HOST:PORT, the address of a peer's status page (see monitoring/page.py) or of the peer itself.
+"""Joining by HOST:PORT, the address of a peer's status page (see monitoring/page.py) or of the peer itself, and what a
+peer logs about how others join.
 
 A page is trusted only as a source of addresses: the run's contract and validators apply to the peers at these
 addresses as to all others.
@@ -8,14 +9,18 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import re
 import shlex
 
 from common.addresses import split_host_port
 from common.console import UserError, first_line
-from swarm.addresses import get_host_port, get_ip, get_peer_id, is_public
+from swarm.addresses import get_host_port, get_ip, get_peer_id, is_local, is_public
 from swarm.attestation import find_peer
+from swarm.joining import Swarm
+
+logger = logging.getLogger("joining")
 
 MAX_PAGE_BYTES = 64 * 1024
 VISIT_TIMEOUT = 5.0  # seconds
@@ -51,6 +56,17 @@ async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
                 raise ValueError(f"it answers {head[:60]!r}") from e
             return body, ip
     raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
+
+
+def warn_of_local_addresses(swarm: Swarm) -> None:
+    """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
+    best, *_ = maddrs = swarm.list_maddrs()
+    listens_everywhere = any(ip is not None and ip.is_unspecified for ip in map(get_ip, swarm.config.host_maddrs))
+    if listens_everywhere and not swarm.dht.client_mode and not any(map(is_public, maddrs)):
+        logger.warning(
+            f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
+            "outside, pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
+        )
 
 
 def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:

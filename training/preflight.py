@@ -39,6 +39,7 @@ from training.devices import (
 )
 from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
+from training.page_client import warn_of_local_addresses
 from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
@@ -134,7 +135,7 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
         yield Check("connection", "client mode: others need not reach this peer")
     elif initial_peers:
         yield check_connection(*find_reachability(dht), dht.client_mode)
-    swarm.warn_of_local_addresses()
+    warn_of_local_addresses(swarm)
     yield Check("own addresses", "none: client mode" if dht.client_mode else " ".join(swarm.list_maddrs()[:3]))
 
 

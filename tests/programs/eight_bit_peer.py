@@ -18,7 +18,7 @@ with clean_end():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
     settings = dict(target_batch_size=64, target_group_size=2, compression="8bit", average_state_every=10**6)
-    settings |= dict(matchmaking_time=2, request_timeout=1, averaging_timeout=10, next_chunk_timeout=4)
+    settings |= dict(matchmaking_time=2, averaging_timeout=10, next_chunk_timeout=4)
     averaging = make_config(AveragingConfig, AveragingArguments(), default_refresh_period=0.3, **settings)
     options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
     optimizer, stop = make_optimizer(model, swarm, options, averaging), handle_stop_signals()

@@ -39,7 +39,7 @@ from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 from tests.programs.peers import join, list_maddrs, print_facts, shut_down
 
-TIMES = dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0, averaging_timeout=10.0)
+TIMES = dict(matchmaking_time=2.0, next_chunk_timeout=4.0, averaging_timeout=10.0)
 
 
 def make_gradient_optimizer(dht, prefix: str, parameter, auxiliary=False, density=1.0, **settings):

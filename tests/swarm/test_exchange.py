@@ -16,8 +16,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
 
 import swarm.exchange
+from swarm import SwarmError
 from swarm.dht import DHT
-from swarm.errors import SwarmError
 from swarm.exchange import REQUEST, BlobStore, Exchange, Format, InvalidBlobError, choose_source, plan_loads
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000

@@ -12,7 +12,7 @@ from experiment.optimizer import describe_averaging, make_local_optimizer
 from swarm.aggregation import Contribution, Numbers, encode
 from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract
-from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
+from swarm.local_steps import STEP_AHEAD, LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
 from swarm.sparse import TopKCompression
 from training.figures import TrainingSchedule, parse_schedule
@@ -90,6 +90,23 @@ def test_nonfinite_local_weights_return_to_anchor():
             model[0, 0] = torch.nan
         local.move_anchor([torch.ones(5, 5)])
         assert model.tolist() == [[1.0] * 5] * 5
+
+
+def test_step_ahead_keeps_part_of_what_offer_lacks():
+    model, _, local = make_local_steps()
+    with torch.no_grad():
+        model.copy_(torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]))
+    update, residual = local.measure(), [torch.zeros(5)]
+    assert update[0].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    encode(Numbers(update), Numbers(residual), TopKCompression(density=0.4))  # the last two numbers
+    assert residual[0].tolist()[:3] == [1.0, 2.0, 3.0]
+    lacking = residual[0].clone()
+    local.take(update, residual)
+    assert residual[0].equal((1 - STEP_AHEAD) * lacking)
+    local.move_anchor([torch.full((5,), 10.0)])
+    assert model.equal(10.0 - STEP_AHEAD * lacking)
+    assert (local.measure()[0] + residual[0]).equal(lacking)  # none is lost
+    assert local.taken == []
 
 
 def test_first_local_step_uses_shared_moments():

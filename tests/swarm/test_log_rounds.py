@@ -15,8 +15,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import wait_until
 from records import make_tracker, run_dhts
 
+from swarm import SwarmError
 from swarm.aggregation import Numbers
-from swarm.errors import SwarmError
 from swarm.exchange import BlobStore, Exchange
 from swarm.log import Action, make_genesis
 from swarm.log_records import Offer, compute_hash, pack
@@ -60,7 +60,9 @@ def test_find_does_not_wait_for_silent_peer(tmp_path):
 
     with run_rounds(tmp_path, answer, answer, answer, answer_late) as (rounds, peers, _):
         state = make_genesis("run", 3, bytes(32), tuple(peers))
-        rounds.dht.uplink.fix_timeouts(replace(rounds.tracker.averaging, request_timeout=TIMEOUT))
+        rounds.dht.uplink.fix_timeouts(replace(rounds.tracker.averaging, matchmaking_time=2 * TIMEOUT))
+        rounds.dht.uplink._times["rtt"].value = TIMEOUT
+        assert rounds.dht.uplink.timeouts.request == TIMEOUT
         started = time.monotonic()
         assert rounds.find([*peers], NEWEST) == (state.head, state) and time.monotonic() - started < TIMEOUT
         is_over.set()

@@ -4,6 +4,8 @@ import pytest
 from processes import make_prefix, wait_until
 from swarms import Swarm, epochs, start_peer, stop
 
+from swarm.local_steps import STEP_AHEAD
+
 FROM = 3  # the epoch at which the log begins: gradient_peer.py
 AVERAGED, LATE = ("--average_state_every", FROM), pytest.param([("--late_anchor",)] * 3, 2, marks=pytest.mark.slow)
 GRADIENTS = 1.0, 1.0, 2.0, 3.0, 1.0, 2.0  # the offers of two peers may have the same bytes
@@ -54,7 +56,7 @@ def assert_steps_contain_updates(*peers) -> None:
         there = [(gradient, of) for gradient, of in zip(GRADIENTS, lines, strict=False) if epoch in of]
         for gradient, of in there:
             left = of[epoch]["unsent"] - (of[epoch - 1]["unsent"] if epoch > FROM + 1 and epoch - 1 in of else 0.0)
-            updates.append(of[epoch]["samples"] / 16 * gradient - left)
+            updates.append(of[epoch]["samples"] / 16 * gradient - left / (1 - STEP_AHEAD))
         assert len(updates) == there[0][1][epoch]["averaged_with"], epoch
         update = sum(min(it, sorted(updates)[len(updates) // 2]) for it in updates) / len(updates)
         momentum = 0.5 * momentum + update
