@@ -7,7 +7,8 @@
 Four simulated peers of 64 samples a step train ALBERT of configs/demo.json with AdamW. In DiLoCo (arXiv 2311.08105), a
 peer offers the change of its H local steps, offers are averaged by samples, and SGD with Nesterov momentum steps the
 common anchor. In SparseLoCo (2508.15706), an offer holds the largest entries of each chunk in a few bits, and the rest
-waits for the next round. A setting is a list of fields of `Setting`; without --settings, the table is measured.
+waits for the next round, half of it in the peer's own parameters (`LocalSteps.take`). A setting is a list of fields of
+`Setting`; without --settings, the table is measured.
 
 Bytes are those that a peer sends. With a density, it sends its update to each other peer, as on the log
 (swarm/sparse.py). Otherwise the peers average in 16 bits, and each sends its offer and its part of the average once.
@@ -34,6 +35,7 @@ from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from swarm.aggregation import Contribution, Numbers, aggregate, encode
+from swarm.local_steps import STEP_AHEAD
 from swarm.sparse import TopKCompression
 from training.evaluation import evaluate
 from training.model import move_batch
@@ -210,12 +212,10 @@ class Run:
         s, size, chance = self.setting, len(self.anchor), random.Random(self.setting.seed)
         codec = TopKCompression(s.density, s.bits) if s.density else None
         adams = [self.adam.copy() for _ in range(s.peers)]
-        starts = [self.anchor] * s.peers
+        # of each peer: where its next steps start, and from where its next update is measured
+        starts, bases = [self.anchor] * s.peers, [self.anchor] * s.peers
         unsent, samples = [torch.zeros(size) for _ in range(s.peers)], [0] * s.peers
-        outer_steps, taken_over = (
-            0,
-            [0] * s.peers,
-        )  # outer steps of the anchor, and the last one that each peer has loaded
+        outer_steps, taken_over = 0, [0] * s.peers  # of the anchor, and the last one that each peer has loaded
         self.velocity = torch.zeros(size)
         speeds = [s.fast] + [1.0] * (s.peers - 1)
         while self.done < s.steps:
@@ -226,9 +226,9 @@ class Run:
             for peer in range(s.peers):
                 steps = round(local * s.peers * speeds[peer] / sum(speeds))
                 end = self.take_steps(peer, starts[peer], adams[peer], steps, lr)
-                unsent[peer] += starts[peer] - end
+                unsent[peer] += bases[peer] - end
                 samples[peer] += steps * s.batch
-                starts[peer] = end
+                starts[peer] = bases[peer] = end
             self.done += local
             group = [peer for peer in range(s.peers) if chance.random() >= s.lost]
             if group and chance.random() >= s.lost_rounds:
@@ -240,7 +240,9 @@ class Run:
                 outer_steps += 1
                 self.bytes += (len(group) - 1) / s.peers * sent
                 for peer in group:
-                    starts[peer], samples[peer], taken_over[peer] = self.anchor, 0, outer_steps
+                    starts[peer], bases[peer] = self.anchor - STEP_AHEAD * unsent[peer], self.anchor
+                    unsent[peer] *= 1 - STEP_AHEAD
+                    samples[peer], taken_over[peer] = 0, outer_steps
             if self.done // EVALUATE_EVERY > (self.done - local) // EVALUATE_EVERY or self.done == s.steps:
                 self.record()
 
