@@ -261,9 +261,9 @@ class CollaborativeOptimizer:
         self.epoch.enter(EpochState.STEPPING)
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.view.epoch)
-        is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
+        begins_log = self.log_steps is not None and self.local_epoch + 1 >= self.averaging.local_steps_from
         # a log begins with the same parameters on all peers, which a round in the background would change
-        is_due = is_due and not (self.log_steps and next_epoch >= self.averaging.local_steps_from)
+        is_due = not (next_epoch % self.averaging.average_state_every or averager.averaging_in_progress or begins_log)
         if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
         options = {}
@@ -272,10 +272,12 @@ class CollaborativeOptimizer:
             options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
         options["delay_averaging"] = True  # or a peer misses the next round while it waits here for a group
         options |= dict(optimizer_step=is_trainer, delay_optimizer_step=self.rounds.overlap and is_trainer)
+        averager.declares_steps = not begins_log  # new peers would load the log's first state once more
         averager.step(increment_epoch=True, wait_for_trigger=finish, **options)
         self.tracker.update_epoch(self.local_epoch)
-        if self._takes_local_steps and is_trainer:
+        if begins_log and is_trainer:
             self.log_steps.begin(averager.group_id, self.stats.members)
+            averager.state_sharing_priority = self.local_epoch
         self.begin_epoch()
 
     @property

@@ -53,6 +53,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         #: the id of the group whose gradients the next step applies, or of this peer if it is alone
         self.group_id = b""
         self.next_lineage: str | None = None  # the lineage after the next step, if it applies a commit of the log
+        self.declares_steps = True  # whether others may load the state as soon as a step is made
         #: the averager whose last step is served to peers that missed it
         self.grad_averager: GradientAverager | None = None
         self.local = None  # the local steps, by which the model is ahead of the parameters here, or None
@@ -63,7 +64,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     def record_step(self, *_) -> None:
         """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
         self.lineage = self.next_lineage or self.extend_lineage(self.local_epoch, self.group_id.hex())
-        self.state_sharing_priority = self.local_epoch
+        if self.declares_steps or self.next_lineage:
+            self.state_sharing_priority = self.local_epoch
 
     def extend_lineage(self, epoch: int, group_id: str) -> str:
         """Return the lineage after the step to this epoch with the gradients of this group (hex)."""

@@ -1,16 +1,14 @@
 """The way into the network: the public address, the bandwidth."""
 
 import asyncio
-import contextlib
-import http.server
 import json
 import math
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from file_server import send, serve
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PDaemonError, PeerID
 from processes import LOOPBACK, make_prefix, run_python, wait_until
@@ -58,27 +56,8 @@ with clean_end():
 """
 
 
-@contextlib.contextmanager
-def serve_text(text: str):
-    """The address of a page that holds this text."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
 def test_public_address_uses_listening_port():
-    with serve_text("203.0.113.7\n") as url:
+    with serve(send(b"HTTP/1.0 200 OK\r\n\r\n203.0.113.7\n")) as url:
         fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"]), url)
         free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
     assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
@@ -91,7 +70,7 @@ def test_public_address_uses_listening_port():
 
 @pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
 def test_unusable_public_address_is_one_line(text):
-    with serve_text(text) as url, pytest.raises(UserError) as error:
+    with serve(send(b"HTTP/1.0 200 OK\r\n\r\n" + text.encode())) as url, pytest.raises(UserError) as error:
         announce_public_address(SwarmArguments("run"), url)
     [line] = str(error.value).splitlines()
     assert "--use_google_dns" in line

