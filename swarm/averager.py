@@ -237,8 +237,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""
         container, peers = runner.tensor_part_container, runner.ordered_peer_ids
         averaged = set(runner.sender_peer_ids) - runner.banned_senders
-        # if a reducer did not answer, its parts still have this peer's own values
-        if container.failed_size or len(averaged) < 2:  # this peer counts too, unless it is auxiliary
+        if len(averaged) < 2:  # this peer counts too, unless it is auxiliary
             raise AllreduceException(f"no other peer's data entered the average of {len(peers)} peers")
         if self.max_weight is not None and not self.are_parameters and runner.weight:
             # in the averages that this peer has made, if any; an outlier has none

@@ -23,21 +23,24 @@ class OuterOptimizer(Optimizer):
         self.inner, self.lr, self.momentum = inner, lr, momentum
         self.contributions: list[Contribution] | None = None  # the offers to apply; None for an inner step
         self.weights: list[float] = []  # of the offers that the last step applied
-        self.grad_norm = 0.0  # the norm of the last gradient, before clipping
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the last gradient before clipping."""
+        return self.inner.grad_norm
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Make an inner step, or the outer step of a commit."""
         if self.contributions is None:
             self.inner.step()
-            self.grad_norm = self.inner.grad_norm
             return
         anchor, momentum = Numbers(list_params(self)), Numbers(self.list_momenta())
         self.weights = aggregate(anchor, momentum, self.contributions, lr=self.lr, outer_momentum=self.momentum)
-        self.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
+        self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
 
     def list_momenta(self) -> list[torch.Tensor]:
         """Return the outer momentum of each parameter."""

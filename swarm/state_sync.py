@@ -5,13 +5,10 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from hivemind.compression import CompressionInfo, TensorRole
-
 from common.signals import STOP_REQUESTED
 from swarm import logger
 from swarm.epoch import RETRY_AFTER, SyncBackoff
-from swarm.optimizer_state import StateAverager, copy_tensors, list_params
-from swarm.plan import count_bits
+from swarm.optimizer_state import StateAverager, copy_tensors
 from swarm.progress import PeerTracker
 
 MIN_DOWNLOAD_TIMEOUT = 600.0  # seconds
@@ -92,13 +89,9 @@ class StateSync:
         if epochs <= 0:
             self.backoff.stale_downloads = 0
             return
-        progress, params = self.state_averager.download_progress, list_params(self.state_averager.optimizer)
+        progress = self.state_averager.download_progress
         megabytes, seconds = max(1, progress.bytes) / 1e6, max(1, progress.milliseconds) / 1000
-        # the least that has to arrive within an epoch, at the same bandwidth, is a step
-        infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
-        step_share = min(1.0, count_bits(params, self.state_averager.state_compression, infos) / 8e6 / megabytes)
-        is_too_slow = step_share * epochs > 1
-        pause = self.backoff.record_stale_download(self.tracker.view.epoch, seconds, is_too_slow, time.monotonic())
+        pause = self.backoff.record_stale_download(self.tracker.view.epoch, seconds, time.monotonic())
         if pause:
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
