@@ -231,8 +231,10 @@ class Script:
         return list(map(str, self.processes()))
 
     def assert_clean_end(self, seconds: float = 60, code: int = 0) -> None:
-        """Wait for a normal end: this exit code, no traceback, no process left."""
+        """Wait for a normal end: this exit code, no traceback, no process left, and no failure that hivemind logs and
+        hides, as of an optimizer's step."""
         assert self.wait(seconds) == code and "Traceback" not in self.text, self.text[-3000:]
+        assert "error: [hivemind]" not in self.text, self.text[-3000:]
         wait_until(lambda: not self.left_processes(), 5, f"no process left of {self.command}: {self.left_processes()}")
 
     def assert_user_error(self, pattern: str, seconds: float = 60) -> None:
