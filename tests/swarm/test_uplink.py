@@ -113,13 +113,20 @@ def test_peer_killed_during_round_costs_one_round(line_swarm):
 
 
 @pytest.mark.slow
-def test_late_peer_loads_state_from_all(line_swarm):
+@pytest.mark.parametrize("loses_donor", [False, True], ids=["all stay", "a donor is killed"])
+def test_late_peer_loads_state_from_all(line_swarm, loses_donor):
     names = ["a", "b", "c"]
     swarm = line_swarm(names, late=("late",))
     joint = swarm.wait_for_joint_epochs(names, 2, 300)
-    swarm.start_trainers("late")
+    (late,) = swarm.start_trainers("late")
+    if loses_donor:
+        wait_until(lambda: "downloading the swarm's state" in late.text, 120, "the download has begun")
+        swarm.trainers["c"].kill()
+        names.remove("c")
+        wait_until(lambda: "loaded the state" in late.text, 120, "the others give the rest")
     swarm.wait_for_joint_epochs([*names, "late"], 2, 400, after=joint[-1])
-    assert not any("no answer from" in swarm.trainers[name].text for name in names)
+    if not loses_donor:
+        assert not any("no answer from" in swarm.trainers[name].text for name in names)
 
 
 @pytest.mark.slow
