@@ -84,8 +84,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def take(self, update: list[torch.Tensor], residual: Sequence[torch.Tensor]) -> None:
-        """Take an offered update out of the local parameters when the anchor moves next, but STEP_AHEAD of what it
-        lacks stays there, and leaves the residual: the next local steps would compute it once more."""
+        """Take an offered update out of the local parameters when the anchor moves next. A part of what the offer lacks
+        stays there instead of in the residual, because the next local steps would compute it once more."""
         for tensor, lacking in zip(update, residual, strict=True):
             tensor.sub_(lacking, alpha=STEP_AHEAD)
             lacking.mul_(1 - STEP_AHEAD)

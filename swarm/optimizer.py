@@ -272,7 +272,7 @@ class CollaborativeOptimizer:
             options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
         options["delay_averaging"] = True  # or a peer misses the next round while it waits here for a group
         options |= dict(optimizer_step=is_trainer, delay_optimizer_step=self.rounds.overlap and is_trainer)
-        averager.declares_steps = not begins_log  # new peers would load the log's first state once more
+        averager.declares_steps = not begins_log  # the log begins with another state, and new peers load that
         averager.step(increment_epoch=True, wait_for_trigger=finish, **options)
         self.tracker.update_epoch(self.local_epoch)
         if begins_log and is_trainer:

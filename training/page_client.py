@@ -33,6 +33,17 @@ def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> 
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 
+def warn_of_local_addresses(swarm: Swarm) -> None:
+    """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
+    best, *_ = maddrs = swarm.list_maddrs()
+    listens_everywhere = any(ip is not None and ip.is_unspecified for ip in map(get_ip, swarm.config.host_maddrs))
+    if listens_everywhere and not swarm.dht.client_mode and not any(map(is_public, maddrs)):
+        logger.warning(
+            f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
+            "outside, pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
+        )
+
+
 async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
     """Download http://host:port/ without an HTTP client, so that a hostile page costs at most MAX_PAGE_BYTES.
 
@@ -56,17 +67,6 @@ async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
                 raise ValueError(f"it answers {head[:60]!r}") from e
             return body, ip
     raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
-
-
-def warn_of_local_addresses(swarm: Swarm) -> None:
-    """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
-    best, *_ = maddrs = swarm.list_maddrs()
-    listens_everywhere = any(ip is not None and ip.is_unspecified for ip in map(get_ip, swarm.config.host_maddrs))
-    if listens_everywhere and not swarm.dht.client_mode and not any(map(is_public, maddrs)):
-        logger.warning(
-            f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
-            "outside, pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
-        )
 
 
 def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
