@@ -455,17 +455,20 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
     return wrong | dict(looks=len(answers), failed=len(seen) - len(answers))
 
 
-def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
-    """Return the growth in memory of each role that runs for 15 minutes, from its minute 10 on: of its own memory, in
-    its PSS at that time (see soak.py)."""
+def measure_growth(rehearsal: Rehearsal) -> dict[str, dict[str, float]]:
+    """Return the growth of each role that runs for 15 minutes, from its minute 10 on: of its own memory as a share of
+    its PSS at that time (see soak.py), and of its open files and threads."""
     growth = {}
     for log, values in rehearsal.memory.items():
         steady = [used.values() for moment, used in values if moment > values[0][0] + 600]
         if len(steady) >= 10:
             few = max(3, len(steady) // 10)
-            shared, own = ([sum(it[kind] for it in used) for used in steady] for kind in (0, 2))
-            grown = statistics.fmean(own[-few:]) - statistics.fmean(own[:few])
-            growth[log] = grown / statistics.fmean(shared[:few])
+            columns = zip(*(map(sum, zip(*used, strict=True)) for used in steady), strict=True)
+            means = [(statistics.fmean(column[:few]), statistics.fmean(column[-few:])) for column in columns]
+            (shared, _), files, own, threads = means
+            growth[log] = dict(
+                memory=(own[1] - own[0]) / shared, files=files[1] - files[0], threads=threads[1] - threads[0]
+            )
     return growth
 
 
@@ -577,7 +580,10 @@ def list_rows(f: dict) -> dict[str, str]:
     # lines that name a flag or the full disk have a cure
     helpless = [most for kind, _, most in f["lines"] if "--" not in kind and "disk" not in kind]
     longest = [f"{it['trainer']} from minute {it['minute']:.1f} {it['seconds']:.0f} s" for it in f["longest"][:4]]
-    growth = sorted(f["growth"].items(), key=lambda it: -it[1])[:4]
+    growth = {
+        name: sorted(((it[name], log) for log, it in f["growth"].items()), reverse=True)[:4]
+        for name in ("memory", "files", "threads")
+    }
     page = ", ".join(f"{name} {len(it)}" for name, it in f["page"].items() if isinstance(it, list))
     newcomers = ", ".join(f"{seconds:.0f} ({allowed:.0f})" for seconds, allowed in f["newcomers"].values())
     ratio = f["loss"] / f["alone"]
@@ -590,7 +596,12 @@ def list_rows(f: dict) -> dict[str, str]:
             f"{f['longest'][0]['seconds'] / f['usual']:.1f} of {f['usual']:.0f} s: {', '.join(longest)}"
         ),
         "seconds to a new peer's first samples (allowed) | always": newcomers or "-",
-        "memory from minute 10, most growth | <= +3 %": ", ".join(f"{it} {more:+.1%}" for it, more in growth) or "-",
+        "memory from minute 10, most growth | <= +3 %": (
+            ", ".join(f"{log} {more:+.1%}" for more, log in growth["memory"]) or "-"
+        ),
+        "open files, threads from minute 10, most growth | 0": "; ".join(
+            ", ".join(f"{log} {more:+.1f}" for more, log in growth[name]) or "-" for name in ("files", "threads")
+        ),
         "looks at the page wrong by more than 10 % | 0": f"{page}, of {f['page']['looks']}",
         "lines without a cure, most of one kind in ten minutes | 0": str(max(helpless, default=0)),
         "different weights at the end (largest difference) | 1": f"{f['digests']} ({f['difference']:.1e})",

@@ -28,8 +28,8 @@ TRAINER = (
 ).split()
 
 
-def measure_processes(script: Script) -> dict[str, tuple[float, int, float]]:
-    """Return the PSS in MB, the number of open files, and the own memory of each process of a role, by its task.
+def measure_processes(script: Script) -> dict[str, tuple[float, int, float, int]]:
+    """Return the PSS in MB, the open files, the own memory and the threads of each process of a role, by its task.
 
     The own memory in MB consists of all anonymous pages and the share of shared memory. Its level counts forked pages
     twice, but only the process itself changes it: the PSS rises if another program ends, and shares no more pages.
@@ -47,8 +47,9 @@ def measure_processes(script: Script) -> dict[str, tuple[float, int, float]]:
                 name = "p2pd" if process.name() == "p2pd" else "other"
             rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
             sizes = {line.split()[0]: int(line.split()[1]) / 2**10 for line in rollup}
-            values = sizes["Pss:"], process.num_fds(), sizes["Anonymous:"] + sizes["Pss_Shmem:"]
-            measured[name] = tuple(map(sum, zip(measured.get(name, (0.0, 0, 0.0)), values, strict=True)))
+            own = sizes["Anonymous:"] + sizes["Pss_Shmem:"]
+            values = sizes["Pss:"], process.num_fds(), own, process.num_threads()
+            measured[name] = tuple(map(sum, zip(measured.get(name, (0.0, 0, 0.0, 0)), values, strict=True)))
     return measured
 
 
@@ -126,7 +127,7 @@ def main() -> None:
     print(f"{'role':10} {'process':18} {'MB':>7} {'at end':>7} {'MB/hour':>8} {'files':>6} {'at end':>6}")
     for role in scripts:
         names = steady[-1][1][role]
-        table = {name: [roles[role].get(name, (0.0, 0, 0.0)) for _, roles in steady] for name in names}
+        table = {name: [roles[role].get(name, (0.0, 0)) for _, roles in steady] for name in names}
         table["all"] = [tuple(map(sum, zip(*roles[role].values(), strict=True))) for _, roles in steady]
         for name, values in table.items():
             memory = [mb for mb, *_ in values]
