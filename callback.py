@@ -35,8 +35,7 @@ class CollaborativeCallback:
     StatusServer       the status page
     Dashboard          this trainer's curves on wandb
 
-    The last three are optional: a trainer works without display and page, and without the line `self.dashboard =` in
-    `on_train_begin`.
+    The last three are optional: a trainer works without display, page, and the line `self.dashboard =` below.
     """
 
     def __init__(
@@ -63,18 +62,18 @@ class CollaborativeCallback:
         if saved_state:
             self.state.load(saved_state)
         self.metrics.measure_flop()
-        lines = self.metrics.resume()
         self.publish_attestation()
         self.dashboard = start_trainer_dashboard(self.args, self.swarm, self.state.arguments)
         self.log_start()
-        if self.page:
-            self.page.serve(lines)
         if evaluation := self.evaluator.measure():
             self.start_loss = evaluation.loss
         if tracker.present and tracker.view.epoch > optimizer.local_epoch:
             others = format_count(len(tracker.present), "other peer")
             logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
             optimizer.load_state_from_peers()
+        lines = self.metrics.resume()
+        if self.page:
+            self.page.serve(lines)
         self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:
@@ -115,6 +114,8 @@ class CollaborativeCallback:
         if now >= self.next_contract_time:
             self.next_contract_time = now + self.contract_lifetime / 3
             self.swarm.publish_contract(self.swarm.contract, self.contract_lifetime)
+        if now >= self.metrics.next_time:
+            self.publish()
         if not self.has_contributed and self.stats.computed_samples > self.stats.samples_before:
             self.has_contributed = True
             seconds, next_epoch = time.time() - psutil.Process().create_time(), self.stats.epoch.number + 1
@@ -138,11 +139,10 @@ class CollaborativeCallback:
         self.swarm.recheck_contract()
         self.publish_attestation()
         self.publish()
-        evaluation, is_last = None, self.optimizer.local_epoch >= self.state.final_epoch
-        if self.args.eval_steps and (is_last or self.is_due(self.args.eval_steps)):
-            evaluation = self.evaluator.measure()
-            if evaluation:
-                self.publish()
+        is_last, period = self.optimizer.local_epoch >= self.state.final_epoch, self.args.eval_steps
+        evaluation = self.evaluator.measure() if period and (is_last or self.is_due(period)) else None
+        if evaluation:
+            self.publish()
         line = self.metrics.write(evaluation)
         self.dashboard.report(line)
         if self.page:
@@ -195,7 +195,7 @@ class CollaborativeCallback:
         self.optimizer.leave()
         if self.display:
             self.display.close()
-        if self.optimizer.local_epoch > self.state.saved_epoch and self.state.is_finite():
+        if self.optimizer.local_epoch != self.state.saved_epoch and self.state.is_finite():
             self.state.save()
         self.swarm.publish_contract(None, self.contract_lifetime)
         self.dashboard.finish()

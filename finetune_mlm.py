@@ -428,12 +428,16 @@ def main(args: FinetuneArguments) -> None:
         seeds = sorted([*seeds, result], key=lambda done: done["seed"])
         results = summarize(args, task, seeds, majority, counts)
         if results["best_seed"] == seed:
-            save_model(model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed})
+            is_saved = save_model(
+                model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed}
+            )
             if "test" in examples:
                 with make_autocast(args, device):
                     predictions = predict(model, examples["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
-                write_file(folder / name, text)
+                is_saved &= write_file(folder / name, text)
+            if not is_saved:
+                raise UserError(f"seed {seed} could not be written, see above: free some space, and run this again")
         # written last, because a seed in results.json is finished
         write_file(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(format_table(summarize(args, task, seeds, majority, counts)))

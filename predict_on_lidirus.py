@@ -89,7 +89,8 @@ def main(args: PredictArguments) -> None:
     logger.info(f"{task.name}: {pairs}; {cut:,} are longer than {max_length} tokens and were cut; {device}")
     predictions = predict(model.to(device), examples, task, pretrained.tokenizer, args.batch_size, device)
     name, text = format_predictions(task, examples, predictions)
-    write_file(Path(args.model) / name, text)
+    if not write_file(Path(args.model) / name, text):
+        raise UserError(f"{name} could not be written, see above: free some space, and run this again")
     if all(example.right is not None for example in examples):
         metrics = task.measure(examples, predictions)
         print(", ".join(f"{metric} {value:.3f}" for metric, value in metrics.items()))

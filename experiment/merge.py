@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from common.console import UserError, edge, setup_logging
+from common.files import unfinished_folder
 
 
 def merge(folder: Path, output_dir: Path) -> None:
@@ -33,13 +34,15 @@ def merge(folder: Path, output_dir: Path) -> None:
             model.set_submodule(name, layer.get_base_layer())
     plain = kind(model.config)  # as `model` would save its adapters alone
     plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(output_dir)
-    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(output_dir)
+    with unfinished_folder(output_dir) as unfinished:
+        plain.save_pretrained(unfinished)
+        transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(unfinished)
+        unfinished.rename(output_dir)
     logging.getLogger("model").info(f"{model.num_parameters():,} parameters in {output_dir}")
 
 
 if __name__ == "__main__":
-    with edge():
+    with edge(interrupted="nothing was written"):
         setup_logging("merge")
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("folder", type=Path, help="Folder of a model with adapters, or a checkpoint.")

@@ -109,7 +109,8 @@ class RunReport:
         if is_new:
             schedule = figures.parse_schedule(self.contract)
             final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in believable)
-            recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
+            recent = [(entry["epoch"], entry["epoch_seconds"]) for entry in self.history[-RECENT_EPOCHS:]]
+            recent.append((current.epoch, current.epoch_seconds))
             progress = measure_progress(current.epoch, final_epoch, schedule, recent)
             news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
             logger.info(format_epoch(news))

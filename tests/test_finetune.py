@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -325,6 +326,18 @@ def test_finetune_resumes_after_interrupt(terra_run, toy_model, start):
     assert (folder / "TERRa.jsonl").read_bytes() == (terra_run / "TERRa.jsonl").read_bytes()
     weights = [load_file(run / "model" / "model.safetensors") for run in (folder, terra_run)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_finetune_without_room_leaves_seed_open(terra_run, toy_model, tmp_path):
+    """As on a full disk, the model does not fit, but results.json would."""
+    command = [*terra_command(toy_model, terra_run)[1:-1], tmp_path / "run"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        assert "seed 0 could not be written" in refuse(finetune_mlm, *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "run" / "results.json").exists()
 
 
 def test_finetune_skips_finished_run(terra_run, toy_model, capsys):

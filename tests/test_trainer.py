@@ -90,3 +90,6 @@ def test_callback_reports_good_steps_and_ends_bad_trainer(facts):
     assert re.fullmatch(r"epoch 0/100  loss 1\.5000  peers 1/1  .* s  .*  ETA 50:00  next epoch 0%", after), after
     assert facts["has_contributed"]  # the step of an epoch's end uses its samples at once, and leaves none pending
     assert facts["measured"] == [None, None, None]  # the evaluation was out of memory
+    expirations, are_evaluated = zip(*facts["expirations"], strict=True)
+    assert expirations[0] < expirations[1] < expirations[2] and are_evaluated == (True, True, False)
+    assert facts["set_aside"]

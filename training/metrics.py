@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class MetricsReporter:
         #: the share of this peer's peak FLOP/s that one token per second takes, if the peak is known
         self.flop_share: float | None = None
         self.round_totals = self.read_round_totals()
+        #: by time.monotonic(), when the published metrics should be renewed, because an epoch may outlast them
+        self.next_time = math.inf
 
     def resume(self) -> list[dict]:
         """Drop the epochs in history.jsonl that will be repeated, and return the others."""
@@ -92,7 +95,7 @@ class MetricsReporter:
         seconds = stats.epoch.start - ended.start
         before, self.round_totals = self.round_totals, self.read_round_totals()
         stats.epochs += 1
-        stats.recent_seconds.append(seconds / max(1, optimizer.local_epoch - ended.number))
+        stats.recent_epochs.append((optimizer.local_epoch, seconds / max(1, optimizer.local_epoch - ended.number)))
         if optimizer.stats.group_size > 1:
             stats.averaged_epochs += 1
         if ended.mini_steps:
@@ -115,7 +118,7 @@ class MetricsReporter:
             "final_epoch": args.max_steps,
             **{name: total - before[name] for name, total in self.round_totals.items()},
         }
-        if stats.epochs == 3:  # earlier ones are not typical: workers start, or this peer joins in the middle of one
+        if len(stats.recent_epochs) == 3:  # earlier ones are not typical: workers start, or this peer joins in one
             self.check_times()
 
     def check_times(self) -> None:
@@ -137,17 +140,22 @@ class MetricsReporter:
 
     def publish(self, evaluation: Evaluation | None) -> None:
         """Store this peer's signed metrics of the last epoch in the DHT, without waiting."""
-        more = {"evaluation": evaluation}
+        lifetime, more = self.state.args.statistics_expiration, {}
+        self.next_time = time.monotonic() + lifetime / 3
+        if evaluation and evaluation.epoch <= self.metrics["epoch"]:  # not of a later epoch that was given up
+            more["evaluation"] = evaluation
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         if self.optimizer.log_steps:
-            more["counted"] = {peer_label(key): it for key, it in self.optimizer.log_steps.list_counted().items()}
+            more["counted"] = {
+                peer_label(key): it for key, it in self.optimizer.log_steps.compute_counted_shares().items()
+            }
         try:
             metrics = LocalMetrics.parse_obj(self.metrics | more)
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record
             logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {e}")
         else:
-            self.swarm.publish("metrics", metrics.dict(), self.state.args.statistics_expiration)
+            self.swarm.publish("metrics", metrics.dict(), lifetime)
 
     def write(self, evaluation: Evaluation | None) -> dict:
         """Append the last epoch to history.jsonl, with its evaluation if there is one, and return the line."""
@@ -172,7 +180,7 @@ class MetricsReporter:
     def measure_progress(self) -> dict[str, float]:
         """Return the run's progress, and this trainer's speed in the last epoch."""
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
-        schedule, recent = parse_schedule(self.swarm.contract), list(self.stats.recent_seconds)
+        schedule, recent = parse_schedule(self.swarm.contract), list(self.stats.recent_epochs)
         progress = measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
         if self.metrics:
             progress |= self.measure_speed(self.stats.last_epoch.tokens, self.metrics["epoch_seconds"])

@@ -18,17 +18,21 @@ BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between lines on a terminal, a
 
 
 def measure_progress(
-    epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
+    epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent: Iterable[tuple[int, float]]
 ) -> dict[str, float]:
-    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards."""
-    progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
+    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards.
+
+    :param recent: the epochs that recent ones have led to, and the seconds that these took
+    """
+    progress, count = {}, int  # without a schedule, all epochs count the same
     if schedule.target_batch_size:
-        samples = schedule.count_samples(epoch)
-        progress = {"target_batch_size": schedule.count_samples(epoch + 1) - samples, "swarm_samples": samples}
+        count = schedule.count_samples
+        progress = {"target_batch_size": count(epoch + 1) - count(epoch), "swarm_samples": count(epoch)}
     if final_epoch:
         progress["final_epoch"] = final_epoch
-        if recent:
-            progress["seconds_left"] = max(0, final_epoch - epoch) * statistics.median(recent)
+        # by samples, because an epoch with local steps has many times those of an earlier one
+        if paces := [seconds / (count(reached) - count(reached - 1)) for reached, seconds in recent if seconds > 0]:
+            progress["seconds_left"] = max(0, count(final_epoch) - count(epoch)) * statistics.median(paces)
     return progress
 
 

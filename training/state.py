@@ -15,7 +15,14 @@ from common.flags import list_values
 from swarm.joining import Swarm
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
-from training.checkpoint import CheckpointError, apply_state, collect_state, load_state, save_checkpoint
+from training.checkpoint import (
+    CheckpointError,
+    apply_state,
+    collect_state,
+    load_state,
+    save_checkpoint,
+    set_aside,
+)
 from training.devices import all_finite
 from training.progress import RECENT_EPOCHS
 
@@ -52,7 +59,8 @@ class TrainerStats:
     epoch: EpochStats = field(default_factory=EpochStats)
     last_epoch: EpochStats | None = None
     last_loss: float | None = None  # mean of this trainer's steps in the last epoch in which it made any
-    recent_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_EPOCHS))
+    #: the epochs that the last ones of this start have led to, and their seconds
+    recent_epochs: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_EPOCHS))
 
     @property
     def loss(self) -> float | None:
@@ -126,6 +134,7 @@ class TrainerState:
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
         state, args = self.collect(), self.args
+        set_aside(Path(args.output_dir), state["local_epoch"])  # later ones, if the swarm's log has gone back
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, args.save_total_limit):
             self.saved_epoch = state["local_epoch"]

@@ -104,10 +104,14 @@ def test_aggregation_takes_median_of_newest_evaluations():
 
 
 def test_progress_shows_samples_and_expected_end():
-    progress = measure_progress(40, 100, TrainingSchedule(4096), [10.0, 12.0, 500.0, 0.0])
-    assert progress == dict(target_batch_size=4096, swarm_samples=40 * 4096, final_epoch=100, seconds_left=60 * 12.0)
-    assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
-    assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
+    progress = measure_progress(40, 100, TrainingSchedule(1024), [(37, 10.0), (38, 12.0), (39, 500.0), (40, 0.0)])
+    assert progress == dict(target_batch_size=1024, swarm_samples=40 * 1024, final_epoch=100, seconds_left=60 * 12.0)
+    assert measure_progress(40, None, TrainingSchedule(), [(40, 1.0)]) == {}
+    assert measure_progress(120, 100, TrainingSchedule(), [(9, 1.0)]) == {"final_epoch": 100, "seconds_left": 0.0}
+    # an epoch with local steps has 25 times as many samples
+    schedule = TrainingSchedule(64, local_steps=25, local_steps_from=50)
+    assert measure_progress(40, 100, schedule, [(40, 2.0)])["seconds_left"] == pytest.approx((10 + 50 * 25) * 2.0)
+    assert measure_progress(60, 100, schedule, [(60, 50.0)])["seconds_left"] == pytest.approx(40 * 50.0)
 
 
 def test_history_and_curve_include_evaluations(tmp_path):

@@ -3,8 +3,13 @@
 import contextlib
 import math
 import sys
+import time
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import arguments
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
@@ -15,7 +20,9 @@ from swarm.contract import RunContract
 from tests.programs.peers import clean_end, join, print_facts
 from training.checkpoint import apply_state
 from training.evaluation import Evaluator
+from training.figures import fetch_records
 from training.state import TrainerState
+from utils import Evaluation
 
 with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
@@ -34,6 +41,8 @@ with clean_end():
         facts[role] = {"names": names, "shapes": shapes, "matrices": at}
         optimizers.append(optimizer)
 
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0})), unk_token="[UNK]")
+
     class MemoryHog(Evaluator):
         def compute(self, at_end):
             return torch.empty(2**60, dtype=torch.uint8)
@@ -41,10 +50,10 @@ with clean_end():
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
     def make_callback():
-        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
-        args = arguments.TrainerArguments(output_dir=sys.argv[2], **sizes)
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
+        args = arguments.TrainerArguments(output_dir=sys.argv[2], do_eval=True, eval_steps=1, **sizes)
         groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, arguments.DataArguments(), args
-        loaded = dict(tokenizer=None, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
+        loaded = dict(tokenizer=tokenizer, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
         state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
         return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
 
@@ -61,12 +70,24 @@ with clean_end():
     facts["is_finite"] = callback.state.is_finite()
     callback = make_callback()
     facts["lines"] = [callback.format_progress()]
-    callback.stats.recent_seconds.append(30.0)
+    callback.stats.recent_epochs.append((1, 30.0))
     facts["progress"] = callback.metrics.measure_progress()
     for loss in (1.0, 2.0, math.nan):
         callback.on_step_end(loss, waited=0.0, tokens=0)
     facts["lines"].append(callback.format_progress())
     facts["has_contributed"] = callback.has_contributed
     facts["measured"] = [callback.evaluator.measure(), callback.evaluator.measure(), callback.evaluator.last]
+    callback.metrics.measure_epoch()
+    facts["expirations"] = []
+    for epoch in (0, 0, 99):  # at once, when it is time to renew, and with an evaluation of an epoch that was given up
+        callback.evaluator.last = Evaluation(epoch=epoch, loss=1.0, accuracy=0.5, samples=9)
+        callback.metrics.next_time = 0.0
+        callback.on_step_end(1.0, waited=0.0, tokens=0)
+        assert callback.metrics.next_time > time.monotonic() and swarm.stores["metrics"].result(30)
+        [(metrics, expiration)] = fetch_records(swarm.dht, sys.argv[1]).values()
+        facts["expirations"].append([expiration, metrics.evaluation is not None])
+    (newer := Path(sys.argv[2]) / "checkpoint-517").mkdir()
+    callback.state.save()
+    facts["set_aside"] = not newer.exists()
     print_facts(**facts)
     swarm.leave(optimizer)
