@@ -28,8 +28,8 @@ DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 DEFAULT_DATASET_PATH = "data/albert_tokenized_wikitext"
 SAMPLE_TEXT = "sample_data/austen.txt.xz"
-SHORTEST_INSTANCE = 8  # tokens; a pair of sentences has three special ones
-LARGEST_SEED = 2**32 - 1  # of numpy's generators
+MIN_SEQUENCE_LENGTH = 8  # tokens; a pair of sentences has three special ones
+MAX_SEED = 2**32 - 1  # of numpy's generators
 MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record, they drop all that a node sends
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
@@ -74,7 +74,7 @@ class SwarmArguments(FlagGroup):
         None, "On a closed run's monitor: file of the key that signs credentials.", requires="experiment_prefix NAME"
     )
     username: str | None = flag(None, "Name on dashboards; in a closed run, the name in --invite. Default: a number.")
-    client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic if others cannot reach it.")
+    client_mode: bool = flag(False, "Accept no connections (a trainer or aux peer must); automatic if unreachable.")
     identity_path: str | None = flag(
         None, "File with this peer's private key, created if missing: keeps its id and address across restarts."
     )
@@ -131,7 +131,7 @@ class ModelArguments(FlagGroup):
         shared=True,
     )
     seed: int = flag(
-        42, "Seed of the initial weights; the data order depends on the peer id.", shared=True, ge=0, le=LARGEST_SEED
+        42, "Seed of the initial weights; the data order depends on the peer id.", shared=True, ge=0, le=MAX_SEED
     )
 
     def __post_init__(self):
@@ -179,7 +179,7 @@ class AveragingArguments(FlagGroup):
 
     target_batch_size: int = flag(4096, "Samples of the whole swarm per epoch (optimizer step).", shared=True, ge=1)
     batch_size_lead: int = flag(
-        0, "Start matchmaking N samples early; raise it if rounds start late.", ge=0, lt="target_batch_size"
+        0, "End each epoch N samples early; raise it if rounds start late.", ge=0, lt="target_batch_size"
     )
     matchmaking_time: float | None = flag(
         None, "Seconds to form a group. Default: 7.5 to 25 by RTT.", aliases=["--averaging_expiration"], gt=0, le=600
@@ -213,7 +213,7 @@ class AveragingArguments(FlagGroup):
     )
     overlap: bool = flag(
         False,
-        "Average gradients in the background, for long rounds; small models stop learning. Local steps always do so.",
+        "Average gradients in the background, for long rounds; small models stop learning. No effect on local steps.",
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
         shared=True,
     )
@@ -260,10 +260,14 @@ class DataArguments(FlagGroup):
         "Maximum tokens of a sequence. Default: the dataset's, or 512 for text that is tokenized here.",
         aliases=["--block_size", "--max_seq_length"],
         alike=True,
-        ge=SHORTEST_INSTANCE,
+        ge=MIN_SEQUENCE_LENGTH,
     )
     initial_sequence_length: int | None = flag(
-        None, "Maximum tokens at epoch 0, to train faster.", alike=True, ge=SHORTEST_INSTANCE, le="max_sequence_length"
+        None,
+        "Maximum tokens at epoch 0, to train faster.",
+        alike=True,
+        ge=MIN_SEQUENCE_LENGTH,
+        le="max_sequence_length",
     )
     sequence_length_warmup_steps: int = flag(
         0, "Epochs of growth to max_sequence_length.", alike=True, requires="initial_sequence_length", ge=0

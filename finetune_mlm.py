@@ -25,7 +25,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arguments import SHORTEST_INSTANCE, PrecisionArguments, parse_arguments
+from arguments import MIN_SEQUENCE_LENGTH, PrecisionArguments, parse_arguments
 from common.console import UserError, edge, setup_logging, suggest
 from common.flags import flag
 
@@ -66,7 +66,7 @@ class FinetuneArguments(PrecisionArguments):
     weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.", ge=0, lt=1)
     max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.", gt=0)
     dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.", ge=0, lt=1)
-    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.", ge=SHORTEST_INSTANCE)
+    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.", ge=MIN_SEQUENCE_LENGTH)
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,7 +15,7 @@ import logging
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from arguments import SHORTEST_INSTANCE, parse_arguments
+from arguments import MIN_SEQUENCE_LENGTH, parse_arguments
 from common.console import UserError, edge, first_line, setup_logging
 from common.flags import FlagGroup, flag
 
@@ -32,7 +32,7 @@ class PredictArguments(FlagGroup):
         ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
     )
     batch_size: int = flag(32, "Samples per forward pass.", ge=1)
-    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.", ge=SHORTEST_INSTANCE)
+    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.", ge=MIN_SEQUENCE_LENGTH)
 
 
 GROUPS = (PredictArguments,)

@@ -10,10 +10,10 @@ On one machine, to try it out with the model of a tiny run (see run_trainer.py):
         --config_path configs/demo.json --optim adamw --assist_in_averaging
 
 Without other flags it connects new peers to the DHT, relays for peers behind firewalls, and reports the learning curve
-like the monitor. With --assist_in_averaging it also averages for other peers, without gradients of its own. Trainers in
-client mode need one such peer, and can join late through it. With --store_checkpoints it saves the swarm's states, and
-uploads them with --repo_url. These two flags need the trainers' model, optimizer and averaging flags, which it loads
-from --initial_peers by default.
+like the monitor. With --assist_in_averaging it also averages for other peers, without gradients of its own. If all
+trainers are in client mode, they need one such peer, and can join late through it. With --store_checkpoints it saves
+the swarm's states, and uploads them with --repo_url. These two flags need the trainers' model, optimizer and averaging
+flags, which it loads from --initial_peers by default.
 """
 
 import logging

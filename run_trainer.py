@@ -46,7 +46,7 @@ from text.tokenizers import tokenizer_fingerprint
 from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
 from training.evaluation import Evaluator
-from training.model import make_trained_model, move_batch
+from training.model import make_trainable_model, move_batch
 from training.prefetch import make_feed
 from training.preflight import run_preflight
 from training.progress import ProgressDisplay
@@ -68,7 +68,7 @@ def main(*groups) -> None:
 
     # data and model
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-    model = make_trained_model(model_args, args, tokenizer)
+    model = make_trainable_model(model_args, args, tokenizer)
 
     # swarm and optimizer
     if ranks.is_main:

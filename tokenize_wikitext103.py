@@ -35,9 +35,9 @@ from typing import Literal
 from arguments import (
     DEFAULT_DATASET_PATH,
     DEFAULT_TOKENIZER_PATH,
-    LARGEST_SEED,
+    MAX_SEED,
+    MIN_SEQUENCE_LENGTH,
     OBJECTIVES,
-    SHORTEST_INSTANCE,
     parse_arguments,
 )
 from common.console import UserError, edge
@@ -80,8 +80,8 @@ class TokenizeArguments(FlagGroup):
     cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
     keep_accents: bool = flag(False, "With --train_tokenizer: keep accents; Russian needs them. Always kept for clm.")
     language: str = flag("english", "Language of the text, for splitting it into sentences.")
-    seq_length: int = flag(512, "Maximum number of tokens of a sequence.", ge=SHORTEST_INSTANCE)
-    seed: int = flag(42, "Seed of the split, the cuts and the swaps.", ge=0, le=LARGEST_SEED)
+    seq_length: int = flag(512, "Maximum number of tokens of a sequence.", ge=MIN_SEQUENCE_LENGTH)
+    seed: int = flag(42, "Seed of the split, the cuts and the swaps.", ge=0, le=MAX_SEED)
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.", ge=1)
     dataset_cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.", aliases=["--cache_dir"])
     dataset_path: str = flag(DEFAULT_DATASET_PATH, "Folder to write the dataset to; must not exist yet.")

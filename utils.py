@@ -73,9 +73,9 @@ class LocalMetrics(BaseModel):
     samples_accumulated: Count  # this peer's contribution to that epoch
     loss: Amount  # nats, the SUM over mini_steps
     mini_steps: conint(strict=True, ge=0, le=10**6)  # number of batches in that sum
-    averaged_with: Peers  # peers in the averaged gradient with this one, or 0
+    averaged_with: Peers  # peers in the averaged gradient, this one included, or owners in the commit
     num_peers: Peers  # peers in the swarm at that time
-    grad_norm: confloat(strict=True, ge=0.0, le=1e30)  # of the averaged gradient, before clipping
+    grad_norm: confloat(strict=True, ge=0.0, le=1e30)  # of the averaged gradient, unclipped, or the outer momentum
     learning_rate: confloat(strict=True, ge=0.0, le=1e6)
     total_samples: Total  # this peer's samples so far that reached an optimizer step
     skipped_steps: Count  # this peer's steps so far with non-finite loss or gradients

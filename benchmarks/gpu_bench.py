@@ -41,7 +41,7 @@ from experiment.optimizer import make_local_optimizer, make_param_groups
 from training import devices
 from training.metrics import format_speed
 from training.model import move_batch
-from training.prefetch import PrefetchLoader
+from training.prefetch import TrainingFeed
 
 BATCH_SIZE, ACCUMULATION = 16, 8  # of the plain loop and the trainers
 EPOCHS = 2  # measured epochs, after one in which processes start and find each other
@@ -122,7 +122,7 @@ def measure_plain(scale: Scale, own: dict) -> dict:
     autocast, _ = devices.place_model(model, device, args)
     optimizer = make_local_optimizer(OptimizerArguments(optim="adamw", learning_rate=1e-4), make_param_groups(model))
     options = dict(batch_size=BATCH_SIZE, seed=1, num_workers=scale.workers)
-    feed = PrefetchLoader(make_train_batches(dataset["train"], tokenizer, data_args, **options), device)
+    feed = TrainingFeed(make_train_batches(dataset["train"], tokenizer, data_args, **options), device)
 
     def run(batches: int) -> float:
         start = time.perf_counter()

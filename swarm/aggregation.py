@@ -146,9 +146,9 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
     return Summary(math.sqrt(math.fsum(squares)), count, sketch)
 
 
-def find_copies(offers: Sequence[Contribution], counts: dict[int, int], momentum: Numbers) -> set[int]:
+def find_momentum_copies(offers: Sequence[Contribution], counts: dict[int, int], momentum: Numbers) -> set[int]:
     """Return the indices of offers with the momentum's signs. `counts` has the entries of each offer to compare."""
-    most = dict(counts)  # the sums of the products of signs, as far as they are known
+    most = dict(counts)  # upper bounds of the sums of the products of signs, from the blocks so far
     for block in range(momentum.num_blocks):
         if copies := [i for i in most if most[i] / counts[i] > MAX_COSINE]:
             signs = np.sign(momentum.read(block).numpy())
@@ -178,7 +178,7 @@ def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) ->
     Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
     of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum, and
-    offers that point away from most others, do not count either, unless half of the offers are such.
+    offers that point away from most others, do not count either, unless half of the voters' offers do.
 
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
@@ -189,7 +189,7 @@ def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) ->
     voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(summaries)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
-    copied = find_copies(contributions, {i: summaries[i].count for i in counted}, momentum)
+    copied = find_momentum_copies(contributions, {i: summaries[i].count for i in counted}, momentum)
     originals = [i for i in counted if i not in copied]
     for kept in (agreed, originals):  # in a tiny model, all offers may point where the momentum does
         if 2 * len(voters.intersection(counted, kept)) > len(voters.intersection(counted)):

@@ -28,7 +28,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
-        self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data
+        self.violations: dict[PeerID, str] = {}  # by peer: what it did against the rules of a round
         self.silent: list[bytes] = []  # the ids of the peers that neither send data nor answer pings
         #: the peer that broke the round, and the peer that reported it: the same one if its stream just ended
         self.cause: tuple[PeerID, PeerID] | None = None

@@ -42,7 +42,7 @@ class StateDivergedError(AllreduceException):
 
 
 class PeersBehindError(AllreduceException):
-    """The error that all other peers of the group have an older state than this peer."""
+    """The error that no other peer of the group has the chosen state, which is this peer's."""
 
 
 class PeersSilentError(AllreduceException):
@@ -53,7 +53,7 @@ class PeersSilentError(AllreduceException):
 
 
 class RoundResult(NamedTuple):
-    """The result of a round, in which each peer took part to which the averager's future maps it."""
+    """The result of a round. The averager's future maps each peer whose data entered the average to it."""
 
     group_id: bytes
     members: tuple[bytes, ...]  # ids of all trainers of the group, of which some may have failed
@@ -74,8 +74,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.max_weight = max_weight
         # of the next round, see RoundSettings
         self._num_partitions, self._partition_index, self._expected = 1, 0, None
-        #: the id of the last round's group, in hex, once they exchange data
-        self.exchanged_with = multiprocessing.Array(ctypes.c_char, 64)
+        #: the id of the last round's group in hex; empty until its peers exchange data
+        self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only
         super().__init__(*args, **kwargs)
 
@@ -172,7 +172,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
         kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
-        self.exchanged_with.value = group_info.group_id.hex()[:64].encode()
+        self.exchanged_group.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):
@@ -181,7 +181,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._partition_index = (self._partition_index + 1) % self._num_partitions
 
     async def _abort_on_peer_failure(self, running: asyncio.Future) -> None:
-        """End the running round if a peer sends no data and answers no ping, or keeps the others waiting (note 22)."""
+        """End the round if a peer is silent or keeps others waiting (note 22), or if this peer's uplink has slowed."""
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged

@@ -29,7 +29,7 @@ class AveragingConfig:
     """The settings of batches and averaging. With None, a time in seconds follows from the network."""
 
     target_batch_size: int  # samples of an epoch
-    batch_size_lead: int  # samples before that number at which the search for a group begins
+    batch_size_lead: int  # samples by which an epoch ends before that number
     matchmaking_time: float | None
     target_group_size: int  # the maximum number of trainers in a group
     min_vector_size: int  # the minimum number of elements that a peer averages

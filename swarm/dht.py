@@ -118,7 +118,9 @@ async def ping_peers(dht: DHT, node: DHTNode, peer_ids: list[bytes], patience: f
         for attempt in range(2):
             with contextlib.suppress(asyncio.TimeoutError):
                 # only the second ping removes a silent peer from the routing table
-                ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else dht.uplink.measure_rtt(node, peer)
+                ping = (
+                    asyncio.shield(node.protocol.call_ping(peer)) if attempt else dht.uplink.measure_delay(node, peer)
+                )
                 if await asyncio.wait_for(ping, timeout) is not None:
                     return True
         return False

@@ -44,8 +44,8 @@ TRANSITIONS[EpochState.MATCHMAKING] = TRANSITIONS[EpochState.ACCUMULATING]
 class EpochInputs:
     """A peer's view of the swarm between two of its steps."""
 
-    swarm_epoch: int  # that most known peers have reached
-    read_at: float  # when the swarm's progress was asked for last
+    swarm_epoch: int  # that this peer or most known peers have reached
+    read_at: float  # when the DHT was asked for this view
     has_batch: bool  # whether the swarm has the samples of this epoch
     seconds_left: float  # until it has them, as estimated
     matchmaking_time: float  # seconds that a group may take to form
@@ -65,7 +65,7 @@ class SyncBackoff:
     stale_downloads: int = 0  # in a row: states that were behind the swarm when they arrived
 
     def allows(self, epoch: int, inputs: EpochInputs, now: float) -> bool:
-        """Return whether a download may start now; that of one missed step of peers that step together is short."""
+        """Return whether a download may start now. If all step together, one missed step may ignore `min_epoch`."""
         is_one_step_behind = inputs.is_synchronous and epoch + 1 == inputs.swarm_epoch
         return now >= self.not_before and (is_one_step_behind or inputs.swarm_epoch >= self.min_epoch)
 

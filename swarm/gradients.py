@@ -31,7 +31,7 @@ class GradientAverager(VerifyingAverager):
         self.round_state = 0, False, ""
         #: the epoch and the lineage before the last step, and the id of its group; None once the next round has started
         self.last_step: tuple[int, str, bytes] | None = None
-        #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
+        #: the pending gradients: for each parameter, the sum of gradient times samples; in local steps, the residual
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         self.samples = 0  # the samples of the pending gradients that have not been in a round
         # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
@@ -60,14 +60,14 @@ class GradientAverager(VerifyingAverager):
     def begin(self, control: StepControl | None) -> StepControl:
         """Average the pending gradients, in the group of a scheduled step or, without one, in a new group."""
         control = self.schedule_step() if control is None else control
-        self.exchanged_with.value = b""
+        self.exchanged_group.value = b""
         control.weight = self.take_pending()
         control.allow_allreduce()
         return control
 
     @torch.no_grad()
     def take_pending(self) -> float:
-        """Start a round of the pending gradients' mean, until `finish` or `restore_pending`; return its samples."""
+        """Move the pending gradients' mean to the averaged tensors, for a round or a lone step; return its samples."""
         self.last_step = None
         with self._lock:
             self._in_flight = self.unsent, self.samples

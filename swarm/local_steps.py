@@ -29,7 +29,7 @@ class OuterOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """The norm of the last gradient before clipping."""
+        """The norm of the last gradient before clipping, or of the outer momentum after a commit."""
         return self.inner.grad_norm
 
     @torch.no_grad()

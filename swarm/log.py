@@ -81,13 +81,13 @@ MAX_TRAFFIC = 1024 * 1024  # bytes from one peer and to it in STATUS_INTERVAL
 STATUS_BYTES = 8 * 1024  # as which a status counts at least, for the time that its check takes
 RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
-MAX_OWED = 8  # late offers that a commit must have
+MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES = 8  # of one voter that are kept, answers included
 MAX_PROPOSALS = MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
-NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # voters at least, and commits from one new to the next
+NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # (minimum of voters, commits per new voter)
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt, the same on all peers
@@ -118,7 +118,7 @@ class State:
 
     @property
     def active(self) -> set[bytes]:
-        """The voters with an offer in one of the last two commits. They lead, and their samples count."""
+        """The voters with an offer in one of the last two commits. They lead most attempts; their samples count."""
         return {*self.voters} & {*self.owners[-2], *self.owners[-1]}
 
     @property
@@ -223,7 +223,7 @@ def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) ->
 
 
 class Action(NamedTuple):
-    """An order to the caller, in the order of the list.
+    """An instruction to the caller, which follows them in the order of the list.
 
     `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
     `gossip`: to some random ones. `save`: write the memory to disk before any later action. `fetch`: the blob of an
@@ -278,7 +278,7 @@ class Log:
         self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
         self.actions: list[Action] = []
         self.is_leaving, self.status_time = False, now
-        self.start_height(state)
+        self.start_choice(state)
 
     def add_offer(self, now: float, offer: Offer) -> list[Action]:
         """Publish this peer's offer, see `sign`."""
@@ -305,7 +305,7 @@ class Log:
         return self.finish()
 
     def receive(self, now: float, sender: bytes, *messages: bytes) -> list[Action]:
-        """Take messages, maybe invalid, of a peer whose id the transport has proven; or none, after a blob has come."""
+        """Process messages, maybe invalid, of a peer with a proven id; without any, continue after a blob has come."""
         self.now, count, missing, newest = now, len(self.records), set(self.missing_keys), next(reversed(self.chain))
         for message in messages:
             if len(self.records) != count:  # this message may be about the next commit
@@ -442,7 +442,7 @@ class Log:
         """Return the commits after an epoch."""
         return [entry for entry in self.list_path().values() if entry.commit and entry.state.epoch > epoch]
 
-    def start_height(self, state: State) -> None:
+    def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state."""
         self.head = state
         self.since, self.is_dirty, self.num_ticks = self.now, True, 0
@@ -491,7 +491,7 @@ class Log:
             self.voting_epoch = 0
         self.own = {offer.key: offer for offer in {*self.own.values(), *offers} - counted}
         self.spans.append(self.now - self.since)
-        self.start_height(state)
+        self.start_choice(state)
         if len(self.chain) > MAX_COMMITS:
             del self.chain[next(iter(self.chain))]
 
@@ -545,8 +545,8 @@ class Log:
     def choose(self, offers: Iterable[Offer]) -> list[Offer]:
         """Return as many offers as a commit may have, first of owners that were not counted for longest.
 
-        Late ones whose owners have newer ones come last, or soon all offers of more than MAX_OFFERS peers would be
-        late. A quarter is for other peers than voters, and not more, because new keys cost nothing.
+        Late ones whose owners have newer ones come last; otherwise, all offers of more than MAX_OFFERS peers would soon
+        be late. Others get only a quarter and the places that voters leave free, because new keys cost nothing.
         """
         ranked, head = list({offer.key: offer for offer in offers}.values()), self.head.head
         new = {it.peer for it in ranked if it.base == head}
@@ -575,8 +575,8 @@ class Log:
         """Return the voters' offers that build on the head."""
         return [it for it in self.select(Offer) if it.base == self.head.head and it.peer in self.head.voters]
 
-    def take_times(self) -> None:
-        """Keep when the choice came further. Until a deadline, a list waits for the updates of most voters, and of all
+    def record_times(self) -> None:
+        """Record when the choice progresses. Until a deadline, a list waits for the updates of most voters, and of all
         that are awaited. It does not wait for peers that leave, nor for updates without a place in it."""
         chosen, current = {*self.choose(self.select(Offer))}, self.select_current()
         here = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
@@ -593,7 +593,7 @@ class Log:
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
-        time, or if it is long, newer ones of their owners. Or leaders could omit a voter until it loses its vote."""
+        time, or if it is long, newer ones of their owners. So no leader omits a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
         expected, listed = self.choose(offers), {offer.key for offer in commit.offers}
         owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
@@ -603,7 +603,7 @@ class Log:
 
     def settle(self) -> None:
         """Take all steps that the records allow."""
-        self.take_times()
+        self.record_times()
         if self.me in self.head.voters and self.head.epoch + 1 >= self.voting_epoch:
             self.answer()
             self.lead()
@@ -674,7 +674,7 @@ class Log:
             self.send_vote(attempt, attempt, commit.hash)
 
     def answer(self) -> None:
-        """Once attempt 0 had its time, promise in each slot not to vote in earlier ones, and say the last vote."""
+        """Once attempt 0 has had its time, send the last vote in each slot, and promise not to vote in earlier ones."""
         memory, attempt = self.memory, self.find_slot()
         if self.now >= self.ready_time + self.timeout and memory.promised < attempt:
             self.answer_time = self.now
@@ -725,7 +725,7 @@ class Log:
 
 
 def rank(entries: list[Entry], fork: State) -> tuple:
-    """Return the order of a branch; the smallest wins. The voters at the fork count whose offers build on it."""
+    """Return a branch's sort key; the smallest wins. It counts the voters at the fork with offers that build on it."""
     bases = {entry.state.head for entry in entries}
     owners = {offer.peer for entry in entries for offer in entry.commit.offers if offer.base in bases}
     return -len(owners & {*fork.voters}), entries[0].commit.hash

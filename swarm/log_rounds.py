@@ -160,7 +160,7 @@ class LogRounds:
         write_file(self._memory_file, log_id)
 
     def open(self, log_id: bytes, state: State) -> None:
-        """Start to take part in a log after the commit of this state."""
+        """Start to take part in a log, from this state on."""
         saved = self._memory_file.read_bytes() if self._memory_file.exists() else b""
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
@@ -185,7 +185,7 @@ class LogRounds:
         return returned
 
     def find_next(self, head: bytes) -> tuple[Commit, State] | None:
-        """Return the next commit for a model with this one, once all updates are here, and the log's state before."""
+        """Return the commit after `head` once its updates are here, with the log's state before it; otherwise None."""
         with self._lock:
             self.log.model = head
             commit = self.log.find_next()

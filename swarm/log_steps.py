@@ -72,8 +72,8 @@ class LogSteps:
         lineage = self.averager.lineage  # of a group, it is shorter
         return bytes.fromhex(lineage) if len(lineage) == 2 * len(NEWEST) else NEWEST
 
-    def list_counted(self) -> dict[bytes, float]:
-        """Return the share of their last updates that counted, of the owners in the last commits, by public key."""
+    def compute_counted_shares(self) -> dict[bytes, float]:
+        """Return, by public key, which share of its last updates counted, for each owner in the last commits."""
         owners, keys = self.rounds.log.head.participants if self.is_open else (), self.rounds.identity.public_keys
         self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
         return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
@@ -161,7 +161,7 @@ class LogSteps:
         if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
             found = None  # it has no commit since this peer has left it
         if found is None:
-            self.tracker.ping_silent_peers(peers)  # dead ones count against each log
+            self.tracker.ping_quiet_peers(peers)  # dead ones count against each log
         return found
 
     def _join(self, log_id: bytes, state: State | None) -> None:

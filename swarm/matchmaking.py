@@ -125,7 +125,7 @@ class EarlyStartMatchmaking(Matchmaking):
         self.avoided: dict[PeerID, tuple[int, int]] = {}
         self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
         self.rounds_with = rounds_with
-        self.ask_strangers_at = 0.0  # when a leader with which there was no round may be asked again
+        self.ask_unknown_at = 0.0  # when a leader with which there was no round may be asked again
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
@@ -183,12 +183,12 @@ class EarlyStartMatchmaking(Matchmaking):
         return max(expiration, get_dht_time() + timeouts.group_search) if self.client_mode else expiration
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask a leader to join its group until the leader is excluded (note 70), and again after a rejection."""
+        """Ask to join a leader's group; return None if it is excluded (note 70) or avoided, or if no group forms."""
         is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
         self.num_redirects = self.num_redirects + 1 if is_redirect else 0
         count, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
         if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
-            not_before = max(not_before, self.ask_strangers_at)
+            not_before = max(not_before, self.ask_unknown_at)
         loop, started, group = asyncio.get_running_loop(), time.monotonic(), None
         if started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
@@ -214,7 +214,7 @@ class EarlyStartMatchmaking(Matchmaking):
                 pause *= 2 ** min(count, 6)  # up to some minutes
                 self.silent[leader] = count + 1, time.monotonic() + pause
             if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
-                self.ask_strangers_at = time.monotonic() + min(2 * seconds, self.request_timeout)
+                self.ask_unknown_at = time.monotonic() + min(2 * seconds, self.request_timeout)
             loop.call_later(pause, self.allow_to_ask, leader)
         return group
 

@@ -59,9 +59,9 @@ class CollaborativeOptimizer:
     ):
         """
         :param dht: the DHT, with the uplink that rounds and states are sent through
-        :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
+        :param params: the groups of the model's parameters; `optimizer` gets copies of them in host memory
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
-        :param compressions: the codecs of `gradients`, of states in rounds and in downloads, and of `local_steps`
+        :param compressions: the codecs `gradients`, `state_averaging`, `load_state` (downloads) and `local_steps`
         """
         outer = partial(OuterOptimizer, lr=averaging.outer_lr, momentum=averaging.outer_momentum)
         make = (lambda groups: outer(optimizer(groups))) if averaging.local_steps > 1 else optimizer
@@ -178,7 +178,7 @@ class CollaborativeOptimizer:
             self._advance(inputs)
 
     def leave(self) -> None:
-        """Tell the others that this peer leaves once all is saved. A round that has begun goes on without its data."""
+        """Tell the others that this peer leaves. A group that has formed starts a round without this peer's data."""
         if self.log_steps:
             self.log_steps.rounds.leave()
         self.tracker.shutdown()
@@ -248,7 +248,7 @@ class CollaborativeOptimizer:
                     self.rounds.finish_background(self.uplink.timeouts.averaging)
                 self._make_step(self.rounds.average())
         except AveragingError as e:
-            if group := self.grad_averager.exchanged_with.value:
+            if group := self.grad_averager.exchanged_group.value:
                 self.epoch.in_doubt = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
@@ -298,20 +298,20 @@ class CollaborativeOptimizer:
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""
         if not STOP_REQUESTED.is_set():
-            is_diverged = isinstance(cause, StateDivergedError) and self.tracker.is_most(cause.args[2])
+            is_diverged = isinstance(cause, StateDivergedError) and self.tracker.is_majority(cause.args[2])
             if is_diverged or self.epoch.has_missed_step(self._collect_inputs()):
                 self.load_state_from_peers(*cause.args[:2] if is_diverged else ())
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
                 self.tracker.stop_waiting_for_stragglers(self.local_epoch)
             # one of them may have ended the round by its death
-            self.tracker.ping_silent_peers(self.tracker.present, quiet_for=0.0)
+            self.tracker.ping_quiet_peers(self.tracker.present, quiet_for=0.0)
             self.epoch.retry_at = time.monotonic() + RETRY_AFTER
             self.tracker.schedule_refresh(RETRY_AFTER)
         self.epoch.enter(EpochState.ACCUMULATING)
 
     def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
-        """SYNCING: load the newest state of the swarm. Pending gradients are kept, unless they may be a part of it.
+        """SYNCING: load the newest state of the swarm. Pending gradients stay, unless it may have them or they are old.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: see StateSync.load; default: the known contributors

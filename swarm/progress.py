@@ -43,7 +43,7 @@ WAIT_RETRY_EPOCHS = 5
 class SwarmView:
     """A summary of the records of all peers that are there."""
 
-    epoch: int  # that most known peers have reached
+    epoch: int  # that this peer or most known peers have reached
     samples: int  # of all peers at this epoch, as they have reported them
     num_peers: int  # at this peer's epoch, itself included
     ends_at: float  # when the swarm has the samples of the epoch, as estimated; in seconds of the DHT's time
@@ -217,13 +217,13 @@ class PeerTracker:
         known = [it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= self._min_epoch]
         return 1 + sum(record.time > since for record in known) >= self.count_min_group_size(awaits_all=False)
 
-    def is_most(self, group: Iterable[bytes]) -> bool:
-        """Return whether this group has, with this peer, most known contributors: a leader may omit any."""
+    def is_majority(self, group: Iterable[bytes]) -> bool:
+        """Return whether this is a majority of the known contributors, with this peer: a leader may omit any."""
         known = set(filter(self.trust.is_known, self.peers_at_epoch))
         return 1 + len(known.intersection(group)) > len(known.difference(group))
 
     def list_donors(self) -> list[bytes]:
-        """Return the ids of known contributors, which choose the state. Clients serve only those that they called."""
+        """Return the known contributors, which choose the state, but no clients: these serve only peers they called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
     def list_clients(self) -> dict[PeerID, int]:
@@ -259,12 +259,12 @@ class PeerTracker:
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
-        """Do not count peers that answer pings, but have not reported since this time; more than this number count."""
+        """Stop counting the peers that have not reported since this time, unless they are more than `max_peers`."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
             self.mark_silent(idle)
 
-    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
+    def ping_quiet_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         quiet = [it for p in peer_ids if (it := present.get(p)) and not it.client_mode and it.time < quiet_since]
@@ -280,7 +280,7 @@ class PeerTracker:
             self.schedule_refresh(0.0)
 
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
-        """Record the peers of a round, see PeerTrust.record_round. Silent others at this epoch no longer count."""
+        """Record a round's peers, see PeerTrust.record_round. Ping the absent ones; quiet clients no longer count."""
         with self.lock:
             present, quiet_since = self.present, get_dht_time() - PING_DELAY
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
@@ -288,7 +288,7 @@ class PeerTracker:
         if not self.trust.active:  # with a log, new peers are in no group
             # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
             self.mark_silent(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
-        self.ping_silent_peers(absent)
+        self.ping_quiet_peers(absent)
 
     # --- refreshes of the view
 

@@ -144,7 +144,7 @@ async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> li
 
 
 async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
-    """Return the bytes that this peer relays per connection, or 0. In hivemind 128 kB, then a round breaks."""
+    """Return the bytes that this peer relays per connection, or 0. hivemind's relays end at 128 kB, within a round."""
     answer = Empty()
     try:
         async with asyncio.timeout(RELAY_ANSWER_TIMEOUT):

@@ -110,7 +110,7 @@ class Rounds:
         self._ban_malicious_peers(self.gradient_round)
         self.gradient_round = self.grad_averager.schedule_step()
         # so that dead peers are known when the epoch ends: the DHT keeps the records of dead peers for a while
-        self.tracker.ping_silent_peers(self.tracker.present)
+        self.tracker.ping_quiet_peers(self.tracker.present)
 
     # --- a round of gradients
 
@@ -283,7 +283,7 @@ class RoundWait:
         if now >= self.next_check:
             self.next_check = now + CHECK_INTERVAL
             if all(ping.done() for ping in self.tracker.pings):
-                self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
+                self.tracker.ping_quiet_peers(self.tracker.peers_at_epoch)
             self.tracker.schedule_refresh(0.0)
         if self.tracker.view.read_at < self.first_check:
             return

@@ -44,7 +44,7 @@ from swarm.trust import MAX_LEAD
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the requested epoch
 LONE_TRIES = 3  # the first passes, in which a single donor's state is not loaded if other donors could confirm it
-MAX_FAILURES = 6  # of a client; of another peer, one more than once is too many
+MAX_FAILURES = 6  # of a client, which a relay may have caused; any other peer is excluded after two
 MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit

@@ -35,7 +35,7 @@ MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # per request
 MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
-FIRST_ANSWER = 5.0  # seconds; timeout for the first message from a client
+MIN_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is given up; lower bound
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
 STATE, STEP, NOTHING = range(3)  # requests of the averager's process to the main process
 
@@ -177,7 +177,7 @@ class StateServer(VerifyingAverager):
 
     @property
     def lineage(self) -> str:
-        """The hash of the groups that averaged each epoch, in all processes. Peers with the same state share it."""
+        """A hash of the groups that averaged each epoch, or of the last commit. Peers with the same state share it."""
         return self._lineage.value.decode()
 
     @lineage.setter
@@ -187,7 +187,7 @@ class StateServer(VerifyingAverager):
     @property
     def donor_timeout(self) -> float:
         """The timeout of a donor, in seconds without a message."""
-        return max(FIRST_ANSWER, self.dht.uplink.timeouts.next_chunk)
+        return max(MIN_DONOR_TIMEOUT, self.dht.uplink.timeouts.next_chunk)
 
     @VerifyingAverager.state_sharing_priority.setter
     def state_sharing_priority(self, epoch: float) -> None:

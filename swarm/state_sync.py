@@ -45,7 +45,7 @@ class StateSync:
         epoch = self.state_averager.local_epoch
         ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > epoch]
         logger.warning("no peer sent its state: continuing with the local one")
-        self.tracker.ping_silent_peers(ahead)
+        self.tracker.ping_quiet_peers(ahead)
         self.backoff.record_failure(time.monotonic())
         return None
 

@@ -205,7 +205,7 @@ class RoundTrust:
             self.scores[peer] += TRUST_EMA_ALPHA * weight * (share - self.scores[peer])
         if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:
             self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
-            raise MaliciousPeersError(dict.fromkeys(banned, "sends averages that own gradients are no part of"))
+            raise MaliciousPeersError(dict.fromkeys(banned, "sends averages without this peer's gradients"))
         reversed_by = [peer for peer, share in shares.items() if share < REVERSED_PART]
         if share_of_all < REVERSED_AVERAGE or any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by):
             raise AllreduceException("an average points away from what was sent for it")

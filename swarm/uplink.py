@@ -233,7 +233,7 @@ class Uplink:
             sent, polled = self._sent.value, now
             # an answer that came late is not a sample
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
-            fresh = {peer: asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers if peer not in asking}
+            fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=POLL_INTERVAL))
             waits = []
@@ -280,14 +280,14 @@ class Uplink:
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
-        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained since
-        these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
+        """Send nothing until pings are answered again. Then continue at the rate at which the uplink has carried data
+        since the last time without a queue (`since`, after `sent` bytes): it is much slower than the old rate."""
         self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
         try:
             while not answers and time.monotonic() < held + MAX_DRAIN and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
-                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
+                for answer in asyncio.as_completed([self.measure_delay(node, peer) for peer in peers]):
                     if await answer is not None:
                         answers += 1
                     if 2 * answers > len(peers):  # each connection has a queue of its own, and some peers may be dead
@@ -316,7 +316,7 @@ class Uplink:
         drained = (self._sent.value - sent) / max(POLL_INTERVAL, now - POLL_INTERVAL - since)
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 
-    async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
+    async def measure_delay(self, node: DHTNode, peer: PeerID) -> float | None:
         """Return a ping's seconds one way, up to errors of the clocks; None without an answer. In the DHT's process."""
         start, sent = time.monotonic(), get_dht_time()
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same

@@ -126,7 +126,7 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
         if not args.bf16 and not args.fp16:
             cures.append("--bf16 (old GPUs: --fp16)")
         cures.append("shorter sequences (--max_sequence_length)")
-        raise UserError(f"out of memory on {device}: {', or '.join(cures)}") from e
+        raise UserError(f"out of memory on {device}: try {', or '.join(cures)}") from e
 
 
 def measure_memory(device: torch.device) -> float:
@@ -189,7 +189,7 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
         try:
             yield
         finally:
-            model.zero_grad(set_to_none=False)  # hivemind.Optimizer refers to these tensors
+            model.zero_grad(set_to_none=False)
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
 

@@ -95,9 +95,9 @@ class Evaluator:
         return result
 
     def measure(self, at_end: bool = False) -> Evaluation | None:
-        """Evaluate the model with --do_eval, and return the result unless it failed; the same weights only once.
+        """Return an evaluation if --do_eval is set, None if it failed; unchanged weights are not evaluated again.
 
-        :param at_end: whether the state is saved; otherwise, a stop request ends the evaluation
+        :param at_end: whether training is over and the state saved; otherwise, a stop request ends the evaluation
         """
         versions = [param._version for param in self.state.model.parameters()]
         if not self.state.args.do_eval or versions == self.versions:

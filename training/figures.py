@@ -88,7 +88,7 @@ def fetch_records(
 
 
 def fetch_progress(dht: DHT, prefix: str) -> dict[str, LocalTrainingProgress]:
-    """Return the newest progress records of hivemind's tracker in the run's trainers, by peer label."""
+    """Return the newest progress records of the run's trainers, in the format of hivemind's tracker, by peer label."""
     records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress)
     return {peer_label(public_key): progress for public_key, (progress, _) in records.items()}
 

@@ -14,7 +14,7 @@ from models.lean_albert import find_labelled_positions
 from text.tokenizers import PROBE
 
 
-def make_trained_model(
+def make_trainable_model(
     args: ModelArguments, trainer_args: TrainerArguments, tokenizer: PreTrainedTokenizerBase | int
 ) -> PreTrainedModel:
     """Return the model for training, or raise a UserError if these flags cannot train or save it."""
@@ -86,7 +86,7 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     Both are found on the host, because the GPU would have to wait for them. Attention is fastest without a mask.
     """
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # like PrefetchLoader: from other memory, the host would wait for the copy
+    if device.type == "cuda":  # like TrainingFeed: from other memory, the host would wait for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():

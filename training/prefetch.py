@@ -17,7 +17,7 @@ from text.batches import load_stream_state, sequence_length_at
 logger = logging.getLogger("batches")
 
 
-class PrefetchLoader:
+class TrainingFeed:
     """An iterator over batches that stops on a stop signal and measures how long its caller waits for batches.
 
     Batches for a GPU are in pinned memory, so that the host need not wait for their copy. `position` is the file for
@@ -37,7 +37,7 @@ class PrefetchLoader:
         #: seconds, and tokens without padding, since the last `take_counts`
         self.waited, self.tokens = 0.0, 0
 
-    def __iter__(self) -> "PrefetchLoader":
+    def __iter__(self) -> "TrainingFeed":
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -68,14 +68,14 @@ class PrefetchLoader:
             self.save_position()
 
     def save_position(self) -> None:
-        """Save the batch of a stream after which a restart continues."""
+        """Save the position in a stream at which a restart continues."""
         if self.position and (state := self.source.state):
             write_file(self.position, json.dumps(state) + "\n")
 
 
 def make_feed(
     split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
-) -> PrefetchLoader:
+) -> TrainingFeed:
     """Return the batches of the train split for this rank. A stream continues after the batches already read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
@@ -89,4 +89,4 @@ def make_feed(
         stop=STOP_REQUESTED,
         state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
     )
-    return PrefetchLoader(batches, device, data_args, position)
+    return TrainingFeed(batches, device, data_args, position)

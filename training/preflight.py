@@ -38,7 +38,7 @@ from training.devices import (
     tune_to_device,
 )
 from training.figures import fetch_progress
-from training.model import make_trained_model, move_batch
+from training.model import make_trainable_model, move_batch
 from training.page_client import warn_of_local_addresses
 from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
@@ -91,7 +91,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         is_stream = data_args.streaming and name == "train"
         size = ", ".join(source.name for source in split.sources) if is_stream else f"{len(split):,} sequences"
         show(Check("dataset", f"{size} for {name}"))
-    model = make_trained_model(model_args, args, tokenizer)
+    model = make_trainable_model(model_args, args, tokenizer)
     show(Check("model", f"{model.num_parameters():,} parameters, {describe_architecture(model)}"))
     show(*check_machine(model.num_parameters(), args, averaging.local_steps))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))

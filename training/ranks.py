@@ -62,7 +62,7 @@ def join_ranks(args: TrainerArguments) -> "RankGroup":
 
 
 class RankGroup:
-    """A process among the ranks of one peer. With a single rank, all methods do nothing.
+    """A process among the ranks of one peer. With a single rank, no method exchanges data.
 
     On rank 0, waits for other ranks raise RankFailedError if one has ended. The others end with rank 0.
     """

@@ -30,7 +30,7 @@ from text.instances import BLOCKS
 from text.tokenizers import load_tokenizer
 from training.checkpoint import find_checkpoints, write_weights
 from training.evaluation import evaluate
-from training.model import make_trained_model, move_batch
+from training.model import make_trainable_model, move_batch
 
 VOCABULARY = 300
 CPU = torch.device("cpu")
@@ -173,9 +173,9 @@ def test_albert_large_has_published_size():
 
 
 def test_objective_selects_class(write):
-    model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
+    model = make_trainable_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
     assert type(model) is transformers.BertLMHeadModel and model.config.is_decoder
-    model = make_trained_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
+    model = make_trainable_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
     assert type(model).__name__ == "LeanAlbertForMaskedLM"
 
 
@@ -202,7 +202,7 @@ UNTRAINABLE = [
 @pytest.mark.parametrize("name, fields, options, words", UNTRAINABLE, ids=[words[-1] for *_, words in UNTRAINABLE])
 def test_untrainable_model_is_one_line(write, name, fields, options, words):
     with expect_user_error(*words):
-        make_trained_model(ModelArguments(write(name, **fields), **options), TrainerArguments(), VOCABULARY)
+        make_trainable_model(ModelArguments(write(name, **fields), **options), TrainerArguments(), VOCABULARY)
 
 
 def test_foreign_weights_are_one_line(save):
@@ -237,11 +237,11 @@ def test_pretrained_mismatched_weights_are_named(save, caplog):
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
 def test_tokenizer_must_fit_model_type(write, name):
     """They have no padding token, or need numbers for tokens that the tokenizer lacks."""
-    model = make_trained_model(ModelArguments(write(name)), TrainerArguments(), make_word_tokenizer())
+    model = make_trainable_model(ModelArguments(write(name)), TrainerArguments(), make_word_tokenizer())
     assert model.objective.name == "clm" and getattr(model.config, "eos_token_id", None) in (None, 2)
     # a type whose tokenizer class would change this one
     with expect_user_error("model of type qwen2"):
-        make_trained_model(ModelArguments(write("qwen2")), TrainerArguments(), make_word_tokenizer())
+        make_trainable_model(ModelArguments(write("qwen2")), TrainerArguments(), make_word_tokenizer())
 
 
 def test_mixture_of_experts_adds_router_loss(write):

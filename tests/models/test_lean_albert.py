@@ -22,7 +22,7 @@ from experiment.objectives import compute_losses
 from models import lean_albert
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from models.ruleanalbert import LAYER, load_ruleanalbert, rename_state
-from training.model import make_trained_model, move_batch
+from training.model import make_trainable_model, move_batch
 
 sys.path.append(str(ROOT / "benchmarks"))
 from bench_model import LENGTH, make_batch, make_lean, measure_kept
@@ -279,11 +279,11 @@ def test_small_init_has_expected_std():
 def test_gradient_checkpointing_needs_less_memory():
     args, batch = ModelArguments("configs/lean-demo.json"), move_batch(make_inputs(), torch.device("cpu"))
     flags = TrainerArguments(gradient_checkpointing=True), TrainerArguments()
-    models = [make_trained_model(args, each, VOCABULARY) for each in flags]
+    models = [make_trainable_model(args, each, VOCABULARY) for each in flags]
     kept = [measure_kept(lambda m=m: compute_losses(m, batch)["loss"], m) for m in models]
     assert kept[0] < kept[1]
     with pytest.raises(UserError, match="configs/lean-albert.json"):
-        make_trained_model(ModelArguments("configs/demo.json"), flags[0], VOCABULARY)
+        make_trainable_model(ModelArguments("configs/demo.json"), flags[0], VOCABULARY)
 
 
 def test_saved_folder_opens_with_auto_classes(tmp_path):

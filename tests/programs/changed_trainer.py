@@ -21,7 +21,7 @@ from text.collators import DataCollatorForWholeWordMask
 from training import ranks
 
 IS_MAIN = ranks.NUMBER_VARIABLE not in os.environ
-make_model, move_batch = run_trainer.make_trained_model, run_trainer.move_batch
+make_model, move_batch = run_trainer.make_trainable_model, run_trainer.move_batch
 make_optimizer = run_trainer.make_optimizer
 models, optimizers, rows, ready, passes = [], [], [], [], itertools.count(1)
 
@@ -127,13 +127,13 @@ def observe():
 
 if __name__ == "__main__":
     change, context = sys.argv.pop(1), contextlib.nullcontext()
-    run_trainer.make_trained_model, run_trainer.make_optimizer = keep_model, keep_optimizer
+    run_trainer.make_trainable_model, run_trainer.make_optimizer = keep_model, keep_optimizer
     if change == "faulty":
-        run_trainer.make_trained_model = make_faulty_model
+        run_trainer.make_trainable_model = make_faulty_model
     elif change == "greedy":
-        run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate = make_greedy_model, collate_slowly
+        run_trainer.make_trainable_model, DataCollatorForWholeWordMask.collate = make_greedy_model, collate_slowly
     elif change == "slowly_evaluated":
-        run_trainer.make_trained_model = make_slowly_evaluated_model
+        run_trainer.make_trainable_model = make_slowly_evaluated_model
     elif change == "silent":
         swarm.averager.FailFastAllReduceRunner = SilentRunner
     elif change == "measured":

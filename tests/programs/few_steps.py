@@ -16,13 +16,13 @@ from experiment.data import load_data, make_train_batches
 from experiment.objectives import compute_losses
 from experiment.optimizer import choose_optimizer, make_local_optimizer, make_param_groups
 from training.checkpoint import save_model, write_readme
-from training.model import make_trained_model, move_batch
+from training.model import make_trainable_model, move_batch
 
 torch.set_num_threads(1)
 groups = ModelArguments, OptimizerArguments, DataArguments
 model_args, optimizer_args, data_args = parse_arguments(*groups, description=__doc__)
 tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
-model = make_trained_model(model_args, TrainerArguments(), tokenizer)
+model = make_trainable_model(model_args, TrainerArguments(), tokenizer)
 optimizer = make_local_optimizer(optimizer_args, make_param_groups(model))
 batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=16, seed=1)
 losses, texts = [], []

@@ -128,7 +128,7 @@ async def test_silent_leader_is_asked_less_and_less(kind):
             count, until = follower.silent[LEADER]
             assert leader.requests == count == number
             pauses.append(until - time.monotonic())
-            follower.silent[LEADER], follower.ask_strangers_at = (count, 0.0), 0.0  # the pauses are over
+            follower.silent[LEADER], follower.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
     assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
@@ -141,7 +141,7 @@ async def test_silent_strangers_share_half_of_time():
         for number in range(6):
             assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
         assert leader.requests == 1
-        assert follower.ask_strangers_at - time.monotonic() == pytest.approx(0.5, abs=0.4)
+        assert follower.ask_unknown_at - time.monotonic() == pytest.approx(0.5, abs=0.4)
         assert await follower._request_join_group(partner) is None and leader.requests == 2
 
 

@@ -288,12 +288,12 @@ def test_backdated_record_does_not_end_epoch(epoch):
 
 def test_group_without_most_contributors_is_recognized(tracker):
     tracker.others = make_records(*NAMES) | make_records(b"new") | make_records(b"behind", epoch=3)
-    assert tracker.is_most([]) and tracker.is_most([b"new"]), "no contributor is known"
+    assert tracker.is_majority([]) and tracker.is_majority([b"new"]), "no contributor is known"
     tracker.trust.attested = {*NAMES, b"behind"}
     groups = [b"new"], [b"a", b"new"], [b"a", b"b"], NAMES
-    assert [tracker.is_most(group) for group in groups] == [False, False, True, True]
+    assert [tracker.is_majority(group) for group in groups] == [False, False, True, True]
     tracker.trust.mark_silent([b"c", b"d"])
-    assert [tracker.is_most(group) for group in groups] == [False, True, True, True]
+    assert [tracker.is_majority(group) for group in groups] == [False, True, True, True]
 
 
 def test_records_of_new_keys_leave_peers_in_step(tracker):

@@ -466,7 +466,7 @@ def test_impossible_time_of_ping_is_no_measurement():
             return SimpleNamespace(dht_time=math.nan)
 
     node = SimpleNamespace(protocol=SimpleNamespace(get_stub=lambda _: Stub()))
-    assert asyncio.run(Uplink().measure_rtt(node, "peer")) is None
+    assert asyncio.run(Uplink().measure_delay(node, "peer")) is None
 
 
 def test_rate_recovers_after_slow_spell(monkeypatch):

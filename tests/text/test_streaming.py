@@ -28,7 +28,7 @@ from text import documents, streams
 from text.instances import BLOCKS, PAIRS, TEXT
 from text.streams import Broken, Position, Source, read_sources, stream_documents
 from text.tokenizers import load_tokenizer
-from training.prefetch import PrefetchLoader
+from training.prefetch import TrainingFeed
 
 
 def test_text_splits_into_paragraphs_and_sentences():
@@ -377,7 +377,7 @@ def test_stream_sequence_length_changes_next_batch(tokenizer, austen, caplog):
     args = DataArguments(initial_sequence_length=32, max_sequence_length=128, sequence_length_warmup_steps=10)
     dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = data.make_train_batches(dataset, tokenizer, args, batch_size=16, seed=1, num_workers=2)
-    feed = PrefetchLoader(batches, torch.device("cpu"), args)
+    feed = TrainingFeed(batches, torch.device("cpu"), args)
     caplog.set_level(logging.INFO, "batches")
     for epoch, length in ((0, 32), (7, 96), (4, 64), (4, 64), (10, 128)):
         feed.begin_epoch(epoch)
