@@ -23,6 +23,7 @@ import paced_trainer
 import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.compression import serialize_torch_tensor
+from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 from hostile_strangers import note
@@ -34,7 +35,7 @@ import swarm.patches
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RoundSettings
-from swarm.log_records import pack
+from swarm.log_records import compute_hash, pack
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
@@ -216,6 +217,30 @@ class HostileLeader(EarlyStartMatchmaking):
         return await super().leader_assemble_group()
 
 
+class TwoFacedLeader(HostileLeader):
+    """A leader that starts first, and tells one follower that the others have slow uplinks, so that their plans of the
+    round differ."""
+
+    async def look_for_group(self, step):
+        group = await super().look_for_group(step)
+        view = group and (group.group_id, [peer.to_bytes() for peer in group.peer_ids], group.gathered)
+        return group and dataclasses.replace(group, group_id=compute_hash(view)[:20])
+
+    async def leader_assemble_group(self):
+        return await EarlyStartMatchmaking.leader_assemble_group(self)
+
+    async def rpc_join_group(self, request, context):
+        async for message in super().rpc_join_group(request, context):
+            is_begin = message.code == averaging_pb2.BEGIN_ALLREDUCE
+            if is_begin and context.remote_id == min(self.current_followers, key=PeerID.to_bytes):
+                note("shows one follower another group")
+                for index, peer in enumerate(map(PeerID, message.ordered_peer_ids)):
+                    if peer not in (self.peer_id, context.remote_id):
+                        _, mode, content = MSGPackSerializer.loads(message.gathered[index])
+                        message.gathered[index] = MSGPackSerializer.dumps([0.02, mode, content])
+            yield message
+
+
 class MuteLeader(HostileLeader):
     """A leader that starts first, accepts each follower, and never begins the round."""
 
@@ -225,8 +250,8 @@ class MuteLeader(HostileLeader):
         await asyncio.sleep(3600)
 
 
-def lead_without_rounds() -> None:
-    swarm.patches.EarlyStartMatchmaking = MuteLeader
+def lead_as(kind: type[HostileLeader]) -> None:
+    swarm.patches.EarlyStartMatchmaking = kind
 
 
 def lead() -> None:
@@ -340,7 +365,8 @@ TRAINERS = {
     **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip", "skew")},
     "free_rider": ride_free,
     "leader": lead,
-    "leader_mute": lead_without_rounds,
+    "leader_mute": lambda: lead_as(MuteLeader),
+    "leader_views": lambda: lead_as(TwoFacedLeader),
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
     "ahead_1e9": lambda: announce_progress(10**9),

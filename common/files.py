@@ -1,11 +1,13 @@
-"""Atomic writes of files and folders, locks between processes, and hashes of files."""
+"""Atomic writes of files and folders, locks between processes, hashes of files, and the limit of open files."""
 
 import contextlib
 import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -192,3 +194,14 @@ def hash_file(path: Path) -> str:
 def describe_file(path: Path) -> dict:
     """Return the size in bytes and the SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+
+
+def raise_file_limit() -> float:
+    """Raise the limit of open files for this process and its helpers as far as the system allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return math.inf if soft == resource.RLIM_INFINITY else soft

@@ -26,6 +26,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
         super().__init__(*args, **kwargs)
         self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
+        self.leader: PeerID | None = None  # of the group; set by the averager
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # by peer: what it did against the rules of a round
@@ -152,6 +153,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
         """Record the peer that another one blames, and wait until this peer sees one fail: a claim is no proof."""
         blamed = PeerID(message.peer_id) if message.peer_id else peer_id
+        if message.code == averaging_pb2.BAD_GROUP_ID:  # perhaps the leader has shown them different groups
+            blamed = self.leader
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
             self.blamed[peer_id], deadline = blamed, time.monotonic() + CONFIRM_TIMEOUT
             while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
@@ -179,10 +182,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
             awaited |= {peer for peer, registered, expected in reducers if registered < expected}
         return list(awaited - {self.peer_id})
 
-    def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
-        """Return the peers that hold up this peer's part of the round; with `are_reducers`, unfinished reducers too."""
+    def list_stragglers(self) -> list[PeerID]:
+        """Return the senders that hold up the averages that this peer makes."""
         reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():
-            return awaited if are_reducers else []
+            return []
         received = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
         return [peer for peer, count in received if peer in awaited and count <= reducer.current_part_index]

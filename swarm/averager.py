@@ -172,6 +172,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
         kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
+        runner.leader = self._matchmaking.leader
         self.exchanged_group.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
@@ -198,17 +199,21 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             step, checked_at = min(time.monotonic() - checked_at, max_step), time.monotonic()
             elapsed += step
             allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
-            newest = [(peer, runner.arrived[peer]) for peer in runner.list_awaited_peers()]
+            allowed = min(allowed, timeouts.longest_round)
+            awaited = runner.list_awaited_peers()
+            newest = [(peer, runner.arrived[peer]) for peer in awaited]
             pauses.update(dict.fromkeys(newest, step))
             # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
             stalled = [it[0] for it in newest if pauses[it] > max_pause]
-            late = runner.list_stragglers(elapsed > allowed + 10 * CHECK_INTERVAL) if elapsed > allowed else []
+            late = runner.list_stragglers() if elapsed > allowed else []
             stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]] or late
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
-            if stalled:  # no proof: after a change of address, pings use another connection than a round's stream
-                return runner.end(stalled[0], AllreduceException(f"peer {stalled[0]} has sent nothing for a while"))
+            # no proof: a reducer may wait for others, and after a change of address, pings use another connection
+            is_late = elapsed > allowed + timeouts.next_chunk and 2 * len(awaited) < runner.group_size
+            if cause := next(iter(stalled or (awaited if is_late else ())), None):
+                return runner.end(cause, AllreduceException(f"peer {cause} keeps this peer waiting"))
             quiet = [it for it in newest if pauses[it] > ping_delay * (1 + pings[it]) and it[0] not in clients]
             if quiet:
                 pings.update(quiet)

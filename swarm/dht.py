@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import math
 import multiprocessing
-import resource
 import signal
 
 import hivemind
@@ -61,17 +59,6 @@ async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
         signal.raise_signal(signal.SIGKILL)
 
 
-def raise_file_limit() -> float:
-    """Raise the limit of open files for this process and its helpers as far as the system allows, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return math.inf if soft == resource.RLIM_INFINITY else soft
-
-
 class DHT(hivemind.DHT):
     """A DHT that reconnects to lost peers, and exits without a traceback if a process that waits for its answer has
     ended: a helper process, as in each clean stop, or the killed main process."""
@@ -112,15 +99,13 @@ class DHT(hivemind.DHT):
 
 async def ping_peers(dht: DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None) -> set[bytes]:
     """Return the ids of peers that answer one of two pings within `patience` seconds; default: the response timeout."""
-    timeout = patience or dht.uplink.timeouts.response
+    uplink, timeout = dht.uplink, patience or dht.uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:
         for attempt in range(2):
             with contextlib.suppress(asyncio.TimeoutError):
                 # only the second ping removes a silent peer from the routing table
-                ping = (
-                    asyncio.shield(node.protocol.call_ping(peer)) if attempt else dht.uplink.measure_delay(node, peer)
-                )
+                ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else uplink.measure_delay(node, peer)
                 if await asyncio.wait_for(ping, timeout) is not None:
                     return True
         return False

@@ -73,18 +73,15 @@ class SyncBackoff:
         """Record a failed download; the next one may start after the pause, in seconds."""
         self.not_before = now + pause
 
-    def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
-        """Record a state that was behind the swarm when it arrived, and return the seconds until the next download.
-
-        :param seconds: the duration of the download
-        :param is_too_slow: whether even a single step takes longer to arrive than an epoch lasts
-        """
+    def record_stale_download(self, swarm_epoch: int, seconds: float, now: float) -> float:
+        """Record a state that took these seconds, and was behind the swarm when it arrived. Return the seconds until
+        the next download."""
         self.stale_downloads += 1
         # a download that begins with an epoch ends before the next one, if that is possible at all
         self.min_epoch = swarm_epoch + 1
-        if self.stale_downloads < MAX_STALE_DOWNLOADS and not is_too_slow:
+        if self.stale_downloads < MAX_STALE_DOWNLOADS:
             return 0.0
-        pause = min(MAX_SYNC_PAUSE, seconds * 2 ** min(20, max(0, self.stale_downloads - MAX_STALE_DOWNLOADS)))
+        pause = min(MAX_SYNC_PAUSE, seconds * 2 ** min(20, self.stale_downloads - MAX_STALE_DOWNLOADS))
         self.not_before = now + pause
         return pause
 

@@ -364,12 +364,13 @@ class Exchange:
                     raise ValueError("too many copies requested")
                 async with lock:
                     await self._send_block(peer, number, self.store.get(hashes[number]), writer)
-            numbers -= ready
-            if numbers and blob in self._downloads:
+            if ready:
+                numbers -= ready  # others may have come meanwhile
+            elif blob in self._downloads:
                 await self._downloads[blob].arrival.wait()
             elif peer not in self.participants or time.monotonic() > unknown_at:
                 return
-            elif numbers:
+            else:
                 await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
 
     async def _send_block(self, peer: PeerID, number: int, data: bytes, writer: asyncio.StreamWriter) -> None:
@@ -410,12 +411,13 @@ class Exchange:
 
     def keep(self, blobs: frozenset[bytes], format: Format) -> None:
         """Cancel the downloads of all other blobs of this format."""
-        asyncio.run_coroutine_threadsafe(self._keep(blobs, format), self._loop)
 
-    async def _keep(self, blobs, format) -> None:  # like `_fetch`, a coroutine, because they must run in their order
-        for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
-            del self._downloads[download.blob]
-            download.task.cancel()
+        async def cancel() -> None:  # like `_fetch`, a coroutine, because they must run in their order
+            for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
+                del self._downloads[download.blob]
+                download.task.cancel()
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop)
 
     async def _download(self, download: Download) -> None:
         try:

@@ -13,11 +13,12 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from common.console import format_number
+from common.files import raise_file_limit
 from swarm import SwarmError, attestation, reachability
 from swarm.addresses import is_relayed, list_shareable_maddrs
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
-from swarm.dht import DHT, check_versions, raise_file_limit
+from swarm.dht import DHT, check_versions
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from utils import MAX_WORKERS, make_validators
@@ -190,12 +191,10 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
     logger.info(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(config, validators, dht.membership, strict=False, **options)
-    for attempt in range(5 * RELAY_TIMEOUT):  # five per second
+    for _ in range(5 * RELAY_TIMEOUT):  # five per second
         if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
             logger.info(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
             return dht
-        if attempt and attempt % 50 == 0:
-            logger.info(f"no relay has accepted this peer within {attempt // 5} s, still waiting")
         time.sleep(0.2)
     logger.warning("no relay has accepted this peer: others cannot reach it until one does")
     return dht

@@ -308,6 +308,7 @@ class LogRounds:
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     participants, voters = self._list_participants(), self.log.head.voters
+                    self._seen = {it: self._seen[it] for it in self._seen if it in self.tracker.others or it in voters}
                     self.exchange.participants = frozenset(map(PeerID, participants))
                     # new keys cost nothing, so they must not delay the data of voters
                     self.exchange.urgent = frozenset(map(PeerID, participants & {*voters, *self.initial_peers}))

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,17 @@ SILENCE_TIMEOUT = 600.0  # seconds without a commit, until the peers that are th
 SILENT_EPOCHS = 5  # the same in usual epochs; the longer time counts
 
 
+def is_near(own: Numbers, anchor: Iterable[bytes]) -> bool:
+    """Return whether the blocks of another peer's anchor are these numbers apart from rounding errors."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for block, data in enumerate(anchor):
+        numbers = own.read(block)
+        difference = numbers - torch.frombuffer(bytearray(data), dtype=torch.float32)
+        squares += torch.stack([difference.double().square().sum(), numbers.double().square().sum()])
+    distance, norm = squares.sqrt().tolist()
+    return distance <= MAX_PARAM_DEVIATION * norm + 1e-3 * own.total**0.5  # false for NaN
+
+
 class LogSteps:
     """The offers and the commits of one peer.
 
@@ -52,7 +63,7 @@ class LogSteps:
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._last_offer: Offer | None = None
         self.exists = False  # whether this peer takes part in a log, or other peers do
-        self._ended = b""  # the log that has ended for this peer, but perhaps not yet for others
+        self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
         #: leaders whose first state has not arrived, and the last such state, with its leader
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
@@ -115,13 +126,7 @@ class LogSteps:
         if self._late:
             logger.warning("the first state of the log has not arrived")
             return False
-        squares = torch.zeros(2, dtype=torch.float64)
-        for block, data in enumerate(rounds.store.open(state.parent)):
-            own = anchor.read(block)
-            difference = own - torch.frombuffer(bytearray(data), dtype=torch.float32)
-            squares += torch.stack([difference.double().square().sum(), own.double().square().sum()])
-        distance, norm = squares.sqrt().tolist()
-        if distance > MAX_PARAM_DEVIATION * norm + 1e-3 * anchor.total**0.5:  # apart from rounding, it is the same
+        if not is_near(anchor, rounds.store.open(state.parent)):
             logger.warning("the first state of the log is far from this peer's")
             return False
         with self.averager.lock_optimizer:
@@ -152,13 +157,12 @@ class LogSteps:
         """Return the id of the others' log, and its state after this peer's model if they agree on it."""
         peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
         if self.optimizer.is_auxiliary and (offered := self.rounds.take_offered()) and not peers:
-            log_id, state, leader = offered
-            if not state.counted:  # the log begins, and clients get the anchor here
-                self.rounds.fetch_anchor(state.parent, leader, state.voters)
-            return log_id, state
-        # in a run of clients, the auxiliary peers
-        found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended else self.head)
-        if found and found[0] == self._ended and (found[1] is None or found[1].head == self.head):
+            *found, leader = offered
+            if not found[1].counted:  # the log begins, and clients get the anchor here
+                self.rounds.fetch_anchor(found[1].parent, leader, found[1].voters)
+        else:  # in a run of clients, the auxiliary peers
+            found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended[0] else self.head)
+        if found and found[0] == self._ended[0] and (found[1] is None or found[1].head == self._ended[1]):
             found = None  # it has no commit since this peer has left it
         if found is None:
             self.tracker.ping_quiet_peers(peers)  # dead ones count against each log
@@ -166,9 +170,9 @@ class LogSteps:
 
     def _join(self, log_id: bytes, state: State | None) -> None:
         """Take part in a log, or load its newest state first if this peer's model is another one."""
-        if log_id == self._ended:
+        if log_id == self._ended[0]:
             self.optimizer.grad_averager.drop_pending()  # it may have counted updates since this peer has left it
-        self._ended = b""
+        self._ended = b"", b""
         if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
             if self._take_genesis(*self._late):
                 self.optimizer.begin_epoch()
@@ -190,28 +194,30 @@ class LogSteps:
         if self.is_open and self.rounds.has_fewer_peers():
             logger.info("most peers have another log: joining them")
             self._close()
-        elif self.is_open and not self.optimizer.is_auxiliary:
-            while (found := self.rounds.find_next(self.head)) and self._apply(*found):
+        elif self.is_open:
+            has_model = not self.optimizer.is_auxiliary
+            while has_model and (found := self.rounds.find_next(self.head)) and self._apply(*found):
                 self._stuck_at = 0.0
-            self._check_progress()
+            self._check_progress(self.head if has_model else self.rounds.log.head.head)
 
-    def _check_progress(self) -> None:
-        """Load the state if this peer is too far behind, and leave the log if it has ended."""
+    def _check_progress(self, head: bytes) -> None:
+        """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         log, newest, now = self.rounds.log, self.rounds.log.head, time.monotonic()
         if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
-        if self.head == newest.head:
+        if head == newest.head:
             self._stuck_at = 0.0
         elif not self._stuck_at:
             self._stuck_at = now + STUCK_TIMEOUT
-        if self.head != newest.head and self.head in log.chain and self.head not in log.list_path():
+        is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
+        if head != newest.head and head in log.chain and head not in log.list_path():
             self._load_state("the log has forked")
-        elif 0 < self._stuck_at < now or newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND:
+        elif head != newest.head and (0 < self._stuck_at < now or is_far):
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
         elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
             logger.warning(f"no commit for {longest:.0f} s: leaving the log")
-            self._ended = self.rounds.log_id
+            self._ended = self.rounds.log_id, newest.head
             self._close()
 
     def _close(self) -> None:
@@ -284,8 +290,6 @@ class LogSteps:
             return False
         try:
             blobs = [(self.rounds.store.open(it.blob), self.rounds.summarize(it.blob)) for it in commit.offers]
-            for blob, _ in blobs:
-                deque(blob, maxlen=0)  # an outer step must not end in the middle because a block is damaged
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
@@ -302,6 +306,11 @@ class LogSteps:
             self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         optimizer.stats.averaging_seconds += time.monotonic() - started
         outer.contributions = averager.next_lineage = None
+        if self.head != commit.hash:  # hivemind hides the error: a block is damaged or gone, or memory is full
+            averager.lineage = ""  # the anchor may be half changed
+            optimizer.begin_epoch()
+            self._load_state("the outer step has failed")
+            return False
         for it, weight in zip(commit.offers, outer.weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         owners = {it.peer for it in commit.offers}

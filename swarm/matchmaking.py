@@ -22,7 +22,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm import logger
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
-from swarm.log_records import Number, Signature, get_signed_part, pack, unpack
+from swarm.log_records import Number, Signature, compute_hash, get_signed_part, pack, unpack
 from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
@@ -119,6 +119,7 @@ class EarlyStartMatchmaking(Matchmaking):
         self.min_peers = 1
         #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
         self.requested_leader: PeerID | None = None
+        self.leader: PeerID | None = None  # of the last group
         self.request_limit: asyncio.Timeout | None = None
         self.num_searches = self.num_redirects = 0
         #: for how many searches each leader that had begun no round was not asked, and the last of them
@@ -134,6 +135,7 @@ class EarlyStartMatchmaking(Matchmaking):
         """Look for a group with timeouts that follow the network."""
         self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
         self.num_searches += 1
+        self.leader = self.peer_id
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
@@ -144,7 +146,10 @@ class EarlyStartMatchmaking(Matchmaking):
             step.scheduled_time = until
         helpers = [asyncio.create_task(self.search_again()), asyncio.create_task(self.start_when_triggered(step))]
         try:
-            return await super().look_for_group(step)
+            group = await super().look_for_group(step)
+            # members to which the leader has shown different groups must not exchange data, and ban each other for it
+            view = group and (group.group_id, [peer.to_bytes() for peer in group.peer_ids], group.gathered)
+            return group and replace(group, group_id=compute_hash(view)[:20])
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -251,6 +256,7 @@ class EarlyStartMatchmaking(Matchmaking):
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
+        self.leader = leader
         return await super().follower_assemble_group(leader, message)
 
     # --- as a leader

@@ -101,7 +101,7 @@ class CollaborativeOptimizer:
             bits = count_bits(list_params(self.opt), compressions["gradients"])
             seconds = 2 * bits / (self.uplink.mbits * 1e6)
             self.uplink.expect_round(seconds, own_seconds=seconds)
-            logger.info(f"a round moves up to {bits / 4e6:.3g} MB each way: {self.uplink.timeouts.describe()}")
+            logger.info(f"a round: up to {bits / 4e6:.3g} MB each way, at most {self.uplink.timeouts.averaging:.0f} s")
 
     # --- for the training loop
 
@@ -215,12 +215,13 @@ class CollaborativeOptimizer:
         )
 
     def _advance(self, inputs: EpochInputs) -> None:
-        """Take the epoch as far as it can go now."""
+        """MATCHMAKING if the epoch ends soon; SYNCING or AVERAGING if it is over and this peer is ready."""
         self.grad_averager.round_state = self.local_epoch, inputs.is_synchronous, self.state_averager.lineage
         # including peers that are missing now: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
         if self.epoch.should_search(inputs):
-            self._search_group()
+            self.epoch.enter(EpochState.MATCHMAKING)  # this peer goes on accumulating
+            self.rounds.search_group()
         if not self.epoch.is_over(inputs):
             return
         if self.epoch.has_missed_step(inputs):
@@ -232,11 +233,6 @@ class CollaborativeOptimizer:
                 self.tracker.refresh_now()
             if not is_alone or not self.tracker.peers_at_epoch:
                 self._average()
-
-    def _search_group(self) -> None:
-        """MATCHMAKING: look for a group, while this peer goes on accumulating."""
-        self.epoch.enter(EpochState.MATCHMAKING)
-        self.rounds.search_group()
 
     def _average(self) -> None:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""

@@ -89,12 +89,9 @@ class StateSync:
         if epochs <= 0:
             self.backoff.stale_downloads = 0
             return
-        averager, progress = self.state_averager, self.state_averager.download_progress
+        progress = self.state_averager.download_progress
         megabytes, seconds = max(1, progress.bytes) / 1e6, max(1, progress.milliseconds) / 1000
-        # the least that has to arrive within an epoch, at the same bandwidth, is a step
-        is_too_slow = epochs * averager.total_size > max(progress.total_elements, averager.total_size)
-        pause = self.backoff.record_stale_download(self.tracker.view.epoch, seconds, is_too_slow, time.monotonic())
-        if pause:
+        if pause := self.backoff.record_stale_download(self.tracker.view.epoch, seconds, time.monotonic()):
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "

@@ -14,9 +14,7 @@ import psutil
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
-from hivemind.utils import get_dht_time
 
-from swarm import logger
 from swarm.config import AveragingConfig
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
@@ -84,21 +82,15 @@ class RoundTimeouts:
         #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth. The
         #: claims of other peers must not make it longer than three times MAX_CLAIMED_ROUND
         self.slow_round = max(3 * self.round_seconds, min(10 * self.round_seconds, 3 * MAX_CLAIMED_ROUND))
-        #: the end of a round, matchmaking included
-        self.averaging = self.averaging_timeout or max(30.0, self.slow_round) + self.matchmaking
+        self.longest_round = max(30.0, self.slow_round)
         #: the wait for a chunk of data until a peer is excluded, although it answers pings
         self.next_chunk = self.next_chunk_timeout or max(10.0, 4 * self.response, self.round_seconds / 2)
+        #: the end of a round, matchmaking included, and after the peers that hold it up have been found
+        self.averaging = self.averaging_timeout or self.longest_round + 2 * self.next_chunk + self.matchmaking
         #: the wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued
         self.silence_in_round = max(self.response, self.round_seconds / 8)
         #: the time for which most of a swarm may be missing until the others continue without them
         self.partition_grace = min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
-
-    def describe(self) -> str:
-        """Return the timeouts of a round as text, with the setting that fixes one of them."""
-        return (
-            f"it may take {self.averaging:.0f} s, its group {self.matchmaking:.1f} s to form (`matchmaking_time`), an "
-            f"answer {self.request:.1f} s, and a peer may pause for {self.next_chunk:.0f} s"
-        )
 
 
 class Uplink:
@@ -218,7 +210,7 @@ class Uplink:
         """Measure RTTs, and keep the queue short by the rate (LEDBAT, RFC 6817). Runs forever, in the DHT's process."""
         shortest: dict[PeerID, float] = {}
         asking: dict[PeerID, asyncio.Task] = {}
-        sent, polled, has_warned = self._sent.value, time.monotonic(), False
+        sent, polled = self._sent.value, time.monotonic()
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
         calm_sent, calm_at, most = sent, polled, 0.0  # when there was no queue, and the highest share since
         while True:
@@ -256,9 +248,6 @@ class Uplink:
                     delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
                 calm_sent, calm_at, most = sent, polled, 0.0
-            if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
-                has_warned = True
-                logger.warning(f"sending at most {self.mbits:.1f} Mbit/s: the uplink carries less than `bandwidth`")
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
@@ -317,13 +306,13 @@ class Uplink:
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 
     async def measure_delay(self, node: DHTNode, peer: PeerID) -> float | None:
-        """Return a ping's seconds one way, up to errors of the clocks; None without an answer. In the DHT's process."""
-        start, sent = time.monotonic(), get_dht_time()
+        """Return a ping's seconds one way, apart from a constant of each peer; None without an answer."""
+        start = time.monotonic()  # this machine's wall clock may be set
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
             answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
             self.record_rtt(time.monotonic() - start)
-            return answer.dht_time - sent if math.isfinite(answer.dht_time) else None
+            return answer.dht_time - start if math.isfinite(answer.dht_time) else None
         return None
 
 

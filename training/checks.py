@@ -11,10 +11,9 @@ import psutil
 
 from arguments import TrainerArguments
 from common.console import UserError, format_bytes, format_count, name_flags
-from common.files import lock_folder
+from common.files import lock_folder, raise_file_limit
 from models.build import find_longest_sequence
 from swarm.config import SwarmConfig, make_config
-from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
 from training.checkpoint import choose_state

@@ -26,6 +26,7 @@ from utils import (
 NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 MAX_LOSS_DEVIATION = 0.25  # relative to the median; for the mean loss over the few batches of an honest peer
 MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
+MAX_CONTRIBUTOR_TIMEOUT = 3 * 3600.0  # the same, whatever times of epochs they claim
 
 
 class ContributorRegistry:
@@ -52,7 +53,7 @@ class ContributorRegistry:
             self.ids = present = set(epochs)
         if present and (has_epoch or now >= self.until):
             seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
-            self.until = now + max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds)
+            self.until = now + min(max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds), MAX_CONTRIBUTOR_TIMEOUT)
         self.epochs = epochs
         newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
         current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]

@@ -59,15 +59,12 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: b
 
 
 def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: Uplink) -> Check:
-    """Show the time of a round in a large group (see CollaborativeOptimizer), and the timeouts that follow from it."""
+    """Show the time of a round in a large group (see CollaborativeOptimizer)."""
     bits = 2 * count_bits(list_trained(model), COMPRESSIONS[averaging.compression])
     seconds = bits / (uplink.mbits * 1e6)
-    uplink.fix_timeouts(averaging)
-    uplink.expect_round(seconds, own_seconds=seconds)
-    timeouts = uplink.timeouts
+    megabits, size = format_number(uplink.mbits), format_bytes(bits / 8)
     message = (
-        f"a round of gradients moves up to {format_bytes(bits / 8)} each way, about {seconds:.1f} s at "
-        f"{format_number(uplink.mbits)} Mbit/s (--bandwidth); {timeouts.describe()}"
+        f"a round of gradients moves up to {size} each way, about {seconds:.1f} s at {megabits} Mbit/s (--bandwidth)"
     )
     return Check("bandwidth", message)
 

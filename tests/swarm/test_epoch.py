@@ -73,14 +73,13 @@ def test_failed_download_pauses_the_next():
 
 def test_stale_download_backs_off():
     backoff = SyncBackoff()
-    assert backoff.record_stale_download(8, seconds=20.0, is_too_slow=False, now=100.0) == 0.0
+    assert backoff.record_stale_download(8, seconds=20.0, now=100.0) == 0.0
     at_8, at_9, at_99 = (make_inputs(swarm_epoch=epoch) for epoch in (8, 9, 99))
     assert not backoff.allows(6, at_8, 100.0) and backoff.allows(6, at_9, 100.0)
     assert backoff.allows(7, at_8, 100.0), "a single step is fewer bytes than a state"
-    pauses = [backoff.record_stale_download(9, 20.0, False, 100.0) for _ in range(10)]
+    pauses = [backoff.record_stale_download(9, 20.0, 100.0) for _ in range(10)]
     first, longest = swarm.epoch.MAX_STALE_DOWNLOADS - 2, swarm.epoch.MAX_SYNC_PAUSE
     assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
     assert pauses[-1] == longest and not backoff.allows(98, at_99, 100.0 + longest - 1)
     for _ in range(1100):  # of a peer that is too slow for days
-        assert backoff.record_stale_download(9, 20.0, True, 100.0) == longest
-    assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0
+        assert backoff.record_stale_download(9, 20.0, 100.0) == longest

@@ -161,6 +161,25 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     assert list(client.store.open(blob)) == blocks
 
 
+def test_relay_serves_blocks_that_come_meanwhile(exchanges, monkeypatch):
+    """Otherwise, the slow owner sends them again, and the relay is the last choice for ten minutes."""
+    monkeypatch.setattr("swarm.exchange.UNKNOWN_BLOB_TIMEOUT", 0.0)
+    owner, relay, client = exchanges
+    first, *others = blocks = make_blocks()
+    blob, send = owner.store.add(blocks), relay._send_block
+    relay.store.put(owner.store.get(blob))
+    relay.store.put(first)
+
+    async def send_late(*args) -> None:
+        await send(*args)
+        for block in others:
+            relay.store.put(block)
+
+    relay._send_block = send_late
+    fetch(client, blob, owner, owner, relay)
+    assert owner._counts[blob, client.peer_id] == 0 and relay._counts[blob, client.peer_id] == NUM_BLOCKS
+
+
 def test_fetch_uses_client_if_no_holder_has_blob(exchanges):
     one, two, client = exchanges
     blocks = make_blocks()

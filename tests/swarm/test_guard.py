@@ -90,7 +90,7 @@ def test_silent_peer_is_banned_if_it_owes_gradients(num_parts, arrived, is_banne
         runner = SimpleNamespace(ordered_peer_ids=[own, silent, other], modes=3 * [AveragingMode.NODE], group_size=3)
         runner.sender_peer_ids, runner.arrived = runner.ordered_peer_ids, Counter({silent: arrived})
         runner.tensor_part_reducer, runner.violations = SimpleNamespace(num_parts=num_parts), {}
-        runner.list_awaited_peers, runner.list_stragglers = (lambda: [silent]), lambda _: []
+        runner.list_awaited_peers, runner.list_stragglers = (lambda: [silent]), lambda: []
         runner.has_uplink_slowed, runner.progress, runner._future = (lambda: False), 0.0, asyncio.Future()
         runner.end = lambda *cause: ended.append((*cause, runner.violations))
         (running := asyncio.Future()).set_result(runner)

@@ -1,10 +1,13 @@
 """Local steps over the replicated log, with real peers: the same bytes on all of them, whatever happens."""
 
 import pytest
+import torch
 from processes import make_prefix, wait_until
 from swarms import Swarm, epochs, start_peer, stop
 
+from swarm.aggregation import Numbers
 from swarm.local_steps import STEP_AHEAD
+from swarm.log_steps import is_near
 
 FROM = 3  # the epoch at which the log begins: gradient_peer.py
 AVERAGED, LATE = ("--average_state_every", FROM), pytest.param([("--late_anchor",)] * 3, 2, marks=pytest.mark.slow)
@@ -180,6 +183,30 @@ def test_clients_commit_through_aux_peer(start):
     stop(one, two, aux)
     assert_same_bytes(one, two)
     assert {epochs(peer)[last_epoch(peer)]["averaged_with"] for peer in (one, two)} <= {1, 2}
+
+
+@pytest.mark.slow
+def test_remaining_clients_begin_log_through_aux_peer(start):
+    swarm = Peers(start)
+    swarm.flags += ("--group_size", 5, "--silence", 10)
+    aux = swarm.add("--auxiliary", "--step_seconds", 0.1)
+    one, two, *killed = (swarm.add("--client_mode", "--others", 3) for _ in range(4))
+    last = swarm.wait(one, two, *killed, more=2)
+    for peer in killed:
+        peer.kill()
+    swarm.wait(one, two, more=6, seconds=240)
+    stop(one, two, aux)
+    lines = epochs(one), epochs(two)
+    common = max(lines[0].keys() & lines[1].keys())
+    assert common >= last + 6 and lines[0][common]["digest"] == lines[1][common]["digest"]
+
+
+@pytest.mark.parametrize("change, is_same", [(0.0, True), (1e-4, True), (1.0, False), (float("nan"), False)])
+def test_first_state_is_near_own_or_refused(change, is_same):
+    """A NaN would destroy the model of each member."""
+    own = torch.arange(1.0, 9.0)
+    anchor = (own + change * torch.eye(8)[3]).numpy().tobytes()
+    assert is_near(Numbers([own]), [anchor]) == is_same
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from coroutines import run_async
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
+from swarm.allreduce import FailFastAllReduceRunner
 from swarm.matchmaking import MAX_REDIRECTS, MAX_SEARCHES_APART, EarlyStartMatchmaking
 from swarm.uplink import Uplink
 
@@ -161,6 +163,34 @@ async def test_hivemind_keeps_task_of_each_join():
             answer.cancel()
             await asyncio.wait([answer])
     assert len(asyncio.all_tasks()) - tasks == 5
+
+
+@run_async
+async def test_members_with_different_views_have_different_groups(monkeypatch):
+    """Otherwise, a leader that shows them different bandwidths lets honest peers ban each other for their parts."""
+
+    async def find(matchmaking, _) -> GroupInfo:
+        return GroupInfo(b"group", (LEADER, PeerID(b"follower")), matchmaking.shown)
+
+    async def find_id(*shown: bytes) -> bytes:
+        matchmaking = make_matchmaking(None)
+        matchmaking.group_key_manager.declared_until, matchmaking.shown = 0.0, shown
+        return (await matchmaking.look_for_group(make_step())).group_id
+
+    monkeypatch.setattr(Matchmaking, "look_for_group", find)
+    assert await find_id(b"20", b"20") == await find_id(b"20", b"20") != await find_id(b"20", b"0.01")
+
+
+@run_async
+@pytest.mark.parametrize("code, suspect", [("BAD_GROUP_ID", b"leader"), ("CANCELLED", b"other")])
+async def test_leader_of_different_groups_is_suspect(code, suspect):
+    """It may have shown the peer another group. A claim of the peer about a third one does not change that."""
+    own, peer, other = (PeerID(name) for name in (b"own", b"peer", b"other"))
+    runner = SimpleNamespace(ordered_peer_ids=[own, peer, other, LEADER], peer_id=own, leader=LEADER)
+    runner.blamed, runner.broken = {}, {peer}
+    message = averaging_pb2.AveragingData(code=averaging_pb2.MessageCode.Value(code), peer_id=other.to_bytes())
+    await FailFastAllReduceRunner.check_blame(runner, message, peer)
+    assert runner.blamed == {peer: PeerID(suspect)}
 
 
 @run_async

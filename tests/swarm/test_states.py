@@ -482,7 +482,7 @@ def test_invalid_requests_are_refused():
 def test_state_of_zeros_is_compared_with_swarm():
     """Its download takes no bytes."""
     tracker = SimpleNamespace(refresh_now=lambda: None, view=SimpleNamespace(epoch=7))
-    averager = SimpleNamespace(local_epoch=5, total_size=5, download_progress=DownloadProgress())
+    averager = SimpleNamespace(local_epoch=5, download_progress=DownloadProgress())
     sync = StateSync(tracker, averager)
     sync.check_staleness()
     assert sync.backoff.min_epoch == 8

@@ -127,6 +127,30 @@ def test_peer_has_one_place(peers):
     assert victim.run_coroutine(functools.partial(find_ids, peer=stranger.peer_id)) == [find_node_id(stranger.peer_id)]
 
 
+async def replace_node_id(_dht, node, node_id: bytes) -> bytes:
+    """Runs in the stranger's process. Return the last id."""
+    last, node.protocol.node_info.node_id = node.protocol.node_info.node_id, node_id
+    return last
+
+
+async def ping(_dht, node, peer, kind: type[DHTProtocol] | None = None) -> DHTID | str | None:
+    """Runs in the victim's process, by our class or by hivemind's."""
+    try:
+        return await (kind.call_ping(node.protocol, peer) if kind else node.protocol.call_ping(peer))
+    except AssertionError:
+        return "raised"
+
+
+def test_long_node_id_is_no_answer(peers):
+    """Note 101: it ended all that pinged this peer, such as the watch over a round, or the search for lost peers."""
+    victim, _, stranger, _, _ = peers
+    own_id = stranger.run_coroutine(partial(replace_node_id, node_id=b"\xff" * 21))
+    pings = [partial(ping, peer=stranger.peer_id, kind=kind) for kind in (DHTProtocol, None)]
+    answers = list(map(victim.run_coroutine, pings))
+    stranger.run_coroutine(partial(replace_node_id, node_id=own_id))
+    assert answers == ["raised", None] and isinstance(victim.run_coroutine(pings[1]), DHTID)
+
+
 async def store_raw(_dht, node, to, subkey: bytes, expires: float) -> list[bool]:
     """Runs in the stranger's process: a record with this subkey."""
     fields = dict(keys=[DHTID.generate(KEY).to_bytes()], subkeys=[subkey], values=[b"x"], expiration_time=[expires])

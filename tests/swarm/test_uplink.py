@@ -535,17 +535,15 @@ def test_timeouts_follow_measurements_unless_set():
     uplink.record_rtt(1.0)
     assert uplink.timeouts.response == pytest.approx(6.0) and uplink.timeouts.matchmaking == pytest.approx(25.0)
     uplink.expect_round(100.0)
-    assert uplink.timeouts.averaging == pytest.approx(600.0 + 25.0) and uplink.timeouts.next_chunk == pytest.approx(
-        50.0
-    )
+    assert uplink.timeouts.averaging == pytest.approx(725.0) and uplink.timeouts.next_chunk == pytest.approx(50.0)
     uplink.expect_round(1e9)  # other peers' claims have a cap; the time of this peer's own bytes has none
-    assert uplink.timeouts.averaging == pytest.approx(3 * MAX_CLAIMED_ROUND + 25.0)
+    assert uplink.timeouts.averaging == pytest.approx(3 * MAX_CLAIMED_ROUND + 2 * 100.0 + 25.0)
     uplink.expect_round(1e9, own_seconds=250.0)
-    assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 25.0)
+    assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 2 * 125.0 + 25.0)
     for _ in range(80):  # forgotten
         uplink.record_rtt(0.01)
         uplink.expect_round(1.0)
-    assert uplink.timeouts.response == pytest.approx(1.5) and uplink.timeouts.averaging == pytest.approx(30.0 + 7.5)
+    assert uplink.timeouts.response == pytest.approx(1.5) and uplink.timeouts.averaging == pytest.approx(50.0 + 7.5)
     fixed = dict(matchmaking_time=2.0, averaging_timeout=9.0, next_chunk_timeout=4.0)
     uplink.fix_timeouts(make_config(AveragingConfig, AveragingArguments(), **fixed))
     assert (uplink.timeouts.matchmaking, uplink.timeouts.averaging, uplink.timeouts.next_chunk) == (2.0, 9.0, 4.0)
