@@ -411,13 +411,12 @@ class Exchange:
 
     def keep(self, blobs: frozenset[bytes], format: Format) -> None:
         """Cancel the downloads of all other blobs of this format."""
+        asyncio.run_coroutine_threadsafe(self._keep(blobs, format), self._loop)
 
-        async def cancel() -> None:  # like `_fetch`, a coroutine, because they must run in their order
-            for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
-                del self._downloads[download.blob]
-                download.task.cancel()
-
-        asyncio.run_coroutine_threadsafe(cancel(), self._loop)
+    async def _keep(self, blobs, format) -> None:  # like `_fetch`, a coroutine, because they must run in their order
+        for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
+            del self._downloads[download.blob]
+            download.task.cancel()
 
     async def _download(self, download: Download) -> None:
         try:

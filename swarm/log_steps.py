@@ -29,6 +29,7 @@ from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
 JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
+ATTESTATION_INTERVAL = 60.0  # seconds between two questions to the initial peers
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
@@ -204,12 +205,12 @@ class LogSteps:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         log, newest, now = self.rounds.log, self.rounds.log.head, time.monotonic()
+        if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
+            self._next_join = now + ATTESTATION_INTERVAL
+            self.tracker.refresh_attested_peers()
         if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
-        if head == newest.head:
-            self._stuck_at = 0.0
-        elif not self._stuck_at:
-            self._stuck_at = now + STUCK_TIMEOUT
+        self._stuck_at = 0.0 if head == newest.head else self._stuck_at or now + STUCK_TIMEOUT
         is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
         if head != newest.head and head in log.chain and head not in log.list_path():
             self._load_state("the log has forked")

@@ -36,7 +36,6 @@ DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
-RELAY_ANSWER_TIMEOUT = 5.0  # seconds
 # Errors of a request to a peer that has left, is too slow, runs other software, or sends invalid data.
 REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 
@@ -147,7 +146,7 @@ async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
     """Return the bytes that this peer relays per connection, or 0. hivemind's relays end at 128 kB, within a round."""
     answer = Empty()
     try:
-        async with asyncio.timeout(RELAY_ANSWER_TIMEOUT):
+        async with asyncio.timeout(ANSWER_TIMEOUT):
             _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
             with contextlib.closing(writer):
                 writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)

@@ -73,12 +73,12 @@ class PeerTrust:
         return known if known or self.active else records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
-        """Return the plausible records. Any peer can sign "epoch 10**9" with a new key."""
+        """Return the plausible records: any peer can sign "epoch 10**9". Attested peers count: `has_fewer_peers`."""
         believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
         if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
             believable |= {peer_id: record for peer_id, record in records.items() if record.epoch <= limit}
-        return believable
+        return believable | {peer: records[peer] for peer in records.keys() & self.attested if self.active}
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
         """Return the highest epoch that this peer or more than half of the known contributors have reached. New peers,

@@ -309,7 +309,8 @@ class Uplink:
         """Return a ping's seconds one way, apart from a constant of each peer; None without an answer."""
         start = time.monotonic()  # this machine's wall clock may be set
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
-            ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
+            # with this node's id, by which a peer that has restarted finds the others again
+            ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(peer=node.protocol.node_info))
             answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
             self.record_rtt(time.monotonic() - start)
             return answer.dht_time - start if math.isfinite(answer.dht_time) else None

@@ -216,6 +216,11 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})
     assert known.select(others) == set(strangers[:2])
+    # also those of an earlier monitor count for that time
+    assert ContributorRegistry(honest).select(others) == set(strangers[:2])
+    monkeypatch.setattr("training.figures.MIN_CONTRIBUTOR_TIMEOUT", 60.0)
+    assert ContributorRegistry(honest).select(others) == set()
+    monkeypatch.setattr("training.figures.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     # however long their epochs were, as they say
     monkeypatch.setattr("training.figures.MAX_CONTRIBUTOR_TIMEOUT", -1.0)
     known.select({peer_id: make_metrics(2, epoch_seconds=1e9) for peer_id in strangers[:2]})

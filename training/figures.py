@@ -41,7 +41,8 @@ class ContributorRegistry:
         self.ids, self.present = set(ids), set()
         self.epochs: dict[bytes, int] = {}
         self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
-        self.until = 0.0  # the time at which the contributors are dropped, unless one of them finishes an epoch
+        #: the time at which the contributors are dropped, unless one of them finishes an epoch
+        self.until = time.monotonic() + MIN_CONTRIBUTOR_TIMEOUT if self.ids else 0.0
 
     def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
         """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""

@@ -210,6 +210,29 @@ def test_first_state_is_near_own_or_refused(change, is_same):
 
 
 @pytest.mark.slow
+def test_peer_that_began_alone_joins_log(start, tmp_path, tiny_data, net):
+    """Its only initial peer was cut off from all others, and had lost them by a restart (issue 42)."""
+    names = ["a", "b", "c"]
+    for name in ("monitor", *names, "late"):
+        net.host(name, rtt_ms=5)
+    net.start()
+    local = {"--local_steps": 4, "--local_steps_from": 2, "--target_batch_size": 48}
+    swarm = Swarm(start, tmp_path, {**tiny_data, **local}, net)
+    own = dict(identity_path=tmp_path / "id", host_maddrs=f"/ip4/{net.ip('monitor')}/tcp/31337")
+    monitor = swarm.start_monitor(**own)
+    swarm.start_trainers(*names)
+    swarm.wait_for_joint_epochs(names, 3, 120)
+    net.partition(["monitor", "late"])
+    stop(monitor)
+    swarm.start_monitor("restarted", **own)
+    swarm.start_trainers("late")
+    swarm.trainers["late"].wait_for("local steps begin, with 1 peers", 120)
+    wait_until(lambda: swarm.last_epoch("late") >= 3, 60, "an epoch of its own log")
+    net.heal()
+    swarm.wait_for_joint_epochs([*names, "late"], 2, 150, swarm.last_epoch("a"))
+
+
+@pytest.mark.slow
 def test_trainers_end_with_same_model(start, tiny_data, tmp_path):
     local = {"--local_steps": 4, "--local_steps_from": 2, "--total_steps": 14}
     swarm = Swarm(start, tmp_path, {**tiny_data, **local, "--target_batch_size": 48})

@@ -17,7 +17,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
-from processes import LOOPBACK, make_prefix
+from processes import LOOPBACK, make_prefix, wait_until
 from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT, ping_peers
@@ -139,6 +139,26 @@ async def ping(_dht, node, peer, kind: type[DHTProtocol] | None = None) -> DHTID
         return await (kind.call_ping(node.protocol, peer) if kind else node.protocol.call_ping(peer))
     except AssertionError:
         return "raised"
+
+
+async def forget(_dht, node, peer) -> None:
+    """Runs in a process that has restarted, as it were."""
+    table = node.protocol.routing_table
+    del table[table[peer]]
+
+
+async def measure_delay(dht, node, peer) -> float | None:
+    return await dht.uplink.measure_delay(node, peer)
+
+
+def test_restarted_peer_learns_of_peers_that_ping_it(peers):
+    """Of 16 peers, most records are not near its id, so for minutes it might get no other call."""
+    victim, other, *_ = peers
+    own_id = find_node_id(other.peer_id)
+    victim.run_coroutine(partial(forget, peer=other.peer_id))
+    assert own_id not in victim.run_coroutine(partial(find_ids, peer=other.peer_id))
+    assert other.run_coroutine(partial(measure_delay, peer=victim.peer_id)) is not None
+    wait_until(lambda: victim.run_coroutine(partial(find_ids, peer=other.peer_id)) == [own_id], 10, "the other peer")
 
 
 def test_long_node_id_is_no_answer(peers):

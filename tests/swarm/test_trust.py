@@ -76,6 +76,15 @@ def test_untrusted_peer_cannot_raise_the_epoch():
     assert trust.select_believable(near, own_epoch=5) == near and trust.find_swarm_epoch(near, own_epoch=5) == 5
 
 
+def test_peer_with_log_of_its_own_sees_attested_peers():
+    """It began its log alone, and must find that of the others, which are far ahead."""
+    trust, records = make_trust(*NAMES), make_records(*NAMES, epoch=20) | make_records(b"new", epoch=10**9)
+    trust.partners.clear()
+    trust.attested, trust.active = set(NAMES), {b"own"}
+    assert set(trust.select_believable(records, own_epoch=1)) == set(NAMES)
+    assert trust.find_swarm_epoch(records, own_epoch=1) == 1  # that of its voters
+
+
 @pytest.mark.parametrize("epochs, expected", [("", 0), ("7", 7), ("87", 7), ("9977", 7), ("887", 8), ("00076", 6)])
 def test_swarm_epoch_needs_more_than_half(epochs, expected):
     """Two of four others that claim a later epoch do not lift it. New peers, at epoch 0, have no say."""

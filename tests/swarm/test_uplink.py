@@ -337,7 +337,7 @@ class SilentNode:
 
     def __init__(self, seconds: float):
         self.answers_at, self.protocol, self.initial_ids = time.monotonic() + seconds, self, ()
-        self.node_id = DHTID.generate()
+        self.node_id, self.node_info = DHTID.generate(), dht_pb2.NodeInfo()
         self.routing_table = RoutingTable(self.node_id, bucket_size=20, depth_modulo=5)
         for peer in ("dead", "peer", "gone"):
             self.routing_table.add_or_update_node(DHTID.generate(), peer)
@@ -465,7 +465,7 @@ def test_impossible_time_of_ping_is_no_measurement():
         async def rpc_ping(self, _) -> SimpleNamespace:
             return SimpleNamespace(dht_time=math.nan)
 
-    node = SimpleNamespace(protocol=SimpleNamespace(get_stub=lambda _: Stub()))
+    node = SimpleNamespace(protocol=SimpleNamespace(get_stub=lambda _: Stub(), node_info=None))
     assert asyncio.run(Uplink().measure_delay(node, "peer")) is None
 
 
