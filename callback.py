@@ -9,7 +9,7 @@ import psutil
 
 from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
-from common.files import write_file
+from common.files import read_json_lines, write_file
 from common.memory import collect_garbage, settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
@@ -65,15 +65,15 @@ class CollaborativeCallback:
         self.publish_attestation()
         self.dashboard = start_trainer_dashboard(self.args, self.swarm, self.state.arguments)
         self.log_start()
+        if self.page:
+            self.page.serve(read_json_lines(self.metrics.history))
         if evaluation := self.evaluator.measure():
             self.start_loss = evaluation.loss
         if tracker.present and tracker.view.epoch > optimizer.local_epoch:
             others = format_count(len(tracker.present), "other peer")
             logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
             optimizer.load_state_from_peers()
-        lines = self.metrics.resume()
-        if self.page:
-            self.page.serve(lines)
+        self.metrics.resume()
         self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:

@@ -167,7 +167,10 @@ class CheckpointHandler:
         card = write_card(stamp, known, self.model, self.tokenizer, place, bool(extra_files))
         extra_files["README.md"] = card.encode()
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
-        checkpoint.set_aside(self.folder, stamp["epoch"])
+        try:
+            checkpoint.set_aside(self.folder, stamp["epoch"])
+        except OSError as e:
+            logger.warning(f"checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if checkpoint.save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"saved {folder}  loss {stamp['loss']:.4f}")
             checkpoint.remove_outdated(folder, self.args.save_total_limit)

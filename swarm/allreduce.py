@@ -152,11 +152,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
         """Record the peer that another one blames, and wait until this peer sees one fail: a claim is no proof."""
-        blamed = PeerID(message.peer_id) if message.peer_id else peer_id
-        if message.code == averaging_pb2.BAD_GROUP_ID:  # perhaps the leader has shown them different groups
-            blamed = self.leader
+        is_foreign = message.code == averaging_pb2.BAD_GROUP_ID  # perhaps the leader has shown it another group
+        blamed = self.leader if is_foreign else PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
-            self.blamed[peer_id], deadline = blamed, time.monotonic() + CONFIRM_TIMEOUT
+            self.blamed[peer_id], deadline = blamed, time.monotonic() + (0.0 if is_foreign else CONFIRM_TIMEOUT)
             while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
                 await asyncio.sleep(CONFIRM_INTERVAL)
 

@@ -76,7 +76,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._num_partitions, self._partition_index, self._expected = 1, 0, None
         #: the id of the last round's group in hex; empty until its peers exchange data
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
-        self._trust = RoundTrust()  # used in the averager's process only
+        self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
+        self._limit: asyncio.Timeout | None = None
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -126,7 +127,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
         try:
-            async with asyncio.timeout(self.dht.uplink.timeouts.averaging):
+            async with asyncio.timeout(self.dht.uplink.timeouts.averaging) as self._limit:
                 await super()._aggregate_with_group(group_info, **kwargs)
             return self._check_round(running.result())
         except MatchmakingException:
@@ -164,6 +165,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._num_partitions, self._partition_index = num_partitions, 0
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
         uplink.expect_round(plan.seconds, own_seconds)
+        self._limit.reschedule(asyncio.get_running_loop().time() + uplink.timeouts.averaging)
         started, next_chunk = time.monotonic(), uplink.timeouts.next_chunk
         turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index)
         settings = RoundSettings(self.are_parameters, self.max_weight, residual=self.residual, **turn)

@@ -83,7 +83,6 @@ RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
-MAX_NEW = 64  # offers of new keys until the next commit, each of which a better one may replace
 MAX_VOTES = 8  # of one voter that are kept, answers included
 MAX_PROPOSALS = MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
@@ -408,10 +407,8 @@ class Log:
         offers, expected = {it.key: it for it in self.select(Offer)}, {*self.head.participants, self.me}
         pool = [it for it in offers.values() if it.peer not in expected and offer.peer not in expected]
         out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
-        is_new = offer.peer not in {*expected, *self.turns}
-        is_full = is_new and self.num_new >= MAX_NEW or out and self.find_turn(out[0]) <= self.find_turn(offer)
+        is_full = out and self.find_turn(out[0]) <= self.find_turn(offer)
         if offer.key not in offers and not is_full and self.head.fits(offer) and self.is_signed(offer):
-            self.num_new += is_new
             self.add_record(offer)
             for other in out:
                 del self.records[compute_hash(other)[:8]]
@@ -448,7 +445,7 @@ class Log:
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state."""
         self.head = state
-        self.since, self.is_dirty, self.num_ticks, self.num_new = self.now, True, 0, 0
+        self.since, self.is_dirty, self.num_ticks = self.now, True, 0
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
         self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]

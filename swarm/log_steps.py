@@ -28,8 +28,7 @@ from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
-JOIN_INTERVAL = 3.0  # seconds between two searches for the others' log
-ATTESTATION_INTERVAL = 60.0  # seconds between two questions to the initial peers
+JOIN_INTERVAL, ATTESTATION_INTERVAL = 3.0, 60.0  # seconds until the others' log, or the contributors, are asked again
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
@@ -291,6 +290,8 @@ class LogSteps:
             return False
         try:
             blobs = [(self.rounds.store.open(it.blob), self.rounds.summarize(it.blob)) for it in commit.offers]
+            for blob, _ in blobs:
+                deque(blob, maxlen=0)  # an outer step must not end in the middle because a block is damaged
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
@@ -307,7 +308,7 @@ class LogSteps:
             self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         optimizer.stats.averaging_seconds += time.monotonic() - started
         outer.contributions = averager.next_lineage = None
-        if self.head != commit.hash:  # hivemind hides the error: a block is damaged or gone, or memory is full
+        if self.head != commit.hash:  # hivemind hides the error: a block has just gone, or memory is full
             averager.lineage = ""  # the anchor may be half changed
             optimizer.begin_epoch()
             self._load_state("the outer step has failed")

@@ -231,8 +231,9 @@ class Uplink:
             waits = []
             for peer, answer in fresh.items():
                 if answer.done() and (seconds := answer.result()) is not None:
-                    # a route that has become longer for good is learned in a minute
+                    # a longer route is learned in a minute; this much longer, a clock was set, or this machine slept
                     last_shortest = shortest.get(peer, seconds)
+                    last_shortest = seconds if seconds > last_shortest + 2 * POLL_INTERVAL else last_shortest
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
                     waits.append(seconds - shortest[peer])
             if has_traffic:

@@ -231,13 +231,10 @@ def set_aside(output_dir: Path, epoch: int) -> None:
     """Move checkpoints beyond this epoch, which belong to another history of the run, to a separate folder."""
     if beyond := [path for path in find_checkpoints(output_dir) if read_epoch(path) > epoch]:
         aside = output_dir / time.strftime("set-aside-%Y%m%d-%H%M%S")
-        try:
-            aside.mkdir(exist_ok=True)
-            for path in beyond:
-                path.rename(aside / path.name)
-            logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
-        except OSError as e:
-            logger.warning(f"checkpoints beyond epoch {epoch} could not be moved: {e}")
+        aside.mkdir(exist_ok=True)
+        for path in beyond:
+            path.rename(aside / path.name)
+        logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
 
 
 def find_newest_state(output_dir: Path) -> dict | None:

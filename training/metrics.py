@@ -36,11 +36,10 @@ class MetricsReporter:
         #: by time.monotonic(), when the published metrics should be renewed, because an epoch may outlast them
         self.next_time = math.inf
 
-    def resume(self) -> list[dict]:
-        """Drop the epochs in history.jsonl that will be repeated, and return the others."""
+    def resume(self) -> None:
+        """Drop the epochs in history.jsonl that will be repeated."""
         lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
         write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
-        return lines
 
     def measure_flop(self) -> None:
         """Count the FLOP of a token, if the peak of the device is known."""

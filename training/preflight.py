@@ -62,6 +62,7 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: 
     """Show the time of a round in a large group (see CollaborativeOptimizer)."""
     bits = 2 * count_bits(list_trained(model), COMPRESSIONS[averaging.compression])
     seconds = bits / (uplink.mbits * 1e6)
+    uplink.fix_timeouts(averaging)
     megabits, size = format_number(uplink.mbits), format_bytes(bits / 8)
     message = (
         f"a round of gradients moves up to {size} each way, about {seconds:.1f} s at {megabits} Mbit/s (--bandwidth)"

@@ -134,7 +134,10 @@ class TrainerState:
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
         state, args = self.collect(), self.args
-        set_aside(Path(args.output_dir), state["local_epoch"])  # later ones, if the swarm's log has gone back
+        try:
+            set_aside(Path(args.output_dir), state["local_epoch"])  # later ones, if the swarm's log has gone back
+        except OSError as e:
+            logger.warning(f"checkpoints beyond epoch {state['local_epoch']} could not be moved: {e}")
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, args.save_total_limit):
             self.saved_epoch = state["local_epoch"]

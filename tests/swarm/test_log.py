@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
-from swarm.log import MAX_ANSWER_BYTES, MAX_NEW, MAX_POOL, SLOT, Action, Entry, Log, State, make_genesis, rank
+from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Action, Entry, Log, State, make_genesis, rank
 from swarm.log_records import (
     KINDS,
     MAX_VOTERS,
@@ -839,19 +839,6 @@ def test_flood_stays_small():
         log.tick(now)
     assert len(log.records) <= MAX_POOL + 20
     assert sent < 300 * 16 * MAX_ANSWER_BYTES and len(pack(tuple(log.records.values()))) < 64_000
-
-
-def test_new_keys_start_few_downloads():
-    """Each has a better turn than those before, and comes alone. A peer that has waited for its turn comes first."""
-    log = make_log(4)
-    log.identity.verify, log.identity.find_key = (lambda *_: True), FakeIdentity(b"x").sign
-    log.holds, wanted = (lambda _: False), []
-    offers = [make_offer(b"%08d" % number, log.head.head, b"%08d" % number * 4) for number in range(300)]
-    log.turns[offers[0].peer] = 0
-    for offer in (*sorted(offers[1:], key=log.find_turn, reverse=True), offers[0]):
-        actions = log.receive(1e6, PEERS[1], encode(offer))
-        wanted += [action.content.peer for action in actions if action.kind == "fetch"]
-    assert len(wanted) <= MAX_NEW + 1 and wanted[-1] == offers[0].peer
 
 
 if __name__ == "__main__":
