@@ -169,7 +169,8 @@ class TrainingSchedule:
 
     def count_samples(self, epoch: int) -> int:
         """Return the number of samples of all epochs before this one."""
-        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
+        more = max(0, self.local_steps - 1)  # a contract may say 0
+        return self.target_batch_size * (epoch + more * max(0, epoch - (self.local_steps_from or 0)))
 
 
 def parse_schedule(contract: RunContract | None) -> TrainingSchedule:

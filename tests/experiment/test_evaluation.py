@@ -112,6 +112,8 @@ def test_progress_shows_samples_and_expected_end():
     schedule = TrainingSchedule(64, local_steps=25, local_steps_from=50)
     assert measure_progress(40, 100, schedule, [(40, 2.0)])["seconds_left"] == pytest.approx((10 + 50 * 25) * 2.0)
     assert measure_progress(60, 100, schedule, [(60, 50.0)])["seconds_left"] == pytest.approx(40 * 50.0)
+    invalid = TrainingSchedule(64, local_steps=0)  # of an untrusted peer's contract
+    assert measure_progress(60, 100, invalid, [(60, 2.0)])["seconds_left"] == pytest.approx(40 * 2.0)
 
 
 def test_history_and_curve_include_evaluations(tmp_path):
