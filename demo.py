@@ -7,8 +7,8 @@ or, with everything installed, `python demo.py`. With --clients neither trainer 
 peer averages for them. With --config_path configs/lean-demo.json they train a LeanALBERT; with configs/gpt-demo.json a
 causal model, by Muon. The demo only starts the project's scripts and reads their output. It prints each command, and
 you can run it yourself. It ends after two to three minutes on two cores. All files are in --output_dir.
-Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
-Ctrl-C.
+Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 2: a flag
+is wrong; 130: Ctrl-C.
 """
 
 import argparse
@@ -59,6 +59,10 @@ SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own g
 SAME_WEIGHTS = 1e-6
 
 
+class DemoError(Exception):
+    """The error that the demo has failed, as opposed to a wrong flag."""
+
+
 class Scripts:
     """The running scripts, each with its own session and log. They stop when the block ends."""
 
@@ -88,12 +92,12 @@ class Scripts:
         return self.output_dir / f"{name}.log"
 
     def has_ended(self, name: str) -> bool:
-        """Return whether the script has ended; raise a UserError if it failed."""
+        """Return whether the script has ended; raise a DemoError if it failed."""
         code = self.running[name].poll()
         if code:
             lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["(it printed nothing)"]
             how = f"with exit code {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
-            raise UserError(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
+            raise DemoError(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
         return code == 0
 
     def pause(self, seconds: float) -> None:
@@ -107,7 +111,7 @@ class Scripts:
         deadline = time.monotonic() + seconds
         while not self.has_ended(name):
             if time.monotonic() > deadline:
-                raise UserError(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
+                raise DemoError(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
             self.pause(0.1)
 
     def interrupt(self, name: str) -> None:
@@ -166,7 +170,7 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     deadline, text = time.monotonic() + STALL_LIMIT, ""
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
-            raise UserError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
+            raise DemoError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
         scripts.pause(0.1)
         text = scripts.log("monitor").read_text()
     join, page = found
@@ -179,7 +183,7 @@ def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
     epoch, last_change, next_time = 0, time.monotonic(), 0.0
     while not all([scripts.has_ended(name) for name in TRAINERS]):
         if scripts.has_ended("monitor"):
-            raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
+            raise DemoError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
         metrics = list(read_json_lines(metrics_file))
         if metrics and metrics[-1]["epoch"] != epoch:
             epoch, last_change = metrics[-1]["epoch"], time.monotonic()
@@ -189,12 +193,12 @@ def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
             print(format_epoch(metrics[-1]) if metrics else f"the trainers start, {elapsed} elapsed", flush=True)
         if time.monotonic() - last_change > STALL_LIMIT:
             logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
-            raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
+            raise DemoError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
         scripts.pause(0.5)
 
 
 def report(output_dir: Path, epochs: int) -> None:
-    """Print the outcome from the trainers' files; raise a UserError if the demo failed."""
+    """Print the outcome from the trainers' files; raise a DemoError if the demo failed."""
     from safetensors.numpy import load_file
 
     folders = [output_dir / name for name in TRAINERS]
@@ -232,13 +236,13 @@ def report(output_dir: Path, epochs: int) -> None:
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
-        raise UserError(f"the peers never averaged their gradients, see {logs}")
+        raise DemoError(f"the peers never averaged their gradients, see {logs}")
     if not final_loss < entropy:
-        raise UserError(f"the model has not learned more than word frequencies, see {logs}")
+        raise DemoError(f"the model has not learned more than word frequencies, see {logs}")
 
 
 def run(args: argparse.Namespace, stop: threading.Event) -> None:
-    """Run the demo; raise a UserError if it fails."""
+    """Run the demo; raise a DemoError if it fails, and a UserError if it cannot begin."""
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
     is_causal = read_model_type(args.config_path) in CAUSAL
     lock_folder("--output_dir", output_dir)
@@ -287,9 +291,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped, no process is left", flush=True)
         return 130
-    except UserError as e:
+    except (DemoError, UserError) as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, UserError) else 1
     return 0
 
 

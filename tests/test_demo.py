@@ -78,7 +78,7 @@ def test_second_demo_leaves_first_alone(start_demo, tmp_path):
     first = start_demo()
     first.wait_for("Start the monitor", 300)
     second, folder = start_demo("second"), f"--output_dir {tmp_path / 'out'}"
-    assert second.wait(30) == 1
+    assert second.wait(30) == 2
     assert second.text == f"error: {folder} is in use by another peer, or not yours: choose another one\n"
     assert first.process.poll() is None and (tmp_path / "out" / "monitor.log").exists()
     first.interrupt()
@@ -92,7 +92,7 @@ def test_demo_wrong_flags_remove_nothing(tmp_path):
         ("configs/no.json", "--config_path configs/no.json holds no model (No such file or directory)"),
         ("LICENSE", "--config_path LICENSE holds no model (JSONDecodeError: "),
     ):
-        [line] = run_python("demo.py", "--output_dir", tmp_path, "--config_path", config, expect=1).stderr.splitlines()
+        [line] = run_python("demo.py", "--output_dir", tmp_path, "--config_path", config, expect=2).stderr.splitlines()
         assert line.startswith("error: ") and words in line
         assert (tmp_path / "thesis").read_text() == "of a year"
 
