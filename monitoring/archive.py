@@ -166,14 +166,9 @@ class CheckpointHandler:
         # the weights stay until the next download, which waits for this thread
         card = write_card(stamp, known, self.model, self.tokenizer, place, bool(extra_files))
         extra_files["README.md"] = card.encode()
-        folder = self.folder / f"checkpoint-{stamp['epoch']}"
-        try:
-            checkpoint.set_aside(self.folder, stamp["epoch"])
-        except OSError as e:
-            logger.warning(f"checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
-        if checkpoint.save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
-            logger.info(f"saved {folder}  loss {stamp['loss']:.4f}")
-            checkpoint.remove_outdated(folder, self.args.save_total_limit)
+        own = self.folder, state, stamp, self.args.save_total_limit, extra_files
+        if checkpoint.save_checkpoint(self.model, self.tokenizer, *own):
+            logger.info(f"saved {self.folder}/checkpoint-{stamp['epoch']}  loss {stamp['loss']:.4f}")
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""

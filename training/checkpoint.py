@@ -104,13 +104,30 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
-    """Save the model to `checkpoint-{epoch}`, then remove the oldest other checkpoints beyond the limit."""
-    folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
-    card = {"README.md": write_readme(model, folder)}
-    is_saved = save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card)
+def save_checkpoint(
+    model,
+    tokenizer,
+    output_dir: str | Path,
+    state: dict,
+    extra: dict,
+    save_total_limit: int,
+    extra_files: dict[str, bytes] | None = None,
+) -> bool:
+    """Save the model to `checkpoint-{epoch}`, then remove the oldest checkpoints beyond the limit. Later checkpoints,
+    which exist if the swarm has gone back, are moved away first.
+
+    :param extra_files: see `save_model`; default: the model's card
+    """
+    output_dir, epoch = Path(output_dir), state["local_epoch"]
+    try:
+        set_aside(output_dir, epoch)
+    except OSError as e:
+        logger.warning(f"checkpoints beyond epoch {epoch} could not be moved: {e}")
+    folder = output_dir / f"checkpoint-{epoch}"
+    files = extra_files or {"README.md": write_readme(model, folder)}
+    is_saved = save_model(model, tokenizer, folder, {"epoch": epoch, **extra}, state, files)
     if is_saved:
-        remove_outdated(folder, save_total_limit)
+        remove_outdated(output_dir, save_total_limit)
     return is_saved
 
 
@@ -148,10 +165,9 @@ def write_readme(model, folder: str | Path) -> bytes:
 # --- find and load states ---------------------------------------------------------------------------------------------
 
 
-def remove_outdated(saved: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond the limit, but not the saved one, which may be older after a resume."""
-    others = [path for path in find_checkpoints(saved.parent) if path != saved]
-    for folder in others[: max(0, len(others) + 1 - limit)]:
+def remove_outdated(output_dir: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beyond the limit."""
+    for folder in find_checkpoints(output_dir)[:-limit]:
         # under another name, so that a process that is killed here leaves no half of a checkpoint
         with contextlib.suppress(OSError):
             shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))

@@ -15,14 +15,7 @@ from common.flags import list_values
 from swarm.joining import Swarm
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
-from training.checkpoint import (
-    CheckpointError,
-    apply_state,
-    collect_state,
-    load_state,
-    save_checkpoint,
-    set_aside,
-)
+from training.checkpoint import CheckpointError, apply_state, collect_state, load_state, save_checkpoint
 from training.devices import all_finite
 from training.progress import RECENT_EPOCHS
 
@@ -134,10 +127,6 @@ class TrainerState:
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
         state, args = self.collect(), self.args
-        try:
-            set_aside(Path(args.output_dir), state["local_epoch"])  # later ones, if the swarm's log has gone back
-        except OSError as e:
-            logger.warning(f"checkpoints beyond epoch {state['local_epoch']} could not be moved: {e}")
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, args.save_total_limit):
             self.saved_epoch = state["local_epoch"]

@@ -144,10 +144,11 @@ def test_later_checkpoints_are_set_aside(saved, tmp_path):
     arguments.resume_from_checkpoint = "none"
     assert choose_state(arguments, model, "a") is None
     assert list_names(tmp_path) == [] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
-    # of older checkpoints, the newest is kept, but not instead of the one that was just saved
-    for epoch in (3, 5, 1):
+    for epoch in (3, 5, 7):
         save(epoch, limit=2)
-    assert list_names(tmp_path) == ["checkpoint-1", "checkpoint-5"]
+    assert list_names(tmp_path) == ["checkpoint-5", "checkpoint-7"]
+    save(1, limit=2)  # a swarm that has gone back
+    assert list_names(tmp_path) == ["checkpoint-1"] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 5
 
 
 def test_wrong_checkpoint_is_one_line(saved, tmp_path):
