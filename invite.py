@@ -42,7 +42,7 @@ class InviteArguments(FlagGroup):
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge(interrupted="no invitation was written"):
+    with edge(interrupted="`python invite.py` shows what was done"):
         [args] = parse_arguments(InviteArguments, description=__doc__)
 
 from swarm.credentials import Authority
@@ -126,5 +126,5 @@ def main(args: InviteArguments) -> None:
 
 
 if __name__ == "__main__":
-    with edge(interrupted="no invitation was written"):
+    with edge(interrupted="`python invite.py` shows what was done"):
         main(args)

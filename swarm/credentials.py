@@ -130,9 +130,9 @@ class Authority:
         """Revoke all credentials of this member and return their number, or raise a SwarmError if there are none."""
         now = get_dht_time()
         with self.open_run(prefix) as run:
-            members = [it for it in run["members"].values() if it["username"] == username and not it["revoked"]]
+            members = [it for it in run["members"].values() if it["username"] == username]
             if not members:
-                raise SwarmError(f"run {prefix!r} has no member {username!r}, or they are already revoked")
+                raise SwarmError(f"run {prefix!r} has no member {username!r}")
             for member in members:
                 member["revoked"] = True
             revoked = [name for name, it in run["members"].items() if it["revoked"] and it["expires"] > now]

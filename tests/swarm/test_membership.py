@@ -190,8 +190,6 @@ def test_revocations_reach_all_peers(tmp_path):
             assert hostile.store("records", {"username": "eve"}, expiration + 2, subkey=subkey)
             start = time.monotonic()
             assert authority.revoke(prefix, "eve") == 1
-            with pytest.raises(UserError, match="or they are already revoked"):
-                authority.revoke(prefix, "eve")
 
             def knows(peer: DHT) -> bool:
                 said = peer.run_coroutine(find_own_fault)
@@ -277,9 +275,9 @@ def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
     for path in ("authority.pem", "authority.members.json", "ada.invite", "b"):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     refuse("--out b exists", "--username", "eve", "--out", "b")
-    assert run("--revoke", "ada") == "ada: 1 invitation revoked\n"
-    for name in ("ada", "eve"):
-        refuse(f"has no member '{name}', or they are already revoked", "--revoke", name)
+    for _ in range(2):  # once more, if --initial_peers could not be reached the first time
+        assert run("--revoke", "ada") == "ada: 1 invitation revoked\n"
+    refuse("has no member 'eve'", "--revoke", "eve")
     refuse("run 'unknown' has no member 'ada'", "--revoke", "ada", "--run_id", "unknown")
     assert "unknown" not in Path("authority.members.json").read_text()
     run("--username", "ada", "--out", "c", "--run_id", "two")
