@@ -17,6 +17,7 @@ again resumes with the first seed that is not in results.json.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -89,7 +90,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from common.files import lock_folder, write_file
+from common.files import hash_file, lock_folder, write_file
 from experiment.optimizer import make_param_groups
 from experiment.tasks import (
     TASKS,
@@ -105,6 +106,7 @@ from models.build import find_longest_sequence
 from models.pretrained import Pretrained, check_tokenizer, load_folder, load_old_checkpoint, load_weights
 from text.batches import group_by_length
 from training.checkpoint import save_model
+from training.devices import is_out_of_memory
 
 logger = logging.getLogger("finetune")
 
@@ -327,36 +329,42 @@ def tune(
 # ---------------------------------------------------------------- results
 
 
-def describe_settings(args: FinetuneArguments) -> dict:
-    """Return the settings that must match to add seeds to results."""
+def describe_settings(args: FinetuneArguments, examples: dict[str, list[Example]]) -> dict:
+    """Return the settings that must match to add seeds to results, with hashes of the data and of the model's files."""
     settings = {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
     if args.task_file:
         settings["task_file"] = json.loads(Path(args.task_file).read_text(encoding="utf-8"))
+    data = {split: [(it.texts, it.right, it.spans) for it in part] for split, part in examples.items()}
+    settings["data"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    path = Path(args.checkpoint or args.model_name)  # the same path may have another model after more training
+    files = path.iterdir() if path.is_dir() else [path] if path.is_file() else []
+    settings["model"] = [hash_file(it) for it in sorted(files) if it.suffix in (".safetensors", ".bin", ".pth")]
     return settings
 
 
-def load_results(args: FinetuneArguments, file: Path) -> list[dict]:
+def load_results(settings: dict, file: Path) -> list[dict]:
     """Return the seeds in results.json, or raise a UserError if it is broken or has other settings."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        seeds, settings = results["seeds"], dict(results["settings"])
+        seeds, saved = results["seeds"], dict(results["settings"])
         format_table(results)  # checks the fields of each seed
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise UserError(f"{file} cannot be read ({e!r}): remove it, or choose another --output_dir") from e
-    wanted = json.loads(json.dumps(describe_settings(args)))
-    if different := [name for name in wanted if settings.get(name) != wanted[name]]:
+    # earlier versions saved fewer settings
+    if different := [name for name in settings if saved.get(name, settings[name]) != settings[name]]:
         raise UserError(
             f"{file} was made with a different {', '.join(different)}: choose another --output_dir, or remove it"
         )
     return seeds
 
 
-def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: dict, counts: dict) -> dict:
+def summarize(task: Task, seeds: list[dict], majority: dict, **content) -> dict:
     """Return the content of results.json.
 
     :param majority: the metrics of always predicting the most frequent answer
+    :param content: the counts of examples and texts, and the settings
     """
     names = list(seeds[0]["metrics"])
     values = {name: [seed["metrics"][name] for seed in seeds] for name in names}
@@ -367,8 +375,7 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
         "standard_deviation": {name: statistics.stdev(values[name]) if len(seeds) > 1 else None for name in names},
         "majority": majority,
         "best_seed": max(seeds, key=lambda seed: seed["metrics"][names[0]])["seed"],
-        **counts,
-        "settings": describe_settings(args),
+        **content,
         "seeds": seeds,
     }
 
@@ -410,12 +417,14 @@ def main(args: FinetuneArguments) -> None:
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
     folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     lock_folder("--output_dir", folder)
-    seeds = load_results(args, folder / "results.json")
+    settings = describe_settings(args, examples)
+    seeds = load_results(settings, folder / "results.json")
 
-    counts = {"examples": {split: len(part) for split, part in examples.items()}}
-    counts["texts_cut"] = {split: encode(part, pretrained, max_length) for split, part in examples.items()}
-    sizes = ", ".join(f"{len(part):,} {split}" for split, part in examples.items())
-    lengths = f"{sum(counts['texts_cut'].values()):,} texts are longer than {max_length} tokens and were cut"
+    counts = {split: len(part) for split, part in examples.items()}
+    cut = {split: encode(part, pretrained, max_length) for split, part in examples.items()}
+    content = {"examples": counts, "texts_cut": cut, "settings": settings}
+    sizes = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+    lengths = f"{sum(cut.values()):,} texts are longer than {max_length} tokens and were cut"
     missing = "" if "test" in examples else "; no test data, so no predictions"
     logger.info(f"{task.name}: {sizes}; {lengths}; {device}{missing}")
     majority = predict_majority(task, examples)
@@ -424,9 +433,16 @@ def main(args: FinetuneArguments) -> None:
         if any(done["seed"] == seed for done in seeds):
             logger.info(f"seed {seed} is in {folder / 'results.json'}")
             continue
-        result, model = tune(args, task, pretrained, examples, seed, device)
+        try:
+            result, model = tune(args, task, pretrained, examples, seed, device)
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            cures = f"lower --batch_size (now {args.batch_size}) and raise --grad_acc_steps, or lower --max_length"
+            raise UserError(f"out of memory on {device}: {cures}") from e
         seeds = sorted([*seeds, result], key=lambda done: done["seed"])
-        results = summarize(args, task, seeds, majority, counts)
+        results = summarize(task, seeds, majority, **content)
+        is_saved = True
         if results["best_seed"] == seed:
             is_saved = save_model(
                 model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed}
@@ -436,11 +452,12 @@ def main(args: FinetuneArguments) -> None:
                     predictions = predict(model, examples["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
                 is_saved &= write_file(folder / name, text)
-            if not is_saved:
-                raise UserError(f"seed {seed} could not be written, see above: free some space, and run this again")
+        del model  # the next seed needs its memory
         # written last, because a seed in results.json is finished
-        write_file(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    print(format_table(summarize(args, task, seeds, majority, counts)))
+        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+        if not (is_saved and write_file(folder / "results.json", text)):
+            raise UserError(f"seed {seed} could not be written, see above: free some space, and run this again")
+    print(format_table(summarize(task, seeds, majority, **content)))
     print(f"model, predictions and results.json: {folder}")
 
 

@@ -350,6 +350,25 @@ def test_finetune_skips_finished_run(terra_run, toy_model, capsys):
     assert "another --output_dir" in line and (terra_run / "results.json").read_bytes() == before
 
 
+def test_finetune_notices_changed_model_and_data(terra_run, toy_model, tmp_path):
+    """At the same paths, as after more training."""
+    model, folder = shutil.copytree(toy_model, tmp_path / "model"), tmp_path / "run"
+    shutil.copytree(terra_run.parent / "data", tmp_path / "data")
+    results = read_results(terra_run)
+    results["settings"] |= {"checkpoint": str(model), "data_dir": str(tmp_path / "data")}
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(results))
+    command = terra_command(model, folder)[1:]
+    run_main(finetune_mlm, *command)
+    assert read_results(folder) == results
+    train = tmp_path / "data" / "TERRa" / "train.jsonl"
+    train.write_text(train.read_text().split("\n", 1)[1])
+    assert "a different data:" in refuse(finetune_mlm, *command)
+    weights = model / "model.safetensors"
+    save_file({name: tensor + 0.1 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert "a different data, model:" in refuse(finetune_mlm, *command)
+
+
 @pytest.mark.parametrize("text", ["{", '{"seeds": [], "settings": []}', '{"seeds": [{}], "settings": {}}'])
 def test_finetune_broken_results_are_one_line(text, terra_run, toy_model, tmp_path):
     (tmp_path / "run").mkdir()
