@@ -69,6 +69,10 @@ class Broken(Exception):
     """The error of an unusable record or rest of a file; its text is the reason."""
 
 
+class LostFile(Broken):
+    """The error of the unusable rest of a file."""
+
+
 READ_ERRORS = (
     *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
@@ -90,6 +94,12 @@ Read = tuple[str | Broken, Position]  # a document's text or the reason why it i
 # ---------------------------------------------------------------- files, local and http
 
 
+def find_packing(path: str) -> str:
+    """Return which of the suffixes PACKED a file or URL has, or an empty text."""
+    name = path.partition("?")[0] if is_url(path) else path
+    return next(filter(name.endswith, PACKED), "")
+
+
 def open_file(path: str) -> BinaryIO:
     """Open a local file or URL to read decompressed bytes; errors are of READ_ERRORS."""
     if is_url(path):
@@ -97,11 +107,12 @@ def open_file(path: str) -> BinaryIO:
         file = io.BufferedReader(web.open(path, block_size=HTTP_BLOCK), HTTP_BLOCK)
     else:
         file = open(path, "rb")  # noqa: SIM115
-    if path.endswith(".gz"):
+    packing = find_packing(path)
+    if packing == ".gz":
         return gzip.GzipFile(fileobj=file)
-    if path.endswith(".xz"):
+    if packing == ".xz":
         return lzma.LZMAFile(file)
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")) if path.endswith(".zst") else file
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")) if packing else file
 
 
 def explain_failure(error: Exception) -> tuple[str, bool]:
@@ -115,14 +126,15 @@ def explain_failure(error: Exception) -> tuple[str, bool]:
     if isinstance(error, FileNotFoundError) or code == 404:
         return "No such file", False
     is_temporary = hasattr(error, "response") and (code is None or code >= 500 or code in TEMPORARY_ANSWERS)
+    is_temporary |= isinstance(error, ConnectionError)  # of datasets, after its own retries
     return getattr(error, "strerror", None) or first_line(error), is_temporary
 
 
-def read_lines(file: BinaryIO, path: str, part: tuple[int, int]) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, is_packed: bool, part: tuple[int, int]) -> Iterator[bytes]:
     """Yield the lines that begin in the part."""
     begin, end = part
     position = max(begin - 1, 0)
-    if not path.endswith(PACKED):
+    if not is_packed:
         file.seek(position)
     if begin:
         # a line of the previous part, or only its line break; it may be longer than this part
@@ -210,9 +222,10 @@ class Source:
             else:
                 join = join_lines if self.format == "text" else iter
                 # a packed file is one part of unknown size
-                size, length = (1, sys.maxsize) if path.endswith(PACKED) else (file.seek(0, io.SEEK_END), PART_BYTES)
+                is_packed = bool(find_packing(path))
+                size, length = (1, sys.maxsize) if is_packed else (file.seek(0, io.SEEK_END), PART_BYTES)
                 parts = [(begin, begin + length) for begin in range(0, size, length)]
-                yield parts, lambda part: join(read_lines(file, path, part))
+                yield parts, lambda part: join(read_lines(file, is_packed, part))
 
     def decode(self, record: object) -> str:
         """Return the text of a record of `open`; raise a ValueError or RecursionError if it is broken."""
@@ -260,8 +273,8 @@ class Source:
             except READ_ERRORS as e:
                 reason, is_temporary = explain_failure(e)
                 problem = f"{self.files[index]}: {reason}"
-                if not (is_temporary and is_url(self.files[index])) or time.monotonic() + delay > deadline:
-                    yield Broken(f"{problem}; skipping the rest of it"), position
+                if not is_temporary or time.monotonic() + delay > deadline:
+                    yield LostFile(f"{problem}; skipping the rest of it"), position
                     return
             logger.warning(f"{problem}; trying again in {delay:g} s")
             if stop.wait(delay):
@@ -294,7 +307,8 @@ class Source:
                     return
                 if isinstance(text, Broken):
                     self.broken += 1
-                    if str(self.broken).strip("0") == "1":  # the first, the tenth, the hundredth, ...
+                    # the first, the tenth, the hundredth, ...
+                    if isinstance(text, LostFile) or str(self.broken).strip("0") == "1":
                         logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {text}")
                 elif text and not text.isspace():
                     is_empty = False

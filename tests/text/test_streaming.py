@@ -9,6 +9,7 @@ import lzma
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -160,13 +161,13 @@ def write_format(folder: Path, name: str) -> Path:
 NAMES = ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "hub"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "http a.jsonl", "http a.jsonl.gz", "http a.parquet"])
+@pytest.mark.parametrize("name", [*NAMES, "http a.jsonl", "http a.jsonl.gz?as=file", "http a.parquet"])
 def test_stream_formats_match_and_resume(name, tmp_path, monkeypatch):
     """The server cuts connections, and fails."""
     for constant, value in (("PART_BYTES", 5000), ("FIRST_DELAY", 0.05), ("HTTP_BLOCK", 4096)):
         monkeypatch.setattr(streams, constant, value)
     file = name.removeprefix("http ")
-    path = write_format(tmp_path, file)
+    path = write_format(tmp_path, file.partition("?")[0]).rename(tmp_path / file)
     with FileServer(tmp_path) as server:
         server.cuts[f"/{file}"], server.answers[f"/{file}"] = [1000, 500], [200, 503, 200]
         # the order comes from the name, too
@@ -225,7 +226,7 @@ def test_stream_long_line_is_read_once(monkeypatch):
 
     content = b'{"text": "One."}\n' + 50_000 * b"x" + b'\n{"text": "Two."}\n'
     file, parts = CountedFile(content), range(0, len(content), 1000)
-    lines = [line for begin in parts for line in streams.read_lines(file, "a.jsonl", (begin, begin + 1000))]
+    lines = [line for begin in parts for line in streams.read_lines(file, False, (begin, begin + 1000))]
     assert lines == [b'{"text": "One."}\n', b"", b'{"text": "Two."}\n']
     assert max(sizes) == 3000 and sum(sizes) < len(content) + 3000 + len(parts)
 
@@ -256,6 +257,33 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
     [message] = [message for message in caplog.messages if "a.jsonl" in message]
     assert "a.jsonl, record 1 of part 1 is broken (Invalid control character" in message
     assert any("d.txt, record 2 of part 1 is broken ('utf-8' codec" in message for message in caplog.messages)
+    # the rest of a file is more than a record
+    for seed in range(4):
+        caplog.clear()
+        source = Source(path=[str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz")])
+        assert any(position.number for _, position in source.read(seed, Position(), GO_ON))
+        assert sum("b.jsonl.gz: " in message and "the rest of it" in message for message in caplog.messages) == 1
+
+
+class ShakyDataset:
+    """A dataset on the Hub, whose server is down for a while; `datasets` gives up after its own retries."""
+
+    def __init__(self):
+        self.failures = [100, 200]  # the number of records before each, last first
+
+    def shard(self, num_shards: int, index: int) -> Iterator[dict]:
+        for number, text in enumerate(RECORDS):
+            if number in self.failures[-1:]:
+                self.failures.pop()
+                raise ConnectionError("Server Disconnected")
+            yield {"text": text}
+
+
+def test_stream_waits_for_hub(monkeypatch):
+    monkeypatch.setattr(streams, "FIRST_DELAY", 0.01)
+    source = Source(path="someone/texts")
+    source.dataset, source.files = ShakyDataset(), ["file 0"]
+    assert read_pass(source) == RECORDS and not source.dataset.failures
 
 
 def test_stream_missing_file_is_skipped(tmp_path):
