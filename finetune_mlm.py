@@ -54,7 +54,7 @@ class FinetuneArguments(PrecisionArguments):
     )
     data_dir: str = flag(
         ".",
-        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, except RuCoLA, come from the Hub.",
+        "Folder with the benchmark's files (TERRa/train.jsonl, ...); absent folders, except RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
     output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")

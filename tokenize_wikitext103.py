@@ -146,10 +146,11 @@ def main():
     )
     if args.archive:
         make_archive(dataset_path, tokenizer_path, Path(args.archive))
+    model = "" if kind.is_masked else " --config_path configs/gpt2-124m.json"  # the default one is ALBERT
     paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
     print(
         "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to start one:\n"
-        f"python run_trainer.py {paths} --objective {objective}"
+        f"python run_trainer.py {paths} --objective {objective}{model}"
     )
 
 
@@ -168,6 +169,8 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, Documents]]:
     kind = KINDS[args.objective]
     if kind.has_turns and not args.text_files:
         raise UserError(f"--objective {args.objective} needs conversations: give --text_files chats.jsonl")
+    if kind.has_turns and args.train_tokenizer:
+        raise UserError("--train_tokenizer makes no chat template: give a --tokenizer that has one")
     if args.text_files:
         source = ", ".join(Path(path).name for path in args.text_files)
         documents = [document for path in args.text_files for document in read_documents(path, args.text_column, kind)]

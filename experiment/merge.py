@@ -19,7 +19,11 @@ def merge(folder: Path, output_dir: Path) -> None:
     if output_dir.exists():
         raise UserError(f"{output_dir} exists already: choose another folder")
     import transformers
-    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as e:
+        raise UserError("adapters need the package peft: pip install peft") from e
 
     from experiment.model import OWN_MODELS
     from models.lean_albert import AUTO_CLASSES

@@ -138,7 +138,10 @@ def overlap(words: list[str], others: list[str]) -> float:
 def find_label(record: dict, task: "Task") -> list[int] | None:
     """Return [index] of a record's label, which is an index (on the Hub; -1: none), a truth value or a text."""
     value = record.get(task.label_column)
-    spellings = [str(label).lower() for label in task.labels]
+    labels = [str(label) for label in task.labels]
+    if str(value) in labels:
+        return [labels.index(str(value))]
+    spellings = [label.lower() for label in labels]
     if str(value).lower() in spellings:
         return [spellings.index(str(value).lower())]
     if value is None or value == "" or value == -1:

@@ -186,7 +186,8 @@ def blocks(request, tmp_path_factory, written):
     folder = tmp_path_factory.mktemp(request.param)
     flags = ["--objective", request.param, "--text_files", written / "documents.jsonl", "--seq_length", 64]
     flags += ["--train_tokenizer", "--vocab_size", 500]
-    tokenize(folder, *flags)
+    next_command, has_config = tokenize(folder, *flags).stdout.splitlines()[-1], request.param == "clm"
+    assert next_command.endswith(" --config_path configs/gpt2-124m.json") == has_config  # the default one is ALBERT
     return request.param, folder, flags
 
 
@@ -336,6 +337,7 @@ FAULTS = {
     "field": (b'{"body": "x"}\n', ["--text_files", "input.jsonl"], "--text_column"),
     "no text": (b'{"text": 3}\n', ["--text_files", "input.jsonl"], "--text_column"),
     "one sentence": (b"Hello.", ["--text_files", "input.txt"], "give more"),
+    "chats": (b"", ["--objective", "sft", "--text_files", "input.jsonl"], "makes no chat template"),
     "flag": (b"", ["--nonsense"], "unknown argument --nonsense"),
     "exists": (b"", ["--corpus", "sample", "--dataset_path", "input.txt"], "already exists"),
     "nested": (b"", ["--dataset_path", "x/y", "--tokenizer_path", "x"], "neither inside the other"),

@@ -180,7 +180,8 @@ def tokenize_for_trainer(
     facts += [tokenizer.chat_template] if kind.has_turns else []
     digest = hashlib.sha256(json.dumps(facts).encode())
     for split in splits.items():
-        digest.update(json.dumps(split).encode())
+        for piece in json.JSONEncoder().iterencode(split):  # a whole corpus as one text would need much memory
+            digest.update(piece.encode())
     cache_dir = Path(args.dataset_cache_dir)
     folder = cache_dir / f"text-{digest.hexdigest()[:16]}"
     make_folder("--dataset_cache_dir", cache_dir)

@@ -224,10 +224,13 @@ def describe(folder, **changes) -> str:
 def test_task_file_collects_labels(tmp_path):
     numbers = [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}, {"body": "три", "topic": 3}]
     truths = [{"body": "раз", "topic": True}, {"body": "два", "topic": 0}]
+    grades = [{"body": "раз", "topic": "A"}, {"body": "два", "topic": "c"}, {"body": "три", "topic": "a"}]
     for records, changes, expected in (
         (numbers, {}, [[0], [1], [2]]),
         (numbers, {"labels": [3, 2, 1]}, [[2], [1], [0]]),
         (truths, {"labels": ["no", "yes"]}, [[1], [0]]),
+        (grades, {}, [[0], [2], [1]]),
+        (grades, {"labels": ["c", "A", "b"]}, [[1], [0], [1]]),
     ):
         for name in ("a", "b"):
             write_lines(tmp_path / f"{name}.jsonl", records)
