@@ -32,7 +32,7 @@ class RunReader:
         #: the metrics of the newest epoch, until `take_news` returns them
         self.news: deque[SwarmMetrics] = deque(maxlen=1)
         if attested := swarm.dht.attestation:
-            report.workers.ids |= set(attested.workers)
+            report.workers.trust(attested.workers)
             swarm.attest(attested.contract, attested.flags, attested.workers)
         else:
             swarm.attest(None, self.own_flags)

@@ -93,9 +93,10 @@ class RunReport:
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last update must not wait for this one
         if contracts:
-            self.update_contract(contracts.result())
+            self.update_contract(contracts.result(), has_trainers=bool(reports))
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
-        current = figures.aggregate_metrics(believable, last_epoch)
+        live = figures.select_live(believable, reports)
+        current = figures.aggregate_metrics(live, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
         is_new = current is not None and current.epoch != last_epoch
         self.older_reads = self.older_reads + 1 if is_new and self.last and current.epoch < last_epoch else 0
@@ -107,14 +108,14 @@ class RunReport:
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
         news = {}
         if is_new:
-            schedule = figures.parse_schedule(self.contract)
-            final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in believable)
+            schedule = self.workers.schedule
+            final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in live)
             recent = [(entry["epoch"], entry["epoch_seconds"]) for entry in self.history[-RECENT_EPOCHS:]]
             recent.append((current.epoch, current.epoch_seconds))
             progress = measure_progress(current.epoch, final_epoch, schedule, recent)
             news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
             logger.info(format_epoch(news))
-        evaluation = figures.find_evaluation(believable)
+        evaluation = figures.find_evaluation(live)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):
             logger.info(f"validation {figures.format_evaluation(evaluation)}")
             news |= figures.describe_evaluation(evaluation)
@@ -125,15 +126,17 @@ class RunReport:
             self.write_files()
         return current if is_new else None
 
-    def update_contract(self, found: dict[bytes, RunContract]) -> None:
+    def update_contract(self, found: dict[bytes, RunContract], has_trainers: bool) -> None:
         """Update the contract by those that live trainers publish, by their public keys."""
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in self.workers.ids):
             self.contract, self.lost_contracts = contract, 0
             self.next_contract = time.monotonic() + CONTRACT_PERIOD
-            return
-        self.lost_contracts += 1
-        if self.lost_contracts > 1:  # once may mean that the DHT did not answer
+        else:
+            self.lost_contracts += 1
+        # once may mean that the DHT did not answer; and in a long round, trainers renew their progress only
+        if self.lost_contracts > 1 and not has_trainers:
             self.contract = None  # the next run of this name has its own settings
+        self.workers.schedule = figures.parse_schedule(self.contract)
 
     def add_entry(self, news: dict) -> None:
         """Add an epoch to metrics.jsonl, curve and dashboard, or an evaluation to the entry of the last epoch."""

@@ -4,6 +4,8 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
@@ -19,7 +21,7 @@ from records import attack, make_metrics, run_dhts, sign
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
 import utils
 from swarm.contract import RunContract, RunSchema
-from training.figures import ContributorRegistry, aggregate_metrics, fetch_records
+from training.figures import ContributorRegistry, TrainingSchedule, aggregate_metrics, fetch_records, select_live
 from utils import MAX_RECORD_BYTES, MAX_RECORD_LIFETIME, filter_plausible_records, make_validators, peer_label
 
 PREFIX = make_prefix()
@@ -173,6 +175,19 @@ def test_absurd_epoch_hides_no_peer():
     assert filter_plausible_records(believable) == believable == honest
 
 
+def test_one_of_four_peers_cannot_choose_epoch():
+    """Even if it has contributed before."""
+    records = [(label, make_metrics(10)) for label in "abcd"] + [("liar", make_metrics(910, loss=0.0))]
+    progress = {label: SimpleNamespace(epoch=metrics.epoch) for label, metrics in records}
+    assert select_live(records, progress) == records[:4]
+    # metrics outlive their peer, unlike progress
+    assert select_live(records, {"b": progress["b"]}) == records[1:2]
+    assert select_live(records, {}) == records
+    # the others are behind, as after a restart
+    behind = progress | {label: SimpleNamespace(epoch=3) for label in "abc"}
+    assert select_live(records, behind | {"liar": SimpleNamespace(epoch=10)}) == records[:4]
+
+
 def make_ids(kind: str, count: int) -> list[bytes]:
     return [b"\x12\x20" + hashlib.sha256(f"{kind}{number}".encode()).digest() for number in range(count)]
 
@@ -205,6 +220,19 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     members, keys = [*honest, *strangers[:2]], strangers[2:66]
     group = {it: make_metrics(5, partners=name(keys if it in strangers else members)) for it in members}
     assert ContributorRegistry(members).select(group | {it: make_metrics(5) for it in keys}) == set(members)
+    # an epoch with local steps is longer: nobody becomes a contributor while it lasts
+    clock = time.monotonic()
+    for schedule, known in ((TrainingSchedule(100, None, 25, 5), honest), (TrainingSchedule(100), [*honest, late])):
+        long = ContributorRegistry(honest)
+        long.schedule = schedule
+        long.select({peer_id: make_metrics(5, epoch_seconds=30.0) for peer_id in honest})
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: clock + 600.0)
+            same = {peer_id: make_metrics(5, epoch_seconds=30.0) for peer_id in [*honest, late]}
+            assert long.select(same) == set(known)
+    attested = ContributorRegistry()
+    attested.trust(honest)
+    assert attested.select({late: make_metrics(5)}) == set()  # the DHT has not sent theirs yet
     # the others have left: their last records do not keep out a new peer
     [new] = make_ids("new", 1)
     fifth = {late: make_metrics(9, partners=name([new])), new: make_metrics(9)}

@@ -12,6 +12,7 @@ from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from swarm.contract import RunContract
+from swarm.trust import MAX_LEAD
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -38,11 +39,20 @@ class ContributorRegistry:
 
     def __init__(self, ids: Iterable[bytes] = ()):
         #: ids of all contributors, some of them from a trusted source, and of those with live metrics
-        self.ids, self.present = set(ids), set()
+        self.ids: set[bytes] = set()
+        self.present: set[bytes] = set()
         self.epochs: dict[bytes, int] = {}
+        #: the run's schedule, which the reader of its contract keeps up to date
+        self.schedule = TrainingSchedule()
         self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
         #: the time at which the contributors are dropped, unless one of them finishes an epoch
-        self.until = time.monotonic() + MIN_CONTRIBUTOR_TIMEOUT if self.ids else 0.0
+        self.until = 0.0
+        self.trust(ids)
+
+    def trust(self, ids: Iterable[bytes]) -> None:
+        """Add contributors, which count for a while even if none of them has metrics."""
+        self.ids |= set(ids)
+        self.until = max(self.until, time.monotonic() + MIN_CONTRIBUTOR_TIMEOUT if self.ids else 0.0)
 
     def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
         """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
@@ -54,6 +64,7 @@ class ContributorRegistry:
             self.ids = present = set(epochs)
         if present and (has_epoch or now >= self.until):
             seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
+            seconds *= self.schedule.compare_lengths(int(statistics.median(epochs[peer_id] for peer_id in present)))
             self.until = now + min(max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds), MAX_CONTRIBUTOR_TIMEOUT)
         self.epochs = epochs
         newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
@@ -127,6 +138,21 @@ def average_loss(records: list[LocalMetrics]) -> float:
     return math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
 
 
+def select_live(
+    records: list[tuple[str, LocalMetrics]], progress: Mapping[str, LocalTrainingProgress]
+) -> list[tuple[str, LocalMetrics]]:
+    """Return the records of the peers that report their progress, because metrics outlive their peer by ten minutes. If
+    less than a quarter of these claim a later epoch than the others, their records do not count.
+
+    :param progress: the newest progress record of each peer, by label; if there is none, all records count
+    """
+    epochs = sorted((progress[label].epoch for label, _ in records if label in progress), reverse=True)
+    if not epochs:
+        return records
+    limit = epochs[len(epochs) // 4] + MAX_LEAD
+    return [(label, metrics) for label, metrics in records if label in progress and metrics.epoch <= limit]
+
+
 def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
     """Aggregate all peers' plausible records into the metrics of their newest epoch, or None without any batch.
 
@@ -171,6 +197,13 @@ class TrainingSchedule:
         """Return the number of samples of all epochs before this one."""
         more = max(0, self.local_steps - 1)  # a contract may say 0
         return self.target_batch_size * (epoch + more * max(0, epoch - (self.local_steps_from or 0)))
+
+    def compare_lengths(self, epoch: int) -> float:
+        """Return the samples of this epoch in those of the one before."""
+        if not self.target_batch_size:
+            return 1.0
+        before, begin, end = map(self.count_samples, (epoch - 1, epoch, epoch + 1))
+        return (end - begin) / (begin - before)
 
 
 def parse_schedule(contract: RunContract | None) -> TrainingSchedule:

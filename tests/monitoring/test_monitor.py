@@ -31,8 +31,9 @@ from common.console import UserError
 from monitoring.history import Contributions, History, load_history
 from monitoring.reader import RunReader
 from monitoring.report import RunReport
+from swarm.contract import RunContract
 from training.figures import aggregate_metrics
-from utils import peer_label
+from utils import RecordValidator, find_peer_id, peer_label
 
 
 def test_history_thins_out_evenly(monkeypatch):
@@ -201,6 +202,20 @@ def test_slow_dht_does_not_delay_reads(tmp_path, monkeypatch):
     # all records are requested at once
     starts = [requests[f"run_{name}"][0] for name in ("metrics", "progress", "run")]
     assert max(starts) - min(starts) < 0.5
+
+
+def test_contract_outlasts_long_round(tmp_path):
+    """Then trainers renew their progress only."""
+    report = RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+    key = RecordValidator(RSAPrivateKey()).local_public_key
+    report.workers.trust([find_peer_id(key)])
+    contract = RunContract(joined=0.0, contract={"target_batch_size": "64"})
+    report.update_contract({key: contract}, has_trainers=True)
+    for _ in range(3):
+        report.update_contract({}, has_trainers=True)
+        assert report.contract == contract and report.workers.schedule.target_batch_size == 64
+    report.update_contract({}, has_trainers=False)
+    assert report.contract is None
 
 
 def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
