@@ -29,6 +29,7 @@ from monitoring.hub import Publisher, read_stamp
 from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
+from swarm.state_server import MAX_SNAPSHOT_AGE
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training import checkpoint
 from training.figures import SwarmMetrics, TrainingSchedule
@@ -53,14 +54,15 @@ def make_auxiliary(
 
     :raises UserError: if live trainers use different settings or the archive's folder cannot be written
     """
-    _, _, archive_args, model_args, optimizer_args, averaging_args = groups
+    _, report_args, archive_args, model_args, optimizer_args, averaging_args = groups
     tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
     if assists:
         swarm.measure_bandwidth(averaging_args.bandwidth)
     model = make_model(model_args, tokenizer)
     contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
     swarm.compare_contract(contract)
-    optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, auxiliary=True)
+    folder = Path(report_args.output_dir) / "log"  # which the next process continues, or empties
+    optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, folder=folder, auxiliary=True)
     if assists:
         optimizer.state_averager.relay_states()
     archive = CheckpointHandler(groups, model, tokenizer, optimizer) if archive_args.store_checkpoints else None
@@ -114,8 +116,9 @@ class CheckpointHandler:
         if self.download is None:
             is_saving = self.saving is not None and self.saving.is_alive()
             if metrics and not is_saving and self.is_due(metrics.epoch):
-                clients = self.optimizer.tracker.list_clients()
-                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, clients=clients)
+                # donors may be slow, and keep a copy for this long
+                options = {"clients": self.optimizer.tracker.list_clients(), "timeout": MAX_SNAPSHOT_AGE}
+                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, **options)
         elif self.download.done() and history:  # empty after a run has just started over
             loaded, self.download = self.download.result(), None
             if loaded is None:
