@@ -118,6 +118,8 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
             start = time.monotonic()
             if unsaved:
                 logger.info("stopping: saving; Ctrl-C again discards unsaved work")
+        elif number == signal.SIGHUP:
+            pass  # the shell and the system may send one each
         elif unsaved and number == signal.SIGINT and time.monotonic() < start + CONFIRM_TIMEOUT:
             logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
             start = -math.inf

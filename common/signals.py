@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from common.memory import settle_memory
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one if a terminal is closed
 HELPER_TIMEOUT = 1.0  # seconds for helpers to end after SIGTERM
 STOP_REQUESTED = threading.Event()  # set by Ctrl-C and SIGTERM; all waits for other peers end then
 # Held by a thread that forks or must not be interrupted, and forever by the thread that ends this process.
@@ -25,7 +25,7 @@ CLEANUPS: list[Callable[[], object]] = []
 
 
 def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
-    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM. The main thread then pauses for
+    """Start a thread that calls `obey` with the number of each signal of STOP_SIGNALS. The main thread then pauses for
     some seconds, because the same signal may end its helpers."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -37,7 +37,8 @@ def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
 
     threading.Thread(target=listen, name="obey signals", daemon=True).start()
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: time.sleep(pause))
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: time.sleep(pause))
     # Python writes the number of each handled signal here at once, in any thread
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if earlier != -1:
