@@ -99,9 +99,8 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
-        raise SwarmError(
-            f"`initial_peers` serve several runs: choose one by `experiment_prefix` ({', '.join(map(repr, names))})"
-        )
+        known = ", ".join(map(repr, names))
+        raise SwarmError(f"`initial_peers` serve several runs: choose one by `experiment_prefix` ({known})")
     prefix = prefix or "".join(names)
     matching = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
     if not matching:

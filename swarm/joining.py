@@ -106,8 +106,9 @@ class Swarm:
     def recheck_contract(self) -> None:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
         if self.dht.attestation and not self.dht.attestation.contract:
-            self.dht.attestation = attestation.ask_initial_peers(self.dht, self.prefix, is_new_run=True)
-            require_same(self.prefix, self.contract, self.list_contracts() if self.dht.attestation else [])
+            answer = attestation.ask_initial_peers(self.dht, self.prefix, is_new_run=True)
+            self.dht.attestation = answer or self.dht.attestation  # without an answer, compare after the next epoch
+            require_same(self.prefix, self.contract, self.list_contracts())
 
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
         """Store this peer's contract for these seconds, without waiting; None withdraws it for the next run."""
