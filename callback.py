@@ -73,7 +73,6 @@ class CollaborativeCallback:
             others = format_count(len(tracker.present), "other peer")
             logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
             optimizer.load_state_from_peers()
-        self.metrics.resume()
         self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:
@@ -201,11 +200,12 @@ class CollaborativeCallback:
         self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> bool:
-        """Write the model and summary.json, after leaving the swarm; return whether the model could be written."""
+        """Write the model and summary.json, after leaving the swarm; return whether model and state are saved."""
         stats, model, output_dir = self.stats, self.state.model, Path(self.args.output_dir)
         summary, folder = self.metrics.summarize(), output_dir / "model"
         card = {"README.md": write_readme(model, folder)}
         is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
+        is_saved &= self.state.saved_epoch == self.optimizer.local_epoch
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
         if with_evaluation and (evaluation := self.evaluator.measure(at_end=True)):
@@ -214,9 +214,9 @@ class CollaborativeCallback:
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         lost = stats.computed_samples - summary["samples"]
         more = f" ({lost:,} more were not part of any step)" if lost > 0 else ""
-        where = f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above"
+        where = f"model and state are in {output_dir}" if is_saved else "NOT SAVED: see the warning above"
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples{more}, averaged with others in "
-            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(summary)}; the model is {where}"
+            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(summary)}; {where}"
         )
         return is_saved

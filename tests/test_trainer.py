@@ -52,7 +52,7 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"])
     assert summary["seconds"] == pytest.approx(sum(line["epoch_seconds"] for line in lines), rel=0.01)
     assert sum(line["tokens_per_second"] * line["epoch_seconds"] for line in lines) == pytest.approx(tokens)
-    assert f"{summary['tokens_per_second']:,.0f} tokens/s, MFU -; the model is in" in result.stderr
+    assert f"{summary['tokens_per_second']:,.0f} tokens/s, MFU -; model and state are in" in result.stderr
     assert lines[-1]["loss"] < lines[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 

@@ -33,13 +33,10 @@ class MetricsReporter:
         #: the share of this peer's peak FLOP/s that one token per second takes, if the peak is known
         self.flop_share: float | None = None
         self.round_totals = self.read_round_totals()
+        #: the last epoch in history.jsonl
+        self.last_written = max((line["epoch"] for line in read_json_lines(self.history)), default=0)
         #: by time.monotonic(), when the published metrics should be renewed, because an epoch may outlast them
         self.next_time = math.inf
-
-    def resume(self) -> None:
-        """Drop the epochs in history.jsonl that will be repeated."""
-        lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
-        write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def measure_flop(self) -> None:
         """Count the FLOP of a token, if the peak of the device is known."""
@@ -173,7 +170,11 @@ class MetricsReporter:
         if self.state.model.device.type == "cuda":
             own["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         line = metrics | own | self.measure_progress() | (describe_evaluation(evaluation) if evaluation else {})
+        if line["epoch"] <= self.last_written:  # a restart, or the swarm, has gone back: drop what is repeated
+            kept = [earlier for earlier in read_json_lines(self.history) if earlier["epoch"] < line["epoch"]]
+            write_file(self.history, "".join(json.dumps(earlier) + "\n" for earlier in kept))
         append_line(self.history, json.dumps(line))
+        self.last_written = line["epoch"]
         return line
 
     def measure_progress(self) -> dict[str, float]:

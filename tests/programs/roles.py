@@ -50,7 +50,7 @@ with clean_end():
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
     def make_callback():
-        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, save_steps=500)
         args = arguments.TrainerArguments(output_dir=sys.argv[2], do_eval=True, eval_steps=1, **sizes)
         groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, arguments.DataArguments(), args
         loaded = dict(tokenizer=tokenizer, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
