@@ -30,7 +30,6 @@ from swarm.exchange import BlobStore, Download, Exchange, Format, plan_loads
 
 MILLIONS, BLOCK_BYTES = 14, 36_650  # a block of 2**20 numbers: 3 %, 2 bits
 NUM_BLOCKS = round(MILLIONS * 1e6 / 2**20)
-FORMAT = Format(2 * BLOCK_BYTES, lambda *_: None)
 ROUNDS = 5
 
 
@@ -40,7 +39,7 @@ def simulate(homes: int, aux_mbits: float, seconds: float) -> str:
     uplinks = {peer: 20.0 for peer in peers[:homes]} | {peer: aux_mbits for peer in peers[homes:]}
     sent: Counter[PeerID] = Counter()
     for owner in peers[:homes][:16]:
-        download = Download(b"", owner, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, FORMAT)
+        download = Download(b"", owner, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, Format(None, 2 * BLOCK_BYTES, None))
         download.uplinks, download.loads = uplinks, plan_loads(uplinks, NUM_BLOCKS * BLOCK_BYTES, seconds)
         for peer in peers:
             for number in range(NUM_BLOCKS):
@@ -69,7 +68,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
     dht = DHT(maddrs, host_maddrs=[f"/ip4/{ip}/tcp/0"], start=True)
     dht.uplink.set_bandwidth(20, is_fixed=True)
     store = BlobStore(Path(folder, f"store{number}"), 10**9, NUM_BLOCKS)
-    exchange = Exchange(dht, prefix, store, lambda *_: b"")
+    exchange, format = Exchange(dht, prefix, lambda *_: b"", store), Format(store, 2 * BLOCK_BYTES, lambda *_: None)
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     for turn in range(ROUNDS):
         blob = store.add([os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)])
@@ -83,7 +82,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
         futures = []
         for peer, name in offers:
             owner = PeerID.from_base58(peer)
-            futures.append(exchange.fetch(bytes.fromhex(name), owner, holders, size, FORMAT))
+            futures.append(exchange.fetch(bytes.fromhex(name), owner, holders, size, format))
         for future in futures:
             future.result(120)
         print(json.dumps({"turn": turn, "seconds": time.monotonic() - start}), flush=True)

@@ -66,8 +66,8 @@ PEER_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError)  
 
 
 class BlobStore:
-    """Blobs on disk: a file for each block, and one for the hashes of each blob, named by their SHA-256. Blobs of an
-    earlier process are kept, and a blob may be incomplete. The class is thread-safe.
+    """Blobs of one format on disk: a file for each block, named by the number for which it was checked and its SHA-256,
+    and one for the hashes of each blob. Blobs of an earlier process are kept. The class is thread-safe.
 
     :param folder: a folder for this store only
     :param max_bytes: the limit of all files together; above it, the oldest ones are deleted
@@ -83,17 +83,17 @@ class BlobStore:
 
     def add(self, blocks: Iterable[bytes]) -> bytes:
         """Store a blob and return its id."""
-        return self.put(b"".join(map(self.put, blocks)))
+        return self.put(b"".join(self.put(block, number) for number, block in enumerate(blocks)))
 
-    def put(self, data: bytes) -> bytes:
+    def put(self, data: bytes, number: int = HASHES) -> bytes:
         """Store a block, or the joined hashes of a blob, and return its SHA-256."""
         name = hashlib.sha256(data).digest()
         with self._lock:
             unfinished = self.folder / "unfinished"
             unfinished.write_bytes(data)
-            unfinished.rename(self.folder / name.hex())
+            unfinished.rename(self.folder / f"{number} {name.hex()}")
             self._bytes += len(data)
-            self._names.add(name.hex())
+            self._names.add(f"{number} {name.hex()}")
             if self._bytes > self.max_bytes:
                 self._make_room()
         return name
@@ -108,29 +108,30 @@ class BlobStore:
             path.unlink()
         self._names = {path.name for path in stats}
 
-    def get(self, name: bytes) -> bytes:
+    def get(self, name: bytes, number: int = HASHES) -> bytes:
         """Return the data with this SHA-256, or raise a KeyError if it is not here, damaged or unreadable."""
         with self._lock:
+            path = self.folder / f"{number} {name.hex()}"
             with contextlib.suppress(OSError):
-                data = (self.folder / name.hex()).read_bytes()
+                data = path.read_bytes()
                 if hashlib.sha256(data).digest() == name:
                     return data
-                (self.folder / name.hex()).unlink()
-            self._names.discard(name.hex())
-        raise KeyError(name.hex())
+                path.unlink()
+            self._names.discard(path.name)
+        raise KeyError(path.name)
 
-    def has_file(self, name: bytes) -> bool:
+    def has_file(self, name: bytes, number: int = HASHES) -> bool:
         """Return whether the data with this SHA-256 is here."""
-        return name.hex() in self._names  # the log asks for hundreds of blocks at each message
+        return f"{number} {name.hex()}" in self._names  # the log asks for hundreds of blocks at each message
 
     def has(self, blob: bytes) -> bool:
         """Return whether all blocks of a blob are here."""
         with contextlib.suppress(KeyError):  # damaged, or just deleted
-            return self.has_file(blob) and all(map(self.has_file, self.list_hashes(blob)))
+            return self.has_file(blob) and all(map(self.has_file, self.list_hashes(blob), range(self.num_blocks)))
         return False
 
     def _read_hashes(self, blob: bytes) -> list[bytes]:
-        """Return the hashes of a blob's blocks, or raise a KeyError, also for the name of a block."""
+        """Return the hashes of a blob's blocks, or raise a KeyError."""
         hashes = self.get(blob)
         if len(hashes) != HASH_BYTES * self.num_blocks:
             raise KeyError(blob.hex())
@@ -148,7 +149,7 @@ class StoredBlob:
         self.store, self.names = store, names
 
     def __getitem__(self, index: int) -> bytes:
-        return self.store.get(self.names[index])
+        return self.store.get(self.names[index], index)
 
 
 def plan_loads(uplinks: Mapping[PeerID, float], num_bytes: int, seconds: float) -> dict[PeerID, float]:
@@ -195,6 +196,7 @@ class InvalidBlobError(Exception):
 class Format(NamedTuple):
     """The kind of a blob's blocks."""
 
+    store: BlobStore
     max_bytes: int  # of a block
     check: Callable[[bytes, int], None]  # raises a ValueError if a block, given its number, is invalid; in a thread
 
@@ -234,10 +236,11 @@ class Exchange:
     :param dht: this peer's DHT, with its `uplink`
     :param prefix: the run's name
     :param on_message: returns the answer to a message, given its sender; called in a thread, one at a time
+    :param stores: the stores of all formats, of blobs with the same number of blocks
     """
 
-    def __init__(self, dht: DHT, prefix: str, store: BlobStore, on_message: Callable[[PeerID, bytes], bytes]):
-        self.store, self.num_blocks, self.on_message = store, store.num_blocks, on_message
+    def __init__(self, dht: DHT, prefix: str, on_message: Callable[[PeerID, bytes], bytes], *stores: BlobStore):
+        self.stores, self.num_blocks, self.on_message = stores, stores[0].num_blocks, on_message
         self.uplink, self.peer_id = dht.uplink, dht.peer_id
         #: the peers of the log, whose requests come before those of all other peers; set by the caller
         self.participants: frozenset[PeerID] = frozenset()
@@ -283,20 +286,23 @@ class Exchange:
 
     @contextlib.contextmanager
     def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int, share: int) -> Iterator[None]:
-        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period."""
+        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period; or if all untrusted
+        ones have too many together, and this one has not fewer than the average. New keys cost nothing."""
         if time.monotonic() > self._period_end:
             self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
-        shares = {(act, peer): 1} if peer in self.participants else {(act, peer): share, (act, None): 1}
-        limits = (self._active, at_once), (self._counts, in_period)
-        if any(counts[key] >= most / part for key, part in shares.items() for counts, most in limits):
-            raise ValueError("too many requests")
-        self._active.update(shares.keys())
-        self._counts.update(shares.keys())
+        names = [(act, peer)] if peer in self.participants else [(act, peer), (act, None)]
+        for counts, most in ((self._active, at_once), (self._counts, in_period)):
+            own, total, peers = counts[act, peer], counts[act, None], sum(name[0] == act for name in counts) - 1
+            is_crowded = own >= most / share or total >= most and own * peers >= total
+            if own >= most or len(names) > 1 and is_crowded:
+                raise ValueError("too many requests")
+        self._active.update(names)
+        self._counts.update(names)
         try:
             yield
         finally:
-            self._active.subtract(shares.keys())
+            self._active.subtract(names)
             self._active = +self._active  # without zeros
 
     # --- messages
@@ -350,20 +356,20 @@ class Exchange:
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
-        hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        hashes, unknown_at, store = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT, None
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         while numbers:
-            if not hashes and self.store.has_file(blob):
-                hashes = self.store.list_hashes(blob)
+            if not hashes and (store := next((it for it in self.stores if it.has_file(blob)), None)):
+                hashes = store.list_hashes(blob)
                 async with lock:
                     await self._send_block(peer, HASHES, b"".join(hashes), writer)
-            ready = {number for number in numbers if number < len(hashes) and self.store.has_file(hashes[number])}
+            ready = {number for number in numbers if number < len(hashes) and store.has_file(hashes[number], number)}
             for number in sorted(ready):
                 self._counts[blob, peer] += 1
                 if self._counts[blob, peer] > MAX_COPIES * self.num_blocks:
                     raise ValueError("too many copies requested")
                 async with lock:
-                    await self._send_block(peer, number, self.store.get(hashes[number]), writer)
+                    await self._send_block(peer, number, store.get(hashes[number], number), writer)
             if ready:
                 numbers -= ready  # others may have come meanwhile
             elif blob in self._downloads:
@@ -398,7 +404,7 @@ class Exchange:
         return asyncio.run_coroutine_threadsafe(fetching, self._loop)
 
     async def _fetch(self, blob, owner, holders, num_bytes, format, seconds) -> None:
-        if self.store.has(blob):
+        if format.store.has(blob):
             return
         download = self._downloads.get(blob)
         if not download:
@@ -481,7 +487,7 @@ class Exchange:
 
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
-        at = number * HASH_BYTES
+        store, at = download.format.store, number * HASH_BYTES
         name = download.blob if number == HASHES else download.hashes[at : at + HASH_BYTES]
         if hashlib.sha256(data).digest() != name:
             raise ValueError("its data has another hash")
@@ -495,6 +501,6 @@ class Exchange:
         except ValueError as e:
             raise InvalidBlobError(str(e)) from None
         try:
-            self.store.put(data)
+            store.put(data, number)
         except OSError as e:  # not this peer's failure
-            raise SwarmError(f"{self.store.folder} cannot be written ({e.strerror}): free some space") from None
+            raise SwarmError(f"{store.folder} cannot be written ({e.strerror}): free some space") from None

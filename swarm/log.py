@@ -47,34 +47,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Annotated, NamedTuple
 
-from swarm.log_records import (
-    ANCESTOR_STEPS,
-    KINDS,
-    MAX_OFFERS,
-    MAX_VOTERS,
-    WINDOW,
-    Commit,
-    Hash,
-    History,
-    Key,
-    Leave,
-    Memory,
-    Number,
-    Offer,
-    Peer,
-    Proof,
-    Proposal,
-    Status,
-    Step,
-    Vote,
-    compute_hash,
-    decode,
-    encode,
-    get_signed_part,
-    list_fields,
-    pack,
-    unpack,
-)
+from swarm import log_records
+from swarm.log_records import MAX_OFFERS, WINDOW, Commit, Leave, Offer, Proof, Proposal, Status, Vote, compute_hash
 
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_TRAFFIC = 1024 * 1024  # bytes from one peer and to it in STATUS_INTERVAL
@@ -84,7 +58,7 @@ RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES = 8  # of one voter that are kept, answers included
-MAX_PROPOSALS = MAX_VOTERS  # that are kept
+MAX_PROPOSALS = log_records.MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
 NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # (minimum of voters, commits per new voter)
@@ -101,14 +75,14 @@ MAX_LATE = 16  # times this wait, to wait for most voters
 class State:
     """All that later commits depend on. A checkpoint keeps it, and a new peer gets it from a peer that it trusts."""
 
-    epoch: Number
-    head: Hash  # the newest commit, and its parent
-    parent: Hash
-    voters: Annotated[tuple, 1, MAX_VOTERS, Peer]
-    owners: History  # of offers in each of the last commits
+    epoch: log_records.Number
+    head: log_records.Hash  # the newest commit, and its parent
+    parent: log_records.Hash
+    voters: Annotated[tuple, 1, log_records.MAX_VOTERS, log_records.Peer]
+    owners: log_records.History  # of offers in each of the last commits
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
-    clients: Annotated[tuple, 0, 1024, Peer]  # peers that accept no connections
-    banned: Annotated[tuple, 0, 4096, Peer]
+    clients: Annotated[tuple, 0, 1024, log_records.Peer]  # peers that accept no connections
+    banned: Annotated[tuple, 0, 4096, log_records.Peer]
 
     @property
     def awaited(self) -> set[bytes]:
@@ -147,7 +121,7 @@ class State:
     def allows(self, proposal: Proposal) -> bool:
         """Return whether the leaders were the right ones, and their answers allow the list."""
         name, before = proposal.commit.hash, -1
-        for vote, answers in map(list_fields, proposal.steps):
+        for vote, answers in map(log_records.list_fields, proposal.steps):
             if (vote.parent, vote.proposal, vote.last) != (self.head, name, vote.attempt) or vote.attempt <= before:
                 return False
             if vote.peer != self.find_leader(vote.attempt):
@@ -200,7 +174,7 @@ class State:
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
         # a quarter more in WINDOW commits, or two if there are fewer than four
         interval = next(commits for least, commits in NEW_VOTER_INTERVALS if len(voters) >= least)
-        is_time = len(voters) < MAX_VOTERS and commit.epoch % interval == 0
+        is_time = len(voters) < log_records.MAX_VOTERS and commit.epoch % interval == 0
         new = sorted(able, key=lambda peer: (-counts[peer], peer))[:1] if is_time else []
         clients = {*self.clients, *current} - {offer.peer for offer in commit.offers if offer.accepts_connections}
         return State(
@@ -218,7 +192,8 @@ class State:
 def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) -> State:
     """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
     owners of offers in the commits before. The parent is the blob of one member's anchor. The momentum is zero."""
-    head, voters = compute_hash("genesis", (run, epoch, blob, members)), tuple(sorted(set(members)))[:MAX_VOTERS]
+    head = compute_hash("genesis", (run, epoch, blob, members))
+    voters = tuple(sorted(set(members)))[: log_records.MAX_VOTERS]
     return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
 
 
@@ -264,7 +239,7 @@ class Log:
         self.me, self.now = identity.peer, now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         self.model = state.head
-        memories = unpack(Annotated[tuple, 0, MAX_COMMITS, Memory], memory) if memory else ()
+        memories = log_records.unpack(Annotated[tuple, 0, MAX_COMMITS, log_records.Memory], memory) if memory else ()
         self.memories = {item.parent: item for item in memories}
         #: the first epoch for whose commit this peer knows all votes that it has given
         self.voting_epoch = math.inf if memory is None else max((item.epoch for item in memories), default=0)
@@ -312,7 +287,7 @@ class Log:
                 self.settle()
             count, records = len(self.records), []
             with contextlib.suppress(ValueError):
-                records = decode(message) if self.spend(sender, len(message)) else []
+                records = log_records.decode(message) if self.spend(sender, len(message)) else []
             least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
             for record in records if self.spend(sender, max(0, least - len(message))) else ():
                 if isinstance(record, Status):
@@ -331,31 +306,31 @@ class Log:
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
-        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each."""
-        is_trusted = peer in self.head.participants
-        for name, limit in [(peer, MAX_TRAFFIC)] if is_trusted else [(peer, MAX_TRAFFIC // 4), (b"", MAX_TRAFFIC)]:
-            self.traffic[name] = self.traffic.get(name, 0) + num_bytes
-            if self.traffic[name] > limit:
-                return False
-        return True
+        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each, but
+        those below the average may exceed it: a few new keys must not keep out another."""
+        used = self.traffic[peer] = self.traffic.get(peer, 0) + num_bytes
+        if peer in self.head.participants:
+            return used <= MAX_TRAFFIC
+        total = self.traffic[b""] = self.traffic.get(b"", 0) + num_bytes
+        return used <= MAX_TRAFFIC // 4 and (total <= MAX_TRAFFIC or used * len(self.traffic) <= total)
 
     def send(self, *records: object, to: bytes | None = None, kind: str = "send") -> None:
         """Send a message to a peer that stays below its limit, or to several."""
-        message = encode(*records)
+        message = log_records.encode(*records)
         if to is None or self.spend(to, len(message)):
             self.actions.append(Action(kind, message, (to,) if to else ()))
 
     def sign(self, kind: type, *values) -> object:
         """Return a record of this kind with this peer's signature."""
         record = kind(*values, b"")
-        return replace(record, signature=self.identity.sign(get_signed_part(record)))
+        return replace(record, signature=self.identity.sign(log_records.get_signed_part(record)))
 
     def is_signed(self, record: object) -> bool:
         """Return whether the signature of a record is its peer's. Missing keys are requested."""
         if self.identity.find_key(record.peer) is None:
             self.missing_keys.add(record.peer)
             return False
-        return self.identity.verify(record.peer, get_signed_part(record), record.signature)
+        return self.identity.verify(record.peer, log_records.get_signed_part(record), record.signature)
 
     def select(self, kind: type) -> list:
         """Return the records of a kind."""
@@ -371,15 +346,15 @@ class Log:
     def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
         """Say what this peer has, to a peer or to some random ones."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
-        ancestors = [path[-1 - step] for step in ANCESTOR_STEPS if step < len(path)]
+        ancestors = [path[-1 - step] for step in log_records.ANCESTOR_STEPS if step < len(path)]
         wanted = [self.missing_keys & peers for peers in ({to}, self.head.participants, self.missing_keys)]
         missing = dict.fromkeys(peer for peers in wanted for peer in sorted(peers))
-        known = tuple(self.records)[:1024], tuple(missing)[:MAX_VOTERS]
+        known = tuple(self.records)[:1024], tuple(missing)[: log_records.MAX_VOTERS]
         self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to, kind="gossip")
 
     def take_status(self, sender: bytes, status: Status) -> None:
         """Send a peer all that it lacks."""
-        answer = [Key(peer, key) for peer in status.missing_keys if (key := self.identity.find_key(peer))]
+        answer = [log_records.Key(peer, key) for peer in status.missing_keys if (key := self.identity.find_key(peer))]
         path = self.list_path()
         if epochs := [path[head].state.epoch for head in status.heads if head in path]:
             limit = MAX_COMMITS if status.is_answer else MAX_UNASKED
@@ -387,8 +362,8 @@ class Log:
         is_level = status.heads[0] == self.head.head
         if is_level:
             lacking = [record for name, record in self.records.items() if name not in status.records]
-            answer += sorted(lacking, key=lambda it: (KINDS.index(type(it)), -getattr(it, "attempt", 0)))
-        sizes = accumulate(len(pack(record)) for record in answer)
+            answer += sorted(lacking, key=lambda it: (log_records.KINDS.index(type(it)), -getattr(it, "attempt", 0)))
+        sizes = accumulate(len(log_records.pack(record)) for record in answer)
         count = len(list(takewhile(lambda size: size <= MAX_ANSWER_BYTES, sizes)))
         if answer:
             self.send(*answer[: max(1, count)], to=sender)
@@ -396,7 +371,7 @@ class Log:
         if has_news and not status.is_answer:
             self.send_status(sender, is_answer=True)
 
-    def take_key(self, record: Key) -> None:
+    def take_key(self, record: log_records.Key) -> None:
         """Remember a public key that was missing."""
         if record.peer in self.missing_keys:
             self.missing_keys.discard(record.peer)
@@ -524,14 +499,14 @@ class Log:
         return int((self.now + skew) // SLOT)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> log_records.Memory:
         """This peer's memory of the choice of the next commit."""
-        return self.memories.get(self.head.head) or Memory(self.head.head, self.head.epoch + 1)
+        return self.memories.get(self.head.head) or log_records.Memory(self.head.head, self.head.epoch + 1)
 
-    def remember(self, memory: Memory) -> None:
+    def remember(self, memory: log_records.Memory) -> None:
         """Save a memory before the vote is sent."""
         self.memories[memory.parent] = memory
-        self.actions.append(Action("save", pack(tuple(self.memories.values()))))
+        self.actions.append(Action("save", log_records.pack(tuple(self.memories.values()))))
 
     def sign_leave(self) -> None:
         """Sign and send a leave record for the next commits."""
@@ -637,7 +612,7 @@ class Log:
                 commit, steps = proposal.commit, proposal.steps[:1]
         if commit and (attempt > 0 or self.ready_time <= self.now):
             vote = self.sign(Vote, self.head.head, attempt, attempt, commit.hash, self.me)
-            proposal = Proposal(commit, (*steps, Step(vote, answers)))
+            proposal = Proposal(commit, (*steps, log_records.Step(vote, answers)))
             self.remember(replace(memory, choice=(proposal,)))
             self.send(proposal)
             self.take_proposal(proposal)
@@ -714,7 +689,7 @@ class Log:
             return
         own = [other for other in self.select(Vote) if other.peer == vote.peer]
         is_odd = vote.last > vote.attempt or (vote.last >= 0) != bool(vote.proposal)
-        is_known = list_fields(vote)[:-1] in [list_fields(other)[:-1] for other in own]
+        is_known = log_records.list_fields(vote)[:-1] in [log_records.list_fields(other)[:-1] for other in own]
         if is_odd or is_known or not self.is_signed(vote):
             return
         for other in own:
@@ -731,5 +706,5 @@ def rank(entries: list[Entry], fork: State) -> tuple:
     return -len(owners & {*fork.voters}), entries[0].commit.hash
 
 
-TAKERS = {Key: Log.take_key, Commit: Log.take_commit, Offer: Log.take_offer, Leave: Log.take_notice}
+TAKERS = {log_records.Key: Log.take_key, Commit: Log.take_commit, Offer: Log.take_offer, Leave: Log.take_notice}
 TAKERS |= {Proof: Log.take_notice, Proposal: Log.take_proposal, Vote: Log.take_vote}

@@ -53,7 +53,7 @@ GOSSIPED_PEERS = 4  # to which each status goes, and which a client calls at onc
 MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
 HELPERS_INTERVAL = 10.0  # seconds between two searches for them
-MIN_STORE_BYTES = 2**26  # next to 5 for each parameter: a first state has 4, and a full store deletes a tenth
+MIN_STORE_BYTES = 2**26  # next to those for each parameter: a first state has 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
 LINGER = 10.0  # seconds at the end in which a peer serves its blobs to others that lack them
@@ -131,11 +131,12 @@ class LogRounds:
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
-        self.numbers, size = numbers, MIN_STORE_BYTES + 5 * numbers.total
-        self.store = BlobStore(folder / "blobs", size, numbers.num_blocks)
+        self.numbers, count, size = numbers, numbers.count, MIN_STORE_BYTES + 5 * numbers.total
+        self.store = BlobStore(folder / "blobs" / "updates", size, numbers.num_blocks)
+        self.anchors = BlobStore(folder / "blobs" / "anchors", size, numbers.num_blocks)
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
-        self._update_format = Format(max_bytes, lambda data, index: check_block(data, numbers.count(index), codec))
-        self._anchor_format = Format(4 * BLOCK, lambda data, i: np.frombuffer(data, "<f4").reshape(numbers.count(i)))
+        self._update_format = Format(self.store, max_bytes, lambda it, i: check_block(it, count(i), codec))
+        self._anchor_format = Format(self.anchors, 4 * BLOCK, lambda it, i: np.frombuffer(it, "<f4").reshape(count(i)))
         #: returns the measures of an update that is here, or raises a KeyError
         self.summarize = lru_cache(2 * MAX_OFFERS)(lambda blob: summarize(self.store.open(blob), numbers))
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
@@ -148,7 +149,7 @@ class LogRounds:
         self._next_search = self._next_poll = 0.0
         self.offered: dict[bytes, tuple[bytes, State]] = {}  # by client: its log, for an auxiliary peer
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
-        self.exchange = Exchange(self.dht, tracker.prefix, self.store, self._answer)
+        self.exchange = Exchange(self.dht, tracker.prefix, self._answer, self.store, self.anchors)
         self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -288,7 +289,7 @@ class LogRounds:
         self._thread.join()
         self.exchange.shutdown()
         self._measuring.shutdown(cancel_futures=True)
-        shutil.rmtree(self.store.folder, ignore_errors=True)
+        shutil.rmtree(self.store.folder.parent, ignore_errors=True)
         if self._temporary:
             self._temporary.cleanup()
 

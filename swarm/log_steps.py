@@ -104,7 +104,7 @@ class LogSteps:
         if leader == rounds.identity.peer:
             blocks = (anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
             try:
-                state = make_genesis(prefix, epoch, rounds.store.add(blocks), members)
+                state = make_genesis(prefix, epoch, rounds.anchors.add(blocks), members)
             except OSError as e:
                 logger.warning(f"cannot store the log's first state ({e.strerror}): free some space for `output_dir`")
         else:
@@ -122,15 +122,15 @@ class LogSteps:
         num_bytes = 4 * anchor.total * (1 + len(members) // max(1, relays))
         fetching, uplink = rounds.fetch_anchor(state.parent, leader, members), self.tracker.dht.uplink
         self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
-        self._late = None if rounds.store.has(state.parent) else (state, leader)
+        self._late = None if rounds.anchors.has(state.parent) else (state, leader)
         if self._late:
             logger.warning("the first state of the log has not arrived")
             return False
-        if not is_near(anchor, rounds.store.open(state.parent)):
+        if not is_near(anchor, rounds.anchors.open(state.parent)):
             logger.warning("the first state of the log is far from this peer's")
             return False
         with self.averager.lock_optimizer:
-            for block, data in enumerate(rounds.store.open(state.parent)):
+            for block, data in enumerate(rounds.anchors.open(state.parent)):
                 anchor.write(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
             for momentum in self.optimizer.opt.list_momenta():
                 momentum.zero_()

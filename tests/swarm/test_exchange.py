@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 
 import psutil
 import pytest
@@ -29,7 +30,12 @@ def check_block(data: bytes, number: int) -> None:
         raise ValueError(f"block {number}")
 
 
-FORMAT = Format(2 * BLOCK_BYTES, check_block)
+FORMAT = Format(None, 2 * BLOCK_BYTES, check_block)
+
+
+def find_hashes(store: BlobStore, blob: bytes) -> Path:
+    """Return the file with the hashes of a blob."""
+    return store.folder / f"-1 {blob.hex()}"
 
 
 def make_blocks() -> list[bytes]:
@@ -60,7 +66,7 @@ def start(dhts, tmp_path):
 
     def start_exchange(dht: DHT) -> Exchange:
         store = BlobStore(tmp_path / str(len(started)), 10**8, NUM_BLOCKS)
-        exchange = Exchange(dht, prefix, store, lambda _, message: b"0 " + message)
+        exchange = Exchange(dht, prefix, lambda _, message: b"0 " + message, store)
         started.append(exchange)
         for other in started:
             other.participants = other.urgent = frozenset(it.peer_id for it in started)
@@ -88,7 +94,9 @@ def connect(*exchanges: Exchange) -> None:
 def request(exchange: Exchange, blob: bytes, owner: Exchange, holders: dict[Exchange, float | None]) -> Future:
     """Begin to fetch a blob from these holders with their Mbit/s."""
     mbits = {holder.peer_id: number for holder, number in holders.items()}
-    return exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT)
+    return exchange.fetch(
+        blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT._replace(store=exchange.stores[0])
+    )
 
 
 def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) -> None:
@@ -102,13 +110,13 @@ def count_files() -> int:
 
 def test_exchange_of_all_blobs_includes_client(exchanges):
     blobs = [make_blocks() for _ in exchanges]
-    names = [exchange.store.add(blob) for exchange, blob in zip(exchanges, blobs, strict=True)]
+    names = [exchange.stores[0].add(blob) for exchange, blob in zip(exchanges, blobs, strict=True)]
     holders, owners = dict.fromkeys(exchanges[:2], 20.0), zip(exchanges, names, strict=True)
     futures = [request(it, name, owner, holders) for owner, name in owners for it in exchanges]
     for future in futures:
         future.result(60)
     for exchange in exchanges:
-        assert [list(exchange.store.open(name)) for name in names] == blobs
+        assert [list(exchange.stores[0].open(name)) for name in names] == blobs
 
 
 @pytest.mark.parametrize("fault", ["silent", "dripping", "wrong bytes"])
@@ -121,22 +129,22 @@ def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
     monkeypatch.setattr("swarm.exchange.MIN_STALL", 1.0)
     owner, relay, client = exchanges
     blocks, others = make_blocks(), make_blocks()
-    blob = owner.store.add(blocks)
-    relay.store.add(blocks)
+    blob = owner.stores[0].add(blocks)
+    relay.stores[0].add(blocks)
     if fault == "silent":
         relay._serve_blocks = lambda *_: asyncio.sleep(60)
     elif fault == "dripping":
         relay._send_block = drip
     else:
-        relay.store = BlobStore(relay.store.folder, 10**8, NUM_BLOCKS)
-        hashes = relay.store.get(blob)
-        relay.store.get = lambda name: hashes if name == blob else bytes(BLOCK_BYTES)
+        relay.stores = (store := BlobStore(relay.stores[0].folder, 10**8, NUM_BLOCKS),)
+        hashes = store.get(blob)
+        store.get = lambda name, _=0: hashes if name == blob else bytes(BLOCK_BYTES)
     begin = time.monotonic()
     fetch(client, blob, owner, owner, relay)
-    assert list(client.store.open(blob)) == blocks and time.monotonic() < begin + 10
+    assert list(client.stores[0].open(blob)) == blocks and time.monotonic() < begin + 10
     # the owner may be at fault, so the relay stays the first choice for other owners
     assert client._excluded.keys() == {(owner.peer_id, relay.peer_id)}
-    begin, blob = time.monotonic(), owner.store.add(others)
+    begin, blob = time.monotonic(), owner.stores[0].add(others)
     fetch(client, blob, owner, owner, relay)
     assert time.monotonic() < begin + 1
 
@@ -146,19 +154,19 @@ def test_fetch_from_leaving_owner_uses_another(dhts, start):
     owner, relay, client = start(dht), start(dhts[1]), start(dhts[2])
     connect(owner, relay, client)
     blocks = make_blocks()
-    blob = owner.store.add(blocks)
+    blob = owner.stores[0].add(blocks)
     fetch(relay, blob, owner, owner)
     dht.uplink.set_bandwidth(0.2, is_fixed=True)
     future = request(client, blob, owner, {owner: 1000.0, relay: 1.0})
-    wait_until(lambda: len(list(client.store.folder.iterdir())) > 1, 20, "a block")
-    assert not client.store.has(blob)
+    wait_until(lambda: len(list(client.stores[0].folder.iterdir())) > 1, 20, "a block")
+    assert not client.stores[0].has(blob)
     owner.shutdown()
     dht.shutdown()
     future.result(20)
-    assert list(client.store.open(blob)) == blocks
-    (client.store.folder / blob.hex()).unlink()
+    assert list(client.stores[0].open(blob)) == blocks
+    find_hashes(client.stores[0], blob).unlink()
     fetch(client, blob, owner, owner, relay)
-    assert list(client.store.open(blob)) == blocks
+    assert list(client.stores[0].open(blob)) == blocks
 
 
 def test_relay_serves_blocks_that_come_meanwhile(exchanges, monkeypatch):
@@ -166,14 +174,14 @@ def test_relay_serves_blocks_that_come_meanwhile(exchanges, monkeypatch):
     monkeypatch.setattr("swarm.exchange.UNKNOWN_BLOB_TIMEOUT", 0.0)
     owner, relay, client = exchanges
     first, *others = blocks = make_blocks()
-    blob, send = owner.store.add(blocks), relay._send_block
-    relay.store.put(owner.store.get(blob))
-    relay.store.put(first)
+    blob, send = owner.stores[0].add(blocks), relay._send_block
+    relay.stores[0].put(owner.stores[0].get(blob))
+    relay.stores[0].put(first, 0)
 
     async def send_late(*args) -> None:
         await send(*args)
-        for block in others:
-            relay.store.put(block)
+        for number, block in enumerate(others, 1):
+            relay.stores[0].put(block, number)
 
     relay._send_block = send_late
     fetch(client, blob, owner, owner, relay)
@@ -183,25 +191,25 @@ def test_relay_serves_blocks_that_come_meanwhile(exchanges, monkeypatch):
 def test_fetch_uses_client_if_no_holder_has_blob(exchanges):
     one, two, client = exchanges
     blocks = make_blocks()
-    blob = client.store.add(blocks)
+    blob = client.stores[0].add(blocks)
     request(one, blob, two, {one: 20.0, two: 20.0, client: None}).result(30)
-    assert list(one.store.open(blob)) == blocks
+    assert list(one.stores[0].open(blob)) == blocks
 
 
 def test_fetch_of_invalid_blob_fails(exchanges):
     one, two, _ = exchanges
     invalid, short = [INVALID, *make_blocks()[1:]], make_blocks()[1:]
     for blocks, reason in ((invalid, "block 0"), (short, "5 blocks instead of 6")):
-        one.store.num_blocks = len(blocks)
+        one.stores[0].num_blocks = len(blocks)
         with pytest.raises(InvalidBlobError, match=reason):
-            fetch(two, one.store.add(blocks), one, one)
+            fetch(two, one.stores[0].add(blocks), one, one)
 
 
 def test_fetch_with_full_disk_names_cure(exchanges):
     one, two, _ = exchanges
-    two.store.folder.rmdir()
+    two.stores[0].folder.rmdir()
     with pytest.raises(SwarmError, match="free some space"):
-        fetch(two, one.store.add(make_blocks()), one, one)
+        fetch(two, one.stores[0].add(make_blocks()), one, one)
 
 
 def open_streams(exchange: Exchange, server: Exchange, count: int, *requests: bytes) -> list:
@@ -223,7 +231,7 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
     most = swarm.exchange.MAX_REQUESTS[0] // swarm.exchange.MAX_REQUESTS[2]
     streams = open_streams(stranger, one, most + 4)
     wait_until(lambda: sum(reader.at_eof() for reader, _ in streams) == 4, 20, "the end of four streams")
-    fetch(two, one.store.add(make_blocks()), one, one)
+    fetch(two, one.stores[0].add(make_blocks()), one, one)
     wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most}, 20, "the rest")
 
 
@@ -231,7 +239,7 @@ def test_stream_ends_without_reader(exchanges, monkeypatch):
     """Otherwise each stream of a peer that does not read would keep a file open. The daemon holds up to 16 MB."""
     monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 2.0)
     server, _, client = exchanges
-    blob = server.store.add([os.urandom(5 * 10**6) for _ in range(NUM_BLOCKS)])
+    blob = server.stores[0].add([os.urandom(5 * 10**6) for _ in range(NUM_BLOCKS)])
     count, numbers = count_files(), struct.pack(f"<{NUM_BLOCKS}I", *range(NUM_BLOCKS))
     streams = open_streams(client, server, 3, REQUEST.pack(blob, NUM_BLOCKS), numbers)
     assert len(streams) == 3 and count_files() >= count + 3
@@ -256,18 +264,19 @@ def test_answers_to_others_than_voters_are_not_urgent(exchanges):
 
 def test_unwanted_downloads_end_and_may_begin_again(exchanges):
     exchange, owner, _ = exchanges
-    blobs, other = [bytes([number]) * 32 for number in range(4)], FORMAT._replace(max_bytes=2 * FORMAT.max_bytes)
+    blobs, own = [bytes([number]) * 32 for number in range(4)], FORMAT._replace(store=exchange.stores[0])
+    other = own._replace(max_bytes=2 * FORMAT.max_bytes)
 
-    def fetch(blob: bytes, format=FORMAT):
+    def fetch(blob: bytes, format=own):
         return exchange.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, 1, format)
 
     futures = [fetch(blobs[0], other), *map(fetch, blobs[1:])]
     wait_until(lambda: len(exchange._downloads) == 4, 20, "the start of the downloads")
-    exchange.keep(frozenset(blobs[1:2]), FORMAT)
+    exchange.keep(frozenset(blobs[1:2]), own)
     again = fetch(blobs[2])
     wait_until(lambda: len(exchange._downloads) == 3 and futures[3].done(), 20, "the end of two downloads")
     assert [future.cancelled() for future in (*futures, again)] == [False, False, True, True, False]
-    exchange.keep(frozenset(), FORMAT)
+    exchange.keep(frozenset(), own)
     exchange.keep(frozenset(), other)
     wait_until(lambda: not exchange._downloads, 20, "the end of all downloads")
 
@@ -278,9 +287,9 @@ def list_sockets() -> set[str]:
 
 def test_shutdown_leaves_nothing(dhts, tmp_path):
     sockets, count, store = list_sockets(), count_files(), BlobStore(tmp_path / "store", 10**7, NUM_BLOCKS)
-    exchange = Exchange(dhts[0], make_prefix(), store, lambda *_: b"")
+    exchange = Exchange(dhts[0], make_prefix(), lambda *_: b"", store)
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
-    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT)
+    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT._replace(store=store))
     wait_until(lambda: exchange._downloads, 20, "the start of the download")
     own = list_sockets() - sockets
     exchange.shutdown()
@@ -294,21 +303,47 @@ def test_block_is_no_blob(tmp_path):
     store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
     blob = store.add(make_blocks())
     assert store.has(blob)
-    for name in store.list_hashes(blob):
-        assert store.has_file(name) and not store.has(name)
+    for number, name in enumerate(store.list_hashes(blob)):
+        assert store.has_file(name, number) and not store.has(name)
         with pytest.raises(KeyError):
             store.list_hashes(name)
+
+
+def test_blob_counts_only_blocks_checked_at_their_place(exchanges):
+    """Otherwise, one voter holds an update that is invalid for the others, and the log has no commit."""
+    owner, client, _ = exchanges
+    first = os.urandom(BLOCK_BYTES)  # invalid at the last place, as a whole block of an update is
+    blob = owner.stores[0].add([first] * NUM_BLOCKS)
+    format = Format(client.stores[0], 2 * BLOCK_BYTES, lambda data, number: check_block(INVALID * (number > 0), 0))
+    with pytest.raises(InvalidBlobError):
+        client.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, BLOCK_BYTES, format).result(60)
+    client.stores[0].put(owner.stores[0].get(blob))
+    client.stores[0].put(first, 0)
+    assert owner.stores[0].has(blob) and not client.stores[0].has(blob)
+
+
+def test_few_peers_leave_messages_to_another(exchanges):
+    exchange, *crowd = exchanges[0], *(PeerID(bytes([number])) for number in range(9))
+    exchange.participants = frozenset()
+    for peer in crowd[:8]:
+        for _ in range(250):
+            with exchange._admit("message", peer, *swarm.exchange.MAX_MESSAGES):
+                pass
+    for peer, is_refused in ((crowd[0], True), (crowd[8], False)):
+        acting = exchange._admit("message", peer, *swarm.exchange.MAX_MESSAGES)
+        with pytest.raises(ValueError) if is_refused else contextlib.nullcontext(), acting:
+            pass
 
 
 def test_store_keeps_newest_and_drops_damaged(tmp_path):
     store = BlobStore(tmp_path, 3 * NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
     blobs = [store.add(make_blocks()) for _ in range(5)]
     assert not store.has(blobs[0]) and store.has(blobs[-1]) and BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-1])
-    (tmp_path / store.list_hashes(blobs[-1])[0].hex()).write_bytes(b"damaged")
+    (tmp_path / f"0 {store.list_hashes(blobs[-1])[0].hex()}").write_bytes(b"damaged")
     with pytest.raises(KeyError):
         list(store.open(blobs[-1]))
     assert not store.has(blobs[-1]) and store.has(blobs[-2])
-    (tmp_path / blobs[-2].hex()).write_bytes(b"")  # the power failed
+    find_hashes(store, blobs[-2]).write_bytes(b"")  # the power failed
     assert not BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-2])
 
 
@@ -317,7 +352,7 @@ def test_store_reads_hashes_of_blob_once(tmp_path):
     store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
     blob = store.add(make_blocks())
     hashes = store.list_hashes(blob)
-    (tmp_path / blob.hex()).unlink()
+    find_hashes(store, blob).unlink()
     assert store.has(blob) and store.list_hashes(blob) == hashes
 
 

@@ -469,6 +469,16 @@ def test_stranger_leaves_room_for_new_peer():
     assert b"new" in list_sent(actions, Status)[0].missing_keys
 
 
+def test_five_strangers_leave_room_for_new_peer():
+    """A status costs more than its bytes, and they could use up all that new peers have together."""
+    log, flood = make_log(4), encode(*31 * [Status((bytes([1]) * 32,), (), (), False)])
+    log.identity.known = {log.me, *PEERS}
+    for stranger in 4 * (b"v", b"w", b"x", b"y", b"z"):
+        log.receive(1e6, stranger, flood)
+    log.receive(1e6, b"new", encode(make_offer(b"new", log.head.head)))
+    assert b"new" in log.missing_keys
+
+
 def test_log_of_many_members_has_bounded_state():
     """Its state could otherwise not be read, and no other member could begin it."""
     members = tuple(bytes([number]) for number in range(70))

@@ -35,7 +35,7 @@ def run_rounds(folder: Path, *answers: Callable, numbers=9) -> Iterator[tuple[Lo
         stack.callback(tracker.shutdown)
         exchanges = {}
         for dht, answer in zip(others, answers, strict=True):
-            exchange = Exchange(dht, "run", BlobStore(folder / f"{dht.peer_id}", 10**6, 1), answer)
+            exchange = Exchange(dht, "run", answer, BlobStore(folder / f"{dht.peer_id}", 10**6, 1))
             stack.callback(exchange.shutdown)
             exchanges[dht.peer_id.to_bytes()] = exchange
         rounds = LogRounds(tracker, Numbers([torch.zeros(numbers)]), TopKCompression(0.03), folder)
@@ -142,14 +142,14 @@ def test_vote_is_sent_only_if_on_disk(tmp_path):
 
 
 def test_store_keeps_whole_first_state(tmp_path, monkeypatch):
-    """A store that is full of old updates must not delete the oldest blocks of a large model's state."""
+    """A store that is full of old ones must not delete the oldest blocks of a large model's state."""
     monkeypatch.setattr("swarm.log_rounds.MIN_STORE_BYTES", 0)  # which is little, next to a large model
     with run_rounds(tmp_path, numbers=10**5) as (rounds, _, _):
-        rounds.store.num_blocks = 100
+        rounds.anchors.num_blocks = 100
         for number in range(1, 201):
-            rounds.store.put(number.to_bytes(4000, "little"))
-        blob = rounds.store.add(bytes([number]) * 4000 for number in range(100))
-        assert rounds.store.has(blob)
+            rounds.anchors.put(number.to_bytes(4000, "little"))
+        blob = rounds.anchors.add(bytes([number]) * 4000 for number in range(100))
+        assert rounds.anchors.has(blob)
 
 
 def test_new_offers_end_no_wanted_download(tmp_path):
