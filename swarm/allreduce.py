@@ -147,6 +147,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         async for message in messages:
             self.uplink.count_received(message.ByteSize())
             message.tensor_part.requires_grad = False  # otherwise, autograd would keep the tensors of all rounds
+            message.tensor_part.dtype = "float32"  # the sender's may be (65536,)f4 (note 103)
             self.arrived[peer_id] += 1
             yield message
 

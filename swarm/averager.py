@@ -234,11 +234,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             raise MaliciousPeersError(runner.violations)
         # finish the pings if another peer has left first, because the next group would wait for the silent peer
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
+        # silent peers, or the one that broke it, or two peers if one blames the other and this peer saw neither fail
+        suspects = set(map(PeerID, runner.silent)) or set(runner.cause or ()) - {self.peer_id}
+        self._trust.record_broken_round(list(suspects & runner.broken or suspects))
         if runner.silent:
             raise PeersSilentError(runner.silent)
-        # the peer that broke it, or two peers if one blames the other and this peer saw neither fail
-        suspects = set(runner.cause or ()) - {self.peer_id}
-        self._trust.record_broken_round(list(suspects & runner.broken or suspects))
 
     def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, RoundResult]:
         """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""

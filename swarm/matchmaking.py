@@ -281,11 +281,12 @@ class EarlyStartMatchmaking(Matchmaking):
                 yield message
 
     def is_acceptable(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> bool:
-        """Return whether a group with this follower can succeed. Invalid data of an expected one end the search."""
+        """Return whether a group with this follower can succeed. Invalid data of one with earlier rounds end it."""
         try:
             theirs = parse_gathered(request.gather).state
         except ValueError as e:
-            is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected
+            # new keys cost nothing
+            is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected and self.rounds_with[peer_id]
             if is_awaited and self.current_leader is None and not self.assembled_group.done():
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))

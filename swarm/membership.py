@@ -236,6 +236,8 @@ class AuthenticatedP2PClient(p2pclient.Client):
 
     async def call_unary_handler(self, peer_id, proto, data):
         """Call a peer as a member; a peer of an open run does not know the call."""
+        if proto != RPC_REVOCATIONS and peer_id.to_bytes() in self.membership.revoked:  # it may still be a voter
+            raise P2PHandlerError("its credential is revoked")
         try:
             return await super().call_unary_handler(peer_id, proto + OF_MEMBERS, self.membership.greeting + data)
         except P2PDaemonError as e:
@@ -248,6 +250,8 @@ class AuthenticatedP2PClient(p2pclient.Client):
         [proto] = protocols
         if proto.startswith("/libp2p/"):
             return await super().stream_open(peer_id, protocols)
+        if peer_id.to_bytes() in self.membership.revoked:
+            raise P2PHandlerError("its credential is revoked")
         info, reader, writer = await super().stream_open(peer_id, [proto + OF_MEMBERS])
         writer.write(self.membership.greeting)
         return info, reader, writer

@@ -17,7 +17,7 @@ from hivemind.utils import MPFuture, nested_map, nested_pack
 from common.memory import collect_garbage
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import NOTHING, STATE, StateServer, copy_flat, dump_moments
+from swarm.state_server import STATE, StateServer, copy_flat, dump_moments
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -95,7 +95,8 @@ class StateAverager(TrainingStateAverager, StateServer):
                 # hivemind's local_epoch is ahead of the parameters until the step is made
                 metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
                 return metadata, copy_flat([tensor for tensor, _ in tensors], infos), infos
-        if self._wanted.value == NOTHING or self.grad_averager is None or self.grad_averager.last_step is None:
+        last_step = self.grad_averager and self.grad_averager.last_step
+        if last_step is None or self._wanted.value != self.make_step_key(last_step[1]).encode():  # a copy takes long
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
             # the next round, in another thread, ends the last step

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -217,9 +217,13 @@ class PeerTracker:
         known = [it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= self._min_epoch]
         return 1 + sum(record.time > since for record in known) >= self.count_min_group_size(awaits_all=False)
 
-    def is_majority(self, group: Iterable[bytes]) -> bool:
-        """Return whether this is a majority of the known contributors, with this peer: a leader may omit any."""
-        known = set(filter(self.trust.is_known, self.peers_at_epoch))
+    def is_majority(self, group: Collection[bytes], min_epoch: int | None = None) -> bool:
+        """Return whether this is a majority of the known contributors, with this peer: a leader may omit any.
+
+        :param min_epoch: the epoch that they have reached; default: that of the peers which rounds await
+        """
+        min_epoch = self._min_epoch if min_epoch is None else min_epoch
+        known = {p for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= min_epoch}
         return 1 + len(known.intersection(group)) > len(known.difference(group))
 
     def list_donors(self) -> list[bytes]:

@@ -139,6 +139,9 @@ class Rounds:
         wait = RoundWait(self, control, epoch)
         try:
             group = wait.run()
+            # peers one epoch behind may have come too late; the others would follow two that step
+            if self.is_synchronous() and not self.tracker.is_majority([*map(PeerID.to_bytes, group)], epoch):
+                raise AllreduceException("the leader has left out most peers")
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background

@@ -24,21 +24,9 @@ from hivemind.p2p import PeerID
 from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
-from swarm import logger
+from swarm import logger, state_server
 from swarm.dht import ping_peers
-from swarm.state_server import (
-    BLOCK,
-    MAX_BLOCKS,
-    MAX_LINEAGE,
-    NUM_SUMS,
-    RELAY,
-    StateRequest,
-    StateServer,
-    allocate_flat,
-    digest,
-    dump_moments,
-    list_blocks,
-)
+from swarm.state_server import NUM_SUMS, StateRequest, StateServer, allocate_flat, digest, dump_moments, list_blocks
 from swarm.trust import MAX_LEAD
 
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
@@ -207,7 +195,7 @@ class StateDownload:
             if group[0].key != (step.epoch, step.lineage) or type(metadata.get("group")) is not bytes:
                 continue
             if tensors := await self.download_from(group):
-                return metadata | {"group": metadata["group"][:MAX_LINEAGE]}, tensors
+                return metadata | {"group": metadata["group"][: state_server.MAX_LINEAGE]}, tensors
         return None
 
     async def fetch_state(self, min_epoch: int, lowest_epoch: int) -> tuple[dict, list[torch.Tensor]] | None:
@@ -240,7 +228,7 @@ class StateDownload:
         """Return the peers that declare a state, and its epoch. Choose the witnesses, and a relay for each client.
         Exclude unknown clients if another peer has at least the epoch before `min_epoch`."""
         averager, declared = self.averager, await self.averager.fetch_epochs()
-        relays = [peer for peer, epoch in declared.items() if epoch == RELAY]
+        relays = [peer for peer, epoch in declared.items() if epoch == state_server.RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
@@ -302,7 +290,7 @@ class StateDownload:
         """Check a description against this peer's tensors; return None if the state is of an earlier epoch. Raise a
         ValueError if the state differs from this peer's; untrusted bytes can raise any other exception."""
         epoch, lineage = metadata["epoch"], metadata["lineage"]
-        if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > MAX_LINEAGE:
+        if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > state_server.MAX_LINEAGE:
             raise ValueError("the description has no valid epoch and lineage")
         if epoch < min_epoch:
             return None
@@ -416,7 +404,7 @@ class BlockDownload:
         rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
         goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
         count = max(1, sum(elements <= goal for elements in itertools.accumulate(sizes)))
-        numbers = free[: min(count, MAX_BLOCKS)]
+        numbers = free[: min(count, state_server.MAX_BLOCKS)]
         for number in numbers:
             self.missing[number].append(donor)
         return numbers
@@ -434,7 +422,7 @@ class BlockDownload:
                     raise ValueError(f"the donor no longer has the state of epoch {donor.key[0]}")
                 parts.append(message.tensor_part)
                 size += 2**12 + message.ByteSize()  # so that empty messages count as well
-                if not numbers or size > 16 * BLOCK:
+                if not numbers or size > 16 * state_server.BLOCK:
                     raise ValueError("the donor sent more data than requested")
                 if len(parts) >= parts[0].chunks:
                     self.complete(donor, numbers, parts)

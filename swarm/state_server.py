@@ -37,7 +37,7 @@ MAX_LINEAGE = 64  # bytes
 NUM_SUMS = 8  # of each block, with different signs
 MIN_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is given up; lower bound
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
-STATE, STEP, NOTHING = range(3)  # requests of the averager's process to the main process
+STATE, NOTHING = b"", b"nothing"  # requests of the averager's process to the main process; others are keys of steps
 
 MAX_SERVED_PEERS, MAX_RELAYED_PEERS = 8, 2  # concurrent downloads from a trainer; from a client or an auxiliary peer
 MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
@@ -162,7 +162,7 @@ class StateServer(VerifyingAverager):
 
     def __init__(self, *args, **kwargs):
         self._lineage, self._last_lineage = (multiprocessing.Array(ctypes.c_char, MAX_LINEAGE) for _ in range(2))
-        self._wanted = multiprocessing.Value(ctypes.c_int, STATE)
+        self._wanted = multiprocessing.Array(ctypes.c_char, 2 * MAX_LINEAGE)
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots = asyncio.Lock()
         self._served: dict[PeerID, Service] = {}
@@ -298,7 +298,7 @@ class StateServer(VerifyingAverager):
                 if time.monotonic() - oldest.last_use <= IN_USE:
                     return None if step_key else next((it for it in self._snapshots[::-1] if not it.is_step), None)
                 self._remove(oldest)
-            self._wanted.value = STEP if step_key else STATE
+            self._wanted.value = step_key.encode()
             metadata, tensors, infos = await self._get_current_state_from_host_process()
             self._wanted.value = NOTHING  # otherwise, the main process keeps its last answer (note 89)
             await self._get_current_state_from_host_process()

@@ -175,6 +175,8 @@ def test_message_of_peer_needs_no_gradient():
         return deserialize_torch_tensor(message.tensor_part)
 
     assert deserialize_torch_tensor(part).requires_grad and not asyncio.run(read()).requires_grad
+    part.dtype = "(65536,)f4"  # of a part of 64 KB, numpy would make gigabytes
+    assert asyncio.run(read()).tolist() == [1.0] * 3
 
 
 def test_reducer_bounds_weights_and_takes_median():
@@ -229,8 +231,9 @@ def test_false_average_is_detected():
     with pytest.raises(ProtocolViolation, match="shape"):
         give_averages(own, [*true[:3], torch.zeros(1)])
     give_averages(own, [part + 1e-3 for part in own.chunk(4)], are_parameters=True)
-    with pytest.raises(ProtocolViolation, match="not near"):
-        give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
+    # no proof against the reducer, which cannot know which of two senders is right
+    far = give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
+    assert not far._output_parts_by_peer[3][0].any()
 
 
 def test_diverged_parameters_are_detected():

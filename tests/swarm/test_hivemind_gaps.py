@@ -25,6 +25,7 @@ from hivemind.averaging.control import StepControl
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
+from hivemind.compression import Float16Compression
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -47,7 +48,7 @@ from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CachingValidator, CancellableStep, ResilientControlClient, install
 from swarm.processes import filter_hivemind_log
-from swarm.state_server import NOTHING, STATE, STEP, StateServer
+from swarm.state_server import NOTHING, STATE, StateServer
 from swarm.uplink import RoundTimeouts
 
 NOTES = (ROOT / "docs/hivemind.md").read_text()
@@ -78,6 +79,8 @@ PRESENT = {
         "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))",
     ),
     "peer_claims_size_of_message": (P2P.receive_raw_data, "data = await reader.readexactly(content_length)"),
+    "answer_holds_all_keys": (DHTProtocol.rpc_find, "enumerate(map(DHTID.from_bytes, request.keys))"),
+    "sender_chooses_type_of_part": (Float16Compression.extract, "np.dtype(serialized_tensor.dtype)"),
     "dictionary_expiration_comes_from_peer": (
         DHTProtocol.call_find,
         "ValueWithExpiration(value_dictionary, result.expiration_time)",
@@ -238,7 +241,7 @@ def test_hivemind_keeps_last_state_it_sent():
     wanted, donor = [], SimpleNamespace(_snapshots=[], lineage="", _wanted=SimpleNamespace())
     donor._lock_snapshots = asyncio.Lock()
     donor._get_current_state_from_host_process, donor.serializer = fetch_state, MSGPackSerializer
-    for step_key, kind in (("", STATE), ("a step", STEP)):
+    for step_key, kind in (("", STATE), ("a step", b"a step")):
         assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 1, step_key)) is None
         assert wanted[-2:] == [kind, NOTHING]
 

@@ -37,7 +37,7 @@ from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
 from swarm.optimizer_state import list_params
 from swarm.state_download import BlockDownload, Donor, DownloadProgress, StateDownload, digests_differ, group_donors
-from swarm.state_server import BLOCK, NOTHING, NUM_SUMS, STATE, STEP, StateRequest, StateServer, StateSnapshot, digest
+from swarm.state_server import BLOCK, NOTHING, NUM_SUMS, STATE, StateRequest, StateServer, StateSnapshot, digest
 from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
 
@@ -355,7 +355,7 @@ def test_invented_step_costs_no_copy():
     copies = []
     assert asyncio.run(ask(make_donor(copies), 2, StateServer.make_step_key("invented"))) == -1 and copies == []
     asyncio.run(ask(make_donor(copies), 2, StateServer.make_step_key("before")))
-    assert copies == [STEP, NOTHING]
+    assert copies == [b"before step", NOTHING]
 
 
 @pytest.fixture
@@ -381,6 +381,16 @@ def test_state_epoch_matches_parameters_during_overlap(averager):
     found = [(metadata["epoch"], tensors[0].tolist()) for metadata, tensors, _ in states]
     assert averager.local_epoch == 1 and found == [(0, [0.0] * 5), (1, [-1.0] * 5)]
     assert states[0][0]["lineage"] != states[1][0]["lineage"] == averager.lineage
+
+
+def test_donor_copies_only_wanted_step(averager):
+    """A request for another one would cost a copy of all gradients."""
+    last_step, gradients = (3, "a", b"group"), contextlib.nullcontext([torch.ones(5)])
+    averager.grad_averager = SimpleNamespace(last_step=last_step, get_tensors=lambda: gradients)
+    for wanted, epoch, tensors in ((b"a step", 3, 1), (b"b step", -1, 0), (NOTHING, -1, 0)):
+        averager._wanted.value = wanted
+        metadata, found, _ = averager.get_current_state()
+        assert metadata["epoch"] == epoch and len(found) == tensors
 
 
 def test_missed_parameter_round_blocks_no_step(averager):

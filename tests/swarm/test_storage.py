@@ -115,6 +115,18 @@ async def ping_as_many(_dht, node, to) -> None:
         await node.protocol.get_stub(to).rpc_ping(request, timeout=10)
 
 
+async def find_many(_dht, node, to, count: int) -> int:
+    """Runs in a node's process: ask for a key so many times, and return the number of results."""
+    request = dht_pb2.FindRequest(keys=count * [DHTID.generate(KEY).to_bytes()], peer=node.protocol.node_info)
+    return len((await node.protocol.get_stub(to).rpc_find(request, timeout=10)).results)
+
+
+def test_request_for_many_keys_is_answered_once(peers):
+    """With large records and 90,000 keys, the answer would take gigabytes."""
+    one, two, *_ = peers
+    assert two.run_coroutine(functools.partial(find_many, to=one.peer_id, count=1000)) == 1
+
+
 async def find_ids(_dht, node, peer) -> list[DHTID]:
     """Runs in a node's process: the ids of a peer in its routing table."""
     return [uid for uid, other in node.protocol.routing_table.uid_to_peer_id.items() if other == peer]

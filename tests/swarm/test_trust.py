@@ -1,5 +1,7 @@
 """The peers that a peer believes, waits for and counts, with records that the tests make."""
 
+import asyncio
+import contextlib
 import math
 import time
 from types import SimpleNamespace
@@ -13,10 +15,10 @@ from processes import wait_until
 from records import run_dhts, run_trackers
 
 import swarm.trust
-from swarm.averager import PeersSilentError
+from swarm.averager import PeersSilentError, RoundResult, VerifyingAverager
 from swarm.guard import MaliciousPeersError
 from swarm.progress import WAIT_RETRY_EPOCHS
-from swarm.rounds import Rounds
+from swarm.rounds import AveragingError, Rounds
 from swarm.trust import BAN_SECONDS, MAX_BROKEN_ROUNDS, MAX_MISSED_ROUNDS, SILENT, Absence, PeerTrust, RoundTrust
 from swarm.uplink import Uplink
 from utils import MAX_WORKERS
@@ -343,6 +345,47 @@ def test_aux_peer_excludes_unresponsive_peers(tracker):
     rounds = Rounds(tracker, None, SimpleNamespace(restore_pending=lambda: None))
     rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
     assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
+
+
+@pytest.mark.parametrize(
+    "group, behind, is_step",
+    [
+        ((b"a", b"b"), b"", True),
+        ((b"a",), b"", False),
+        ((b"a", b"new", b"newer"), b"", False),
+        ((b"a",), b"bcd", True),
+    ],
+)
+def test_step_needs_most_contributors(tracker, monkeypatch, group, behind, is_step):
+    """The others would follow a malicious leader and the one peer with which it makes a step."""
+    tracker.others, tracker.trust.attested = {it: make_record(it) for it in (*NAMES, b"new", b"newer")}, {*NAMES}
+    tracker.others |= {name: make_record(name, epoch=4) for name in map(bytes, zip(behind))}
+    result, ignore = RoundResult(b"group", (), 1, 0, {}), lambda *_, **__: 1
+    averager = SimpleNamespace(set_expected_peers=ignore, restore_pending=ignore, finish=ignore, samples=1)
+    rounds = Rounds(tracker, averager, averager)
+    monkeypatch.setattr("swarm.rounds.RoundWait.run", lambda _: {PeerID(name): result for name in group})
+    with contextlib.nullcontext() if is_step else pytest.raises(AveragingError):
+        rounds._finish(MPFuture(), 5)
+    assert (rounds.stats.succeeded, rounds.stats.failed) == (int(is_step), int(not is_step))
+
+
+def test_silence_in_each_round_is_a_fault():
+    """A peer that reports in between would otherwise end all rounds."""
+    done, own = SimpleNamespace(uplink=Uplink()), PeerID(b"own")
+    averager = SimpleNamespace(_trust=RoundTrust(), peer_id=own, dht=done)
+    runner = SimpleNamespace(violations={}, silent=[b"silent"], cause=(PeerID(b"silent"), own), broken=set())
+
+    async def fail() -> None:
+        watch = asyncio.get_running_loop().create_future()
+        watch.set_result(None)
+        await VerifyingAverager._check_failed_round(averager, runner, watch)
+
+    for _ in range(MAX_BROKEN_ROUNDS - 1):
+        with pytest.raises(PeersSilentError):
+            asyncio.run(fail())
+    with pytest.raises(MaliciousPeersError) as caught:
+        asyncio.run(fail())
+    assert list(caught.value.args[0]) == [PeerID(b"silent")]
 
 
 def test_straggler_is_awaited_again_some_epochs_later(tracker):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import netlab
@@ -602,6 +603,23 @@ def test_leader_adding_members_without_data_is_banned():
     with pytest.raises(MaliciousPeersError, match="forged") as caught:
         asyncio.run(matchmaking.follower_assemble_group(leader, message))
     assert list(caught.value.args[0]) == [leader]
+
+
+@pytest.mark.parametrize("rounds, is_end", [(0, False), (1, True)])
+def test_invalid_data_of_new_key_ends_no_search(rounds, is_end):
+    """Each new key would end a search of all peers."""
+
+    async def request() -> bool:
+        matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
+        peer, matchmaking.assembled_group = PeerID(b"new"), asyncio.get_running_loop().create_future()
+        matchmaking.rounds_with, matchmaking.expected = Counter({peer: rounds}), frozenset([b"new"])
+        matchmaking.current_leader, matchmaking.lock_looking_for_group = None, asyncio.Lock()
+        async with matchmaking.lock_looking_for_group:  # as during a search
+            assert not matchmaking.is_acceptable(averaging_pb2.JoinRequest(gather=b"invalid"), peer)
+        is_ended = matchmaking.assembled_group.done()
+        return is_ended and isinstance(matchmaking.assembled_group.exception(), MaliciousPeersError)
+
+    assert asyncio.run(request()) == is_end
 
 
 def test_long_epochs_lengthen_timeouts():
