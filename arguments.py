@@ -334,7 +334,7 @@ class TrainerArguments(PrecisionArguments):
         None, "Checkpoint to resume from, or none to start over. Default: the newest in output_dir."
     )
     save_steps: int | None = flag(
-        None, "Save a checkpoint every N epochs, and at a normal end. Default: 500, divided by --local_steps.", ge=1
+        None, "Save a checkpoint every N epochs, and at a normal end. Default: 500, and with local steps fewer.", ge=1
     )
     save_total_limit: int = flag(2, TOTAL_LIMIT_HELP, ge=1)
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before and after training.")
@@ -473,8 +473,6 @@ def parse_arguments(*groups: type, description: str | None = None, before: Seque
     if swarm and not swarm.experiment_prefix and not swarm.initial_peers:
         begin_new_run(found)
     averaging = next((group for group in found.values() if isinstance(group, AveragingArguments)), None)
-    if trainer and trainer.save_steps is None:  # epochs with local steps are longer
-        trainer.save_steps = max(1, 500 // averaging.local_steps)
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:
         averaging.local_steps_from = max(200, found[OptimizerArguments].warmup_steps)  # see docs/measured.md
     return tuple(found.values())

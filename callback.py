@@ -148,7 +148,7 @@ class CollaborativeCallback:
             self.page.add(line)
         if self.display:
             self.display.log_epoch(line, is_first=self.stats.epochs == 1)
-        if self.is_due(self.args.save_steps):
+        if self.is_due(self.state.save_period):
             self.state.save()
         collect_garbage()
 
@@ -205,7 +205,7 @@ class CollaborativeCallback:
         summary, folder = self.metrics.summarize(), output_dir / "model"
         card = {"README.md": write_readme(model, folder)}
         is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
-        is_saved &= self.state.saved_epoch == self.optimizer.local_epoch
+        is_saved &= self.state.is_saved
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
         if with_evaluation and (evaluation := self.evaluator.measure(at_end=True)):

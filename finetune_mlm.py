@@ -334,7 +334,7 @@ def describe_settings(args: FinetuneArguments, examples: dict[str, list[Example]
     settings = {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
     if args.task_file:
         settings["task_file"] = json.loads(Path(args.task_file).read_text(encoding="utf-8"))
-    data = {split: [(it.texts, it.right, it.spans) for it in part] for split, part in examples.items()}
+    data = [(it.texts, it.right, it.spans) for split in ("train", "validation") for it in examples[split]]
     settings["data"] = hashlib.sha256(json.dumps(data).encode()).hexdigest()
     path = Path(args.checkpoint or args.model_name)  # the same path may have another model after more training
     files = path.iterdir() if path.is_dir() else [path] if path.is_file() else []

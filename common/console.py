@@ -49,7 +49,7 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def edge(interrupted: str | None = None) -> Iterator[None]:
-    """Turn a UserError, Ctrl-C and SIGTERM into one line on standard error, here and in the slow imports that follow.
+    """Turn a UserError and STOP_SIGNALS into one line on standard error, here and in the slow imports that follow.
 
     The exit code is 2 after an error, and 0 after a signal. A script that has not done its work gives `interrupted`, a
     text with the state of its files or the next step: the exit code is then 128 plus the signal's number.
@@ -107,19 +107,19 @@ def clean_end() -> Iterator[None]:
 
 
 def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
-    """Make SIGINT and SIGTERM set STOP_REQUESTED, and return that event. A second signal stops at once; if work is
-    unsaved, which the log names, an early second Ctrl-C only asks to confirm."""
-    start = None
+    """Make STOP_SIGNALS set STOP_REQUESTED, and return that event. A second signal stops at once; if work is unsaved,
+    which the log names, an early second Ctrl-C only asks to confirm."""
+    start = first = None
 
     def request_stop(number: int) -> None:
-        nonlocal start, unsaved
+        nonlocal start, first, unsaved
         STOP_REQUESTED.set()
         if start is None:
-            start = time.monotonic()
+            start, first = time.monotonic(), number
             if unsaved:
                 logger.info("stopping: saving; Ctrl-C again discards unsaved work")
-        elif number == signal.SIGHUP:
-            pass  # the shell and the system may send one each
+        elif signal.SIGHUP in (number, first) and number != signal.SIGINT:
+            pass  # at a logout, the shell and the system send several
         elif unsaved and number == signal.SIGINT and time.monotonic() < start + CONFIRM_TIMEOUT:
             logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
             start = -math.inf

@@ -31,6 +31,7 @@ CONTRACT_TIMEOUT = 5.0
 FINAL_FETCH_TIMEOUT = 1.0
 # reads of the DHT without any newer record, after which the run has gone back; a single read may miss records
 READS_BEFORE_GOING_BACK = 3
+REPORT_LIFETIME = 120.0  # seconds; that of a progress record
 READS_BEFORE_THE_END = 2  # without a trainer; one may have missed records
 #: results of measure_progress
 PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
@@ -65,6 +66,8 @@ class RunReport:
         self.dashboard, self.config = Dashboard(), asdict(swarm) | asdict(args)
         #: reads in a row that found no trainer, no contract, and only epochs before the last one
         self.empty_reads = self.lost_contracts = self.older_reads = 0
+        #: the progress of each trainer in the last read that found any, and until when it counts after others
+        self.reports, self.reports_until = {}, 0.0
         self.writing = threading.Lock()  # at the end, the reader's thread may still draw
         self.alive_peers, self.next_contract, self.next_drawing = 0, 0.0, time.monotonic() + CURVE_PERIOD
 
@@ -92,11 +95,13 @@ class RunReport:
         records, reports = fetching.result(), progress.result() if progress else {}
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last update must not wait for this one
+        if reports or time.monotonic() > self.reports_until:
+            self.reports, self.reports_until = reports, time.monotonic() + REPORT_LIFETIME
         if contracts:
-            self.update_contract(contracts.result(), has_trainers=bool(reports))
+            self.update_contract(contracts.result(), has_trainers=not self.reports.keys().isdisjoint(records))
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
-        live = figures.select_live(believable, reports)
-        current = figures.aggregate_metrics(live, last_epoch)
+        live, newest = figures.select_live(believable, self.reports)
+        current = figures.aggregate_metrics(live, last_epoch, newest)
         self.alive_peers = current.alive_peers if current else 0
         is_new = current is not None and current.epoch != last_epoch
         self.older_reads = self.older_reads + 1 if is_new and self.last and current.epoch < last_epoch else 0

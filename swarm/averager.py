@@ -236,7 +236,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
         # silent peers, or the one that broke it, or two peers if one blames the other and this peer saw neither fail
         suspects = set(map(PeerID, runner.silent)) or set(runner.cause or ()) - {self.peer_id}
-        self._trust.record_broken_round(list(suspects & runner.broken or suspects))
+        if 2 * len(runner.silent) < runner.group_size:  # otherwise, this peer's own connection may have failed
+            self._trust.record_broken_round(list(suspects & runner.broken or suspects))
         if runner.silent:
             raise PeersSilentError(runner.silent)
 

@@ -286,16 +286,19 @@ class Exchange:
 
     @contextlib.contextmanager
     def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int, share: int) -> Iterator[None]:
-        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period; or if all untrusted
-        ones have too many together, and this one has not fewer than the average. New keys cost nothing."""
+        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period, or if all untrusted
+        ones have too many together. One that had less than its share of these may go on: new keys cost nothing."""
         if time.monotonic() > self._period_end:
             self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
-        names = [(act, peer)] if peer in self.participants else [(act, peer), (act, None)]
+        is_trusted = peer in self.participants
+        names = [(act, peer)] if is_trusted else [(act, peer), (act, None)]
         for counts, most in ((self._active, at_once), (self._counts, in_period)):
-            own, total, peers = counts[act, peer], counts[act, None], sum(name[0] == act for name in counts) - 1
-            is_crowded = own >= most / share or total >= most and own * peers >= total
-            if own >= most or len(names) > 1 and is_crowded:
+            own, total = counts[act, peer], counts[act, None]
+            if is_crowded := not is_trusted and total >= most:
+                others = sum(name[0] == act and name[1] not in self.participants for name in counts) - 1
+                is_crowded = own * others >= most or counts is self._active and total >= 2 * most
+            if is_crowded or own >= most / (1 if is_trusted else share):
                 raise ValueError("too many requests")
         self._active.update(names)
         self._counts.update(names)
@@ -356,10 +359,12 @@ class Exchange:
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
-        hashes, unknown_at, store = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT, None
+        hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         while numbers:
-            if not hashes and (store := next((it for it in self.stores if it.has_file(blob)), None)):
+            # an update may have the id of a first state
+            store = max(self.stores, key=lambda it: it.has_file(blob) + it.has(blob))
+            if not hashes and store.has_file(blob):
                 hashes = store.list_hashes(blob)
                 async with lock:
                     await self._send_block(peer, HASHES, b"".join(hashes), writer)

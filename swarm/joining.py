@@ -28,6 +28,7 @@ logger = logging.getLogger("joining")
 PUBLISH_TIMEOUT = 30.0  # seconds to wait for this peer's contract, which is published again later
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
 PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0  # seconds; an initial peer may ping this peer's killed process meanwhile
+NO_ANSWER_PAUSE = 60.0  # seconds until initial peers that are gone are asked again, which takes seconds
 RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
@@ -39,6 +40,7 @@ class Swarm:
         self.config, self.prefix, self.dht, self.public_key = config, config.experiment_prefix, dht, public_key
         self.contract: RunContract | None = None  # the contract that this peer trains by, and publishes
         self.stores: dict[str, MPFuture] = {}  # by name, the last record of this peer on its way to the DHT
+        self._next_check = 0.0  # of the contract
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":
@@ -105,9 +107,10 @@ class Swarm:
 
     def recheck_contract(self) -> None:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
-        if self.dht.attestation and not self.dht.attestation.contract:
+        if self.dht.attestation and not self.dht.attestation.contract and time.monotonic() > self._next_check:
             answer = attestation.ask_initial_peers(self.dht, self.prefix, is_new_run=True)
-            self.dht.attestation = answer or self.dht.attestation  # without an answer, compare after the next epoch
+            self.dht.attestation = answer or self.dht.attestation
+            self._next_check = 0.0 if answer else time.monotonic() + NO_ANSWER_PAUSE
             require_same(self.prefix, self.contract, self.list_contracts())
 
     def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:

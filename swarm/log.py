@@ -35,7 +35,7 @@ holds it, so a leaving peer votes until then. If half of the voters are gone, th
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, which answer
 with all that this peer lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take
 part. The voters and the owners of counted offers have limits of their own for bytes, and thus for signatures to check.
-All other peers share one.
+All other peers share one, see `Log.spend`.
 """
 
 import contextlib
@@ -306,13 +306,15 @@ class Log:
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
-        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each, but
-        those below the average may exceed it: a few new keys must not keep out another."""
+        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each. One
+        that has used less than its share of it may exceed it: a few new keys must not keep out another."""
         used = self.traffic[peer] = self.traffic.get(peer, 0) + num_bytes
         if peer in self.head.participants:
             return used <= MAX_TRAFFIC
-        total = self.traffic[b""] = self.traffic.get(b"", 0) + num_bytes
-        return used <= MAX_TRAFFIC // 4 and (total <= MAX_TRAFFIC or used * len(self.traffic) <= total)
+        total, others = self.traffic.get(b"", 0) + num_bytes, len(self.traffic.keys() - {b"", *self.head.participants})
+        is_allowed = used <= MAX_TRAFFIC // 4 and min(total, used * others) <= MAX_TRAFFIC
+        self.traffic[b""] = total if is_allowed else total - num_bytes
+        return is_allowed
 
     def send(self, *records: object, to: bytes | None = None, kind: str = "send") -> None:
         """Send a message to a peer that stays below its limit, or to several."""

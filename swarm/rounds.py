@@ -139,17 +139,17 @@ class Rounds:
         wait = RoundWait(self, control, epoch)
         try:
             group = wait.run()
+            result = next(iter(group.values()))
+            self.tracker.ban(result.violations)
             # peers one epoch behind may have come too late; the others would follow two that step
             if self.is_synchronous() and not self.tracker.is_majority([*map(PeerID.to_bytes, group)], epoch):
-                raise AllreduceException("the leader has left out most peers")
+                raise AllreduceException("most known contributors were not in it")
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        result = next(iter(group.values()))
         self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
         self.stats.members = result.members
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
-        self.tracker.ban(result.violations)
         if not self.is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()

@@ -47,8 +47,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
         return dht_pb2.StoreResponse(store_ok=store_ok, peer=self.node_info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """Answer the first key, as our searches ask for one; for 90,000, hivemind would need gigabytes (note 102)."""
-        return await super().rpc_find(dht_pb2.FindRequest(keys=request.keys[:1], peer=request.peer), context)
+        """Answer four keys, the most that a search asks for; for 90,000, hivemind would need gigabytes (note 102)."""
+        return await super().rpc_find(dht_pb2.FindRequest(keys=request.keys[:4], peer=request.peer), context)
 
     def may_store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool) -> bool:
         """Return whether a record belongs to its sender and is within the limits; count it if so."""

@@ -179,13 +179,19 @@ def test_one_of_four_peers_cannot_choose_epoch():
     """Even if it has contributed before."""
     records = [(label, make_metrics(10)) for label in "abcd"] + [("liar", make_metrics(910, loss=0.0))]
     progress = {label: SimpleNamespace(epoch=metrics.epoch) for label, metrics in records}
-    assert select_live(records, progress) == records[:4]
+    assert select_live(records, progress) == (records[:4], 10)
     # metrics outlive their peer, unlike progress
-    assert select_live(records, {"b": progress["b"]}) == records[1:2]
-    assert select_live(records, {}) == records
-    # the others are behind, as after a restart
-    behind = progress | {label: SimpleNamespace(epoch=3) for label in "abc"}
-    assert select_live(records, behind | {"liar": SimpleNamespace(epoch=10)}) == records[:4]
+    assert select_live(records, {"b": progress["b"]}) == (records[1:2], 10)
+    assert select_live(records, {}) == (records, None)
+    for lead, count in ((2, 4), (1, 5)):  # one peer may be first, but the others count as well
+        liar = "liar", make_metrics(10 + lead)
+        live, newest = select_live([*records[:4], liar], progress)
+        metrics = aggregate_metrics(live, 10, newest)
+        assert (len(live), metrics.epoch, metrics.alive_peers) == (count, 10, count)
+    # most have restarted: their metrics are old, and one loads a state
+    old = [(label, make_metrics(3)) for label in "abc"] + [("d", make_metrics(10))]
+    progress |= {"a": SimpleNamespace(epoch=1)}
+    assert select_live(old, progress) == (old, 10)
 
 
 def make_ids(kind: str, count: int) -> list[bytes]:

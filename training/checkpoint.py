@@ -127,7 +127,7 @@ def save_checkpoint(
     files = extra_files or {"README.md": write_readme(model, folder)}
     is_saved = save_model(model, tokenizer, folder, {"epoch": epoch, **extra}, state, files)
     if is_saved:
-        remove_outdated(output_dir, save_total_limit)
+        remove_outdated(folder, save_total_limit)
     return is_saved
 
 
@@ -165,9 +165,9 @@ def write_readme(model, folder: str | Path) -> bytes:
 # --- find and load states ---------------------------------------------------------------------------------------------
 
 
-def remove_outdated(output_dir: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond the limit."""
-    for folder in find_checkpoints(output_dir)[:-limit]:
+def remove_outdated(saved: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beyond the limit, but not the saved one: later ones may have been locked."""
+    for folder in [path for path in find_checkpoints(saved.parent)[:-limit] if path != saved]:
         # under another name, so that a process that is killed here leaves no half of a checkpoint
         with contextlib.suppress(OSError):
             shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))

@@ -12,7 +12,6 @@ from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from swarm.contract import RunContract
-from swarm.trust import MAX_LEAD
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -140,26 +139,33 @@ def average_loss(records: list[LocalMetrics]) -> float:
 
 def select_live(
     records: list[tuple[str, LocalMetrics]], progress: Mapping[str, LocalTrainingProgress]
-) -> list[tuple[str, LocalMetrics]]:
-    """Return the records of the peers that report their progress, because metrics outlive their peer by ten minutes. If
-    less than a quarter of these claim a later epoch than the others, their records do not count.
+) -> tuple[list[tuple[str, LocalMetrics]], int | None]:
+    """Return the records of the peers that report their progress, as metrics outlive their peer by ten minutes, and the
+    newest epoch that more than a quarter of them have reached. Records beyond the next epoch do not count.
 
-    :param progress: the newest progress record of each peer, by label; if there is none, all records count
+    :param progress: the newest progress record of each peer, by label; without any, all records are returned, and None
     """
-    epochs = sorted((progress[label].epoch for label, _ in records if label in progress), reverse=True)
-    if not epochs:
-        return records
-    limit = epochs[len(epochs) // 4] + MAX_LEAD
-    return [(label, metrics) for label, metrics in records if label in progress and metrics.epoch <= limit]
+    live = [(label, metrics) for label, metrics in records if label in progress]
+    if not live:
+        return records, None
+    # the metrics of a peer that has restarted are old, and the progress of one that loads a state names an old epoch
+    epochs = sorted((max(metrics.epoch, progress[label].epoch) for label, metrics in live), reverse=True)
+    newest = epochs[len(epochs) // 4]
+    return [(label, metrics) for label, metrics in live if metrics.epoch <= newest + 1], newest
 
 
-def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
+def aggregate_metrics(
+    records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None, newest: int | None = None
+) -> SwarmMetrics | None:
     """Aggregate all peers' plausible records into the metrics of their newest epoch, or None without any batch.
 
     Peers do not report at the same time, so the previous epoch counts too. Older records belong to peers that left.
+
+    :param newest: an upper bound of the newest epoch
     """
     plausible = [metrics for _, metrics in filter_plausible_records(records, last_epoch)]
     newest_epoch = max((metrics.epoch for metrics in plausible), default=0)
+    newest_epoch = newest_epoch if newest is None else min(newest_epoch, newest)
     current = [metrics for metrics in plausible if metrics.epoch >= newest_epoch - 1]
     if not any(metrics.mini_steps for metrics in current):
         return None

@@ -21,6 +21,7 @@ from training.progress import RECENT_EPOCHS
 
 logger = logging.getLogger("trainer")
 
+DEFAULT_SAVE_STEPS = 500
 TOTALS = ("epochs", "averaged_epochs", "skipped_steps", "computed_samples")
 
 
@@ -92,6 +93,7 @@ class TrainerState:
     groups: tuple  # the whole command line, as in TRAINER_ARGS
     num_devices: int = 1  # that share each step
     saved_epoch: int = 0  # of the newest checkpoint
+    is_saved: bool = True  # whether the last checkpoint could be written
     stats: TrainerStats = field(default_factory=TrainerStats)
 
     def __post_init__(self):
@@ -124,11 +126,19 @@ class TrainerState:
         counters["failed_rounds"] = self.optimizer.stats.failed
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
+    @property
+    def save_period(self) -> int:
+        """The number of epochs between two checkpoints; by default of 500 batches, if an epoch has several."""
+        is_local, averaging = self.optimizer.grad_averager.is_local, self.optimizer.averaging
+        return self.args.save_steps or max(1, DEFAULT_SAVE_STEPS // (averaging.local_steps if is_local else 1))
+
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
         state, args = self.collect(), self.args
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
-        if save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, args.save_total_limit):
+        limit = args.save_total_limit
+        self.is_saved = save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, limit)
+        if self.is_saved:
             self.saved_epoch = state["local_epoch"]
 
     def list_tensors(self) -> list[torch.Tensor]:

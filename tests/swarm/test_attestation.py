@@ -144,7 +144,7 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         discover_settings(SwarmArguments("", gone), None)
 
 
-def test_untrusted_contract_blocks_no_peer(peers):
+def test_untrusted_contract_blocks_no_peer(peers, monkeypatch):
     terms, flags, (monitor, stranger, newcomer) = {"learning_rate": "0.1"}, "--learning_rate 0.1", peers
     other, own = (Swarm(SwarmConfig(PREFIX), dht, dht.public_key) for dht in (stranger, newcomer))
     other.publish_contract(make_contract(learning_rate="9"), 300).result(timeout=30)
@@ -163,6 +163,11 @@ def test_untrusted_contract_blocks_no_peer(peers):
     assert own.contract.flags == flags
     tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(**terms)))
     newcomer.attestation = RunAttestation(prefix=PREFIX)
+    with monkeypatch.context() as patch:  # an initial peer that is busy once
+        patch.setattr("swarm.attestation.ask_initial_peers", lambda *_, **__: None)
+        own.recheck_contract()
+    assert not newcomer.attestation.contract
+    own._next_check = 0.0
     own.recheck_contract()
     assert newcomer.attestation.contract.contract == terms
 

@@ -323,13 +323,15 @@ def test_blob_counts_only_blocks_checked_at_their_place(exchanges):
 
 
 def test_few_peers_leave_messages_to_another(exchanges):
-    exchange, *crowd = exchanges[0], *(PeerID(bytes([number])) for number in range(9))
+    exchange, *crowd = exchanges[0], *(PeerID(bytes([number])) for number in range(101))
     exchange.participants = frozenset()
-    for peer in crowd[:8]:
-        for _ in range(250):
-            with exchange._admit("message", peer, *swarm.exchange.MAX_MESSAGES):
-                pass
-    for peer, is_refused in ((crowd[0], True), (crowd[8], False)):
+    for peer in crowd[:100]:
+        with contextlib.suppress(ValueError):
+            for _ in range(1000):
+                with exchange._admit("message", peer, *swarm.exchange.MAX_MESSAGES):
+                    pass
+    assert exchange._counts["message", None] < 4 * swarm.exchange.MAX_MESSAGES[1]
+    for peer, is_refused in ((crowd[0], True), (crowd[100], False)):
         acting = exchange._admit("message", peer, *swarm.exchange.MAX_MESSAGES)
         with pytest.raises(ValueError) if is_refused else contextlib.nullcontext(), acting:
             pass

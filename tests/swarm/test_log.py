@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
-from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, SLOT, Action, Entry, Log, State, make_genesis, rank
+from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, MAX_TRAFFIC, SLOT, Action, Entry, Log, State, make_genesis, rank
 from swarm.log_records import (
     KINDS,
     MAX_VOTERS,
@@ -469,12 +469,14 @@ def test_stranger_leaves_room_for_new_peer():
     assert b"new" in list_sent(actions, Status)[0].missing_keys
 
 
-def test_five_strangers_leave_room_for_new_peer():
-    """A status costs more than its bytes, and they could use up all that new peers have together."""
+@pytest.mark.parametrize("count", [5, 100])
+def test_strangers_leave_room_for_new_peer(count):
+    """A status costs more than its bytes, and five keys could use up all that new peers have together."""
     log, flood = make_log(4), encode(*31 * [Status((bytes([1]) * 32,), (), (), False)])
     log.identity.known = {log.me, *PEERS}
-    for stranger in 4 * (b"v", b"w", b"x", b"y", b"z"):
-        log.receive(1e6, stranger, flood)
+    for number in 4 * [*range(count)]:
+        log.receive(1e6, b"%d" % number, flood)
+    assert log.traffic[b""] < 4 * MAX_TRAFFIC
     log.receive(1e6, b"new", encode(make_offer(b"new", log.head.head)))
     assert b"new" in log.missing_keys
 

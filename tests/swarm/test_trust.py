@@ -374,13 +374,15 @@ def test_silence_in_each_round_is_a_fault():
     done, own = SimpleNamespace(uplink=Uplink()), PeerID(b"own")
     averager = SimpleNamespace(_trust=RoundTrust(), peer_id=own, dht=done)
     runner = SimpleNamespace(violations={}, silent=[b"silent"], cause=(PeerID(b"silent"), own), broken=set())
+    runner.group_size = 4
 
     async def fail() -> None:
         watch = asyncio.get_running_loop().create_future()
         watch.set_result(None)
         await VerifyingAverager._check_failed_round(averager, runner, watch)
 
-    for _ in range(MAX_BROKEN_ROUNDS - 1):
+    for most in (*MAX_BROKEN_ROUNDS * [True], *(MAX_BROKEN_ROUNDS - 1) * [False]):  # most: this peer is cut off
+        runner.silent = [b"silent", b"others"] if most else [b"silent"]
         with pytest.raises(PeersSilentError):
             asyncio.run(fail())
     with pytest.raises(MaliciousPeersError) as caught:
