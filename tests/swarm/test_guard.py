@@ -17,19 +17,10 @@ from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer, stop
 
+from swarm import guard
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.averager import VerifyingAverager
-from swarm.guard import (
-    FAR_TOO_LONG,
-    SKETCH_SIZE,
-    ProtocolViolation,
-    RobustReducer,
-    RoundSettings,
-    VerifyingContainer,
-    compute_clipping_factors,
-    compute_sketch,
-    find_outliers,
-)
+from swarm.guard import SKETCH_SIZE, ProtocolViolation, VerifyingContainer, compute_sketch, find_outliers
 from swarm.log_records import unpack
 from swarm.matchmaking import RoundState, sign_round_state
 from swarm.trust import REVERSED_AVERAGE
@@ -44,7 +35,7 @@ def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch
 
 def factors_of(gradients: torch.Tensor) -> list[float]:
     count, numbers = gradients.shape
-    return compute_clipping_factors(
+    return guard.compute_clipping_factors(
         (gradients @ gradients.T).double(), torch.full((count,), float(numbers)).double()
     ).tolist()
 
@@ -129,8 +120,8 @@ def test_clip_limits_outliers():
 async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=False, senders=4) -> list[torch.Tensor]:
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
-    reducer = RobustReducer(shapes, senders)
-    reducer.configure(RoundSettings(are_parameters, max_weight))
+    reducer = guard.RobustReducer(shapes, senders)
+    reducer.configure(guard.RoundSettings(are_parameters, max_weight))
 
     async def send(index: int) -> list:
         averages = []
@@ -199,7 +190,7 @@ def test_average_without_samples_is_finite():
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """Return the container after a round in which each peer has averaged one part of the own tensor."""
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
-    container.configure(RoundSettings(are_parameters, max_weight=1.0), own_index=0)
+    container.configure(guard.RoundSettings(are_parameters, max_weight=1.0), own_index=0)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
     return container
@@ -213,7 +204,7 @@ def test_false_average_is_detected():
         weight = 0.25 * float(gradients[0].norm() / gradients.norm(dim=1).mean())
         assert min(give_averages(own, true).estimate_contributions(weight).values()) > 0.6
         noise = torch.randn(1250) * true[2].norm() / 1250**0.5
-        for false, at_most in ((noise, 0.2), (-true[2], -0.6), (50 * true[2], FAR_TOO_LONG)):
+        for false, at_most in ((noise, 0.2), (-true[2], -0.6), (50 * true[2], guard.FAR_TOO_LONG)):
             container = give_averages(own, [*true[:2], false, true[3]])
             good, bad, other = (container.estimate_contributions(weight)[index] for index in (1, 2, 3))
             assert bad <= at_most and min(good, other) > 0.6

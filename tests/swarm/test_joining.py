@@ -16,17 +16,9 @@ from processes import LOOPBACK, make_prefix, run_python, wait_until
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
+from swarm import reachability
 from swarm.addresses import add_quic, get_host_port, get_peer_id, list_shareable_maddrs
-from swarm.reachability import (
-    DIAL_BACK,
-    MAX_CALLERS,
-    MAX_DIALS,
-    MIN_BANDWIDTH,
-    ask_relay_limit,
-    ask_to_dial_back,
-    measure_rate,
-    register_dial_back_handler,
-)
+from swarm.reachability import DIAL_BACK, MAX_CALLERS, MAX_DIALS, register_dial_back_handler
 from training.settings import announce_public_address, check_multiaddrs
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
@@ -122,7 +114,7 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
         return BytesValue(value=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
-    assert asyncio.run(ask_to_dial_back([31337], None, node)) == expected
+    assert asyncio.run(reachability.ask_to_dial_back([31337], None, node)) == expected
 
 
 def test_dials_back_are_limited(monkeypatch):
@@ -169,7 +161,7 @@ def test_bandwidth_counts_if_peer_leaves_during_measurement():
             raise P2PDaemonError("the peer has left")
 
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
-    assert asyncio.run(measure_rate(None, node)) > 10
+    assert asyncio.run(reachability.measure_rate(None, node)) > 10
 
 
 def test_bandwidth_is_measured_without_silent_peer(monkeypatch):
@@ -181,10 +173,10 @@ def test_bandwidth_is_measured_without_silent_peer(monkeypatch):
             await asyncio.sleep(60 if peer in silent else 0.01)
 
         node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["a", "b"])
-        return asyncio.run(measure_rate(None, node))
+        return asyncio.run(reachability.measure_rate(None, node))
 
     assert min(measure("a"), measure("b")) > 10
-    assert measure("a", "b") == MIN_BANDWIDTH
+    assert measure("a", "b") == reachability.MIN_BANDWIDTH
 
 
 @pytest.mark.parametrize(
@@ -199,7 +191,7 @@ def test_relay_limit_is_checked(limit, expected):
         return None, reader, SimpleNamespace(write=lambda _: None, close=lambda: None)
 
     p2p = SimpleNamespace(call_binary_stream_handler=call)
-    assert asyncio.run(ask_relay_limit(p2p, PeerID(b"relay"))) == expected
+    assert asyncio.run(reachability.ask_relay_limit(p2p, PeerID(b"relay"))) == expected
 
 
 def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):

@@ -14,28 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
+from swarm import log_records
 from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, MAX_TRAFFIC, SLOT, Action, Entry, Log, State, make_genesis, rank
-from swarm.log_records import (
-    KINDS,
-    MAX_VOTERS,
-    WINDOW,
-    Commit,
-    Key,
-    Leave,
-    Memory,
-    Offer,
-    Proof,
-    Proposal,
-    Status,
-    Step,
-    Vote,
-    decode,
-    encode,
-    get_signed_part,
-    list_fields,
-    pack,
-    unpack,
-)
+from swarm.log_records import WINDOW, Commit, Leave, Offer, Proof, Proposal, Status, Step, Vote, encode, pack, unpack
 
 PEERS = [name_peer(index) for index in range(40)]
 
@@ -51,7 +32,7 @@ def make_log(num_members: int = 4, state: State | None = None, index: int = 0) -
 
 
 def sign(record: object) -> object:
-    return replace(record, signature=FakeIdentity(record.peer).sign(get_signed_part(record)))
+    return replace(record, signature=FakeIdentity(record.peer).sign(log_records.get_signed_part(record)))
 
 
 def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool = True) -> Offer:
@@ -76,7 +57,7 @@ def advance(state: State, owners, times: int = 1, **notices) -> State:
 def list_sent(actions: list, kind: type) -> list:
     """The records of a kind in the messages."""
     messages = [action.content for action in actions if action.kind in ("send", "gossip")]
-    return [it for message in messages for it in decode(message) if type(it) is kind]
+    return [it for message in messages for it in log_records.decode(message) if type(it) is kind]
 
 
 def run_until(network: Network, condition, seconds: int = 120) -> None:
@@ -259,7 +240,7 @@ class EvictingLog(Log):
             commit = smaller if self.is_fair(smaller) else commit
         (own,) = [it for it in commit.offers if (it.peer, it.base) == (self.me, self.head.head)] or [commit.offers[0]]
         for number in range(20 if own.peer == self.me else 0):
-            changed = self.sign(Offer, *list_fields(own)[:-2], float(number))
+            changed = self.sign(Offer, *log_records.list_fields(own)[:-2], float(number))
             spelled = replace(commit, offers=tuple(changed if it == own else it for it in commit.offers))
             if self.head.advance(spelled).find_leader(0) == self.me:
                 return spelled
@@ -457,7 +438,7 @@ def test_many_statuses_cost_little():
 
 def test_stranger_leaves_room_for_new_peer():
     """Otherwise, small messages of one new key keep those of all other new peers from the log."""
-    log, flood = make_log(4), encode(*20 * [Key(b"nobody", b"key")])
+    log, flood = make_log(4), encode(*20 * [log_records.Key(b"nobody", b"key")])
     log.identity.known = {log.me, *PEERS}
     for _ in range(100):
         log.receive(1e6, b"stranger", flood)
@@ -485,7 +466,7 @@ def test_log_of_many_members_has_bounded_state():
     """Its state could otherwise not be read, and no other member could begin it."""
     members = tuple(bytes([number]) for number in range(70))
     state = make_genesis("run", 3, bytes(32), members)
-    assert len(state.voters) == MAX_VOTERS and unpack(State, pack(state)) == state
+    assert len(state.voters) == log_records.MAX_VOTERS and unpack(State, pack(state)) == state
 
 
 @pytest.mark.parametrize(
@@ -695,7 +676,7 @@ def test_restarted_voters_choose_same_list():
     network = Network(2, 3)
     leader = network.honest[0].log.head.find_leader(0)
     run_until(network, lambda: network.trainers[leader].memory)
-    (memory,) = unpack(Annotated[tuple, 1, 1, Memory], network.trainers[leader].memory)
+    (memory,) = unpack(Annotated[tuple, 1, 1, log_records.Memory], network.trainers[leader].memory)
     for trainer in network.honest:
         if not trainer.log.head.epoch:
             trainer.crash()
@@ -707,7 +688,7 @@ def test_restarted_voters_choose_same_list():
 
 def test_restarted_voter_waits_for_its_last_epoch():
     """Its checkpoint is older than its last vote, so it has forgotten its votes in between."""
-    log, memory = make_log(1), Memory(bytes(32), 3)
+    log, memory = make_log(1), log_records.Memory(bytes(32), 3)
     old = Log(log.head, log.identity, TIMEOUT, log.holds, 1e6, pack((memory,)))
     for it in (log, old):
         it.add_offer(1e6, make_offer(it.me, it.head.head, b"a" * 32))
@@ -769,7 +750,8 @@ def list_messages() -> list[bytes]:
     network.trainers[leader].crash()
     network.run(100)
     messages = [message for message in messages if isinstance(message, bytes)]
-    assert {type(it) for message in messages for it in decode(message)} >= {*KINDS} - {Leave, Proof} - {KINDS[1]}
+    kinds = {type(it) for message in messages for it in log_records.decode(message)}
+    assert kinds >= {*log_records.KINDS} - {Leave, Proof, log_records.KINDS[1]}
     return messages
 
 
@@ -795,7 +777,7 @@ def test_random_bytes_are_ignored():
 @given(st.binary(max_size=200))
 def test_decode_raises_value_errors_only(data):
     with contextlib.suppress(ValueError):
-        assert isinstance(decode(data), list)
+        assert isinstance(log_records.decode(data), list)
 
 
 def test_claimed_lengths_reserve_no_memory():
@@ -803,7 +785,7 @@ def test_claimed_lengths_reserve_no_memory():
     claims = b"\xdd\x00\x02\x00\x00" * 1000
     tracemalloc.start()
     with pytest.raises(ValueError):
-        decode(claims + bytes(131_072 - len(claims)))
+        log_records.decode(claims + bytes(131_072 - len(claims)))
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
 
