@@ -292,6 +292,11 @@ def test_invalid_state_is_refused_and_retried(start):
     alone = start("alone", "-m", "tests.programs.state_taker", prefix, 1, 100_000, *bad.json_lines()[0]["maddrs"])
     alone.assert_clean_end(120)
     assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
+    # a peer ends if its daemon dies: otherwise it would be alone from then on, and never say so
+    [daemon] = [it for it in psutil.Process(bad.process.pid).children(recursive=True) if it.name().startswith("p2pd")]
+    daemon.kill()
+    assert bad.wait(30) == 1 and "the DHT process died, this peer cannot continue" in bad.text
+    wait_until(lambda: not bad.left_processes(), 10, "no process left")
 
 
 def test_new_peer_too_slow_logs_reason(start):

@@ -6,12 +6,11 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from file_server import send, serve
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PDaemonError, PeerID
-from processes import LOOPBACK, make_prefix, run_python, wait_until
+from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
@@ -32,19 +31,6 @@ with clean_end():
     swarm = Swarm.join(SwarmConfig(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))
     print(json.dumps(swarm.measure_bandwidth(None)), flush=True)
     swarm.leave()
-"""
-
-# A peer that joins, and stays.
-JOINED = """
-import sys, threading
-from swarm.config import SwarmConfig
-from swarm.joining import Swarm
-from common.console import clean_end
-
-with clean_end():
-    swarm = Swarm.join(SwarmConfig(sys.argv[1], host_maddrs=[sys.argv[2]]))
-    print("joined", flush=True)
-    threading.Event().wait()
 """
 
 
@@ -210,13 +196,3 @@ def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
     assert 10 <= measured <= 21
     alone = run_python("-c", MEASURER, prefix, LOOPBACK[1])
     assert json.loads(alone.stdout) == 100.0
-
-
-def test_peer_ends_if_its_daemon_dies(start):
-    """Otherwise it would be alone from then on, and never say so."""
-    peer = start("peer", "-c", JOINED, make_prefix(), LOOPBACK[1])
-    peer.wait_for("joined")
-    [daemon] = [it for it in psutil.Process(peer.process.pid).children(recursive=True) if it.name().startswith("p2pd")]
-    daemon.kill()
-    assert peer.wait(30) == 1 and "the DHT process died, this peer cannot continue" in peer.text
-    wait_until(lambda: not peer.left_processes(), 10, "no process left")
