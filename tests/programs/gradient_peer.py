@@ -138,6 +138,18 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
     MPFuture.set_result = set_result
 
 
+def take_states(optimizer: CollaborativeOptimizer, parameter: torch.nn.Parameter, count: int) -> None:
+    """Load the swarm's state this number of times, each time with a parameter and a history of its own before."""
+    state, own = optimizer.state_averager, next(iter(optimizer.opt.param_groups))["params"][0]
+    for _ in range(count):
+        state.local_epoch, state.lineage = 0, "own"
+        with torch.no_grad():
+            own.fill_(-1.0)
+        loaded = optimizer.load_state_from_peers()
+        values = [own.min().item(), own.max().item(), parameter.mean().item()]
+        print_facts(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
+
+
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
     """Wait until this number of other peers are there, and not behind this one."""
 
@@ -184,6 +196,7 @@ def main() -> None:
     parser.add_argument("--full_disk_at_start", type=int, default=0, help="the first blobs, which cannot be stored")
     parser.add_argument("--silence", type=float, default=600.0, help="seconds without a commit that end a log")
     parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
+    parser.add_argument("--takes", type=int, default=0, help="only load the swarm's state this number of times")
     args = parser.parse_args()
     setup_logging("peer")
     log_steps.SILENCE_TIMEOUT = args.silence
@@ -219,6 +232,9 @@ def main() -> None:
         optimizer.load_training_state(optimizer.training_state() | {"local_epoch": args.begin_at, "lineage": 32 * "ab"})
     stop = handle_stop_signals()
     print_facts(maddrs=list_maddrs(dht))
+    if args.takes:
+        take_states(optimizer, parameter, args.takes)
+        stop.set()
     epoch = steps = 0
     while not stop.is_set():
         if optimizer.local_epoch >= args.others_at:

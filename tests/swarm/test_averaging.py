@@ -271,16 +271,16 @@ def test_invalid_state_is_refused_and_retried(start):
     """The whole state of the next donor is loaded (note 25)."""
     prefix = make_prefix()
     good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
-    maddrs = good.json_lines()[0]["maddrs"]
-    bad = start("bad", "-m", "tests.programs.bad_donor", prefix, *maddrs)
+    bad = start("bad", "-m", "tests.programs.bad_donor", prefix, *good.json_lines()[0]["maddrs"])
     bad.wait_for('"maddrs"')
     wait_until(lambda: epochs(good), 60, "an epoch")
-    taker = start("taker", "-m", "tests.programs.state_taker", prefix, len(KINDS), 100_000, *maddrs)
+    taker = start_peer(start, "taker", prefix, 0.0, 0, [good], ("--takes", len(KINDS)))
     taker.assert_clean_end(120)
     # asked at least once for each, and once more where the good peer was just between two epochs
     assert [line["gave"] for line in bad.json_lines() if "gave" in line][: len(KINDS)] == list(KINDS)
-    assert len(taker.json_lines()) == len(KINDS)
-    for line in taker.json_lines():
+    _, *lines = taker.json_lines()
+    assert len(lines) == len(KINDS)
+    for line in lines:
         # the good peer's parameter is minus its epoch, as it steps alone by 1
         assert line["loaded"] and not line["own"] and 0 < line["epoch"] < 1000
         assert line["values"] == [-line["epoch"]] * 3
@@ -289,9 +289,9 @@ def test_invalid_state_is_refused_and_retried(start):
     good.process.wait(10)
     wait_until(lambda: not good.left_processes(), 15, "no process left")
     # with the bad donor alone, nothing is taken over, and it takes bounded time
-    alone = start("alone", "-m", "tests.programs.state_taker", prefix, 1, 100_000, *bad.json_lines()[0]["maddrs"])
+    alone = start_peer(start, "alone", prefix, 0.0, 0, [bad], ("--takes", 1))
     alone.assert_clean_end(120)
-    assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
+    assert alone.json_lines()[1:] == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
     # a peer ends if its daemon dies: otherwise it would be alone from then on, and never say so
     [daemon] = [it for it in psutil.Process(bad.process.pid).children(recursive=True) if it.name().startswith("p2pd")]
     daemon.kill()
