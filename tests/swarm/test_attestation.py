@@ -9,7 +9,7 @@ from hivemind.utils import get_dht_time
 from mains import refuse
 from members import addresses, run_peer
 from processes import make_prefix, wait_until
-from records import make_tracker, run_dhts, run_trackers
+from records import make_tracker
 
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
@@ -21,7 +21,6 @@ from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, RunContract, fetch_contracts
 from swarm.dht import DHT
 from swarm.joining import Swarm
-from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
 
 PREFIX = make_prefix()
@@ -179,23 +178,6 @@ def test_slow_dht_ends_no_joining_peer(peers, monkeypatch):
     own.agree_on(make_contract(learning_rate="0.1"), 120)
     published = dht.public_key, own.contract
     wait_until(lambda: published in fetch_contracts(other, PREFIX).items(), 10, "the contract")
-
-
-def test_untrusted_samples_do_not_count():
-    periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
-    with run_dhts([], [], []) as dhts, run_trackers(dhts, 10**6, **periods) as trackers:
-        one, _, stranger = trackers
-        for tracker, samples in zip(trackers, (30, 10, 10), strict=True):
-            tracker.report_local_progress(5, samples)
-        wait_until(lambda: one.view.samples == 50, 20, "all count, because no peer is known to have worked")
-        one.trust.partners.add(dhts[1].peer_id.to_bytes())
-        stranger.report_local_progress(5, 10_000)
-        wait_until(lambda: one.view.samples == 40, 20, "those of peers that have worked")
-        one.refresh_now()
-        with one.lock:
-            # a new peer knows the length of an epoch by the contributors' records
-            grace = dhts[0].uplink.timeouts.partition_grace
-            assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
 
 
 def test_early_peer_learns_contributors_later(peers):

@@ -20,7 +20,7 @@ from swarm.guard import MaliciousPeersError
 from swarm.progress import WAIT_RETRY_EPOCHS
 from swarm.rounds import AveragingError, Rounds
 from swarm.trust import BAN_SECONDS, MAX_BROKEN_ROUNDS, MAX_MISSED_ROUNDS, SILENT, Absence, PeerTrust, RoundTrust
-from swarm.uplink import Uplink
+from swarm.uplink import GRACE_SHARE, MAX_GRACE, Uplink
 from utils import MAX_WORKERS
 
 NAMES = [b"a", b"b", b"c", b"d"]
@@ -283,9 +283,12 @@ def test_claimed_batch_does_not_end_epoch(epoch):
     epoch.apply_records(None, 0.0)
     assert epoch.view.samples == 42 and not epoch.ready_to_update_epoch
     assert epoch.view.ends_at - get_dht_time() == pytest.approx(358 / 6, rel=0.1)
+    # a new peer knows the length of an epoch by the contributors' records
+    assert epoch.trust.uplink.timeouts.partition_grace == pytest.approx(GRACE_SHARE * 400 / 6, rel=0.1)
     epoch.trust.active = {b"a"}  # the last commits of a log have no update of the others
+    epoch.set_target(10**6)
     epoch.apply_records(None, 0.0)
-    assert epoch.view.samples == 1
+    assert epoch.view.samples == 1 and epoch.trust.uplink.timeouts.partition_grace == MAX_GRACE
 
 
 def test_backdated_record_does_not_end_epoch(epoch):
