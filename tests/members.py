@@ -11,6 +11,7 @@ from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
+from programs.peers import list_maddrs as addresses
 
 from swarm.config import SwarmConfig
 from swarm.contract import RunSchema
@@ -46,10 +47,6 @@ def run_peer(prefix: str, *others: DHT, **swarm):
         yield dht
     finally:
         dht.shutdown()
-
-
-def addresses(*dhts: DHT) -> list[str]:
-    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
 
 
 async def open_stream(_, node, peer: PeerID, name: str) -> str:

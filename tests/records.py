@@ -72,16 +72,16 @@ def run_trackers(dhts: list[hivemind.DHT], target_batch_size: int, **periods):
         yield trackers
 
 
-async def send_bytes(_, node, to, key: str, subkey: bytes, value: bytes | int, expiration_time: float) -> list[bool]:
-    """Send these bytes to a peer unchanged, and serve them to others. Runs in the attacker's DHT process.
+async def send_bytes(_, node, to, key: str, subkey: bytes, value: bytes | int, expiration_time, is_served=True) -> list:
+    """Send these bytes to a peer unchanged, and maybe serve them to others. Runs in the attacker's DHT process.
 
     A number as the value stands for this number of bytes: hivemind's pipe to its own process breaks on large messages.
     """
     value = MSGPackSerializer.dumps(b"x" * value) if isinstance(value, int) else value
     key_id = DHTID.generate(source=key)
-    if subkey == DHTProtocol.IS_REGULAR_VALUE:
+    if is_served and subkey == DHTProtocol.IS_REGULAR_VALUE:
         node.protocol.storage.store(key_id, value, expiration_time)
-    elif subkey != DHTProtocol.IS_DICTIONARY:
+    elif is_served and subkey != DHTProtocol.IS_DICTIONARY:
         node.protocol.storage.store_subkey(key_id, MSGPackSerializer.loads(subkey), value, expiration_time)
     # hivemind's call_store encodes the subkey: this is the request as an attacker would send it
     parts = dict(keys=[key_id.to_bytes()], subkeys=[subkey], values=[value], expiration_time=[expiration_time])
@@ -89,9 +89,9 @@ async def send_bytes(_, node, to, key: str, subkey: bytes, value: bytes | int, e
     return list((await node.protocol.get_stub(to).rpc_store(request, timeout=10)).store_ok)
 
 
-def attack(attacker: hivemind.DHT, victim: hivemind.DHT, key: str, subkey, value, expiration_time) -> list[bool]:
+def attack(attacker: hivemind.DHT, victim: hivemind.DHT, key: str, subkey, value, expiration_time, **more) -> list:
     """Return whether the victim stored it; see send_bytes."""
-    options = dict(to=victim.peer_id, key=key, subkey=subkey, value=value, expiration_time=expiration_time)
+    options = dict(to=victim.peer_id, key=key, subkey=subkey, value=value, expiration_time=expiration_time, **more)
     return attacker.run_coroutine(functools.partial(send_bytes, **options), return_future=True).result(timeout=20)
 
 

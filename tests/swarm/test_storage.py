@@ -1,6 +1,7 @@
 """An untrusted peer at our nodes of the DHT: it stores records of others, or too many, and answers falsely."""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import math
@@ -17,6 +18,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
+from members import addresses, run_peer
 from processes import LOOPBACK, make_prefix, wait_until
 from records import attack, sign, start_dht_as
 
@@ -35,19 +37,11 @@ KEY = f"{PREFIX}_state_averager.all_averagers"
 @pytest.fixture(scope="module")
 def peers():
     """Two nodes of ours, and a stranger with hivemind's, its private and its public key."""
-    dhts, key = [], RSAPrivateKey()
-    try:
-        for _ in range(2):
-            RSAPrivateKey._process_wide_key = None
-            others = [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
-            validators, _ = make_validators(PREFIX)
-            dhts.append(DHT(others, host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators))
-        dhts.append(start_dht_as(key, [str(maddr) for maddr in dhts[0].get_visible_maddrs()], []))
-        yield *dhts, key, make_validators(PREFIX, key)[1]
-    finally:
-        RSAPrivateKey._process_wide_key = None
-        for dht in dhts:
-            dht.shutdown()
+    key = RSAPrivateKey()
+    with run_peer(PREFIX) as one, run_peer(PREFIX, one) as two:
+        stranger = start_dht_as(key, addresses(one), [])
+        yield one, two, stranger, key, make_validators(PREFIX, key)[1]
+        stranger.shutdown()
 
 
 def test_storage_accepts_only_own_records(peers):
@@ -64,7 +58,11 @@ def test_storage_accepts_only_own_records(peers):
     assert not store(fresh, dumps(fresh_subkey), soon + 1, after=fresh_subkey), "under an id that is not the key's"
     for subkey in (DHTProtocol.IS_REGULAR_VALUE, dumps(own_id), dumps(victim.peer_id.to_bytes())):
         assert not attack(stranger, victim, KEY, subkey, dumps(1), soon + 1)[0], "nobody's"
-    assert not store(key, dumps(public_key), {"peer_id": b"x" * 34}, key=f"{PREFIX}_progress"), "for another peer"
+    for expires, peer_id in ((soon, own_id), (soon + 1, b"x" * 34)):  # for another peer
+        progress = dict(peer_id=peer_id, epoch=0, samples_accumulated=0, samples_per_second=1.0, client_mode=False)
+        progress["time"] = get_dht_time()
+        is_stored = store(key, dumps(public_key), progress, expires, key=f"{PREFIX}_progress")
+        assert is_stored == (peer_id == own_id)
     assert not store(key, dumps(public_key), expires=get_dht_time() + 4000), "for too long"
     passed_on = DictionaryDHTValue()
     passed_on.store(public_key, sign(key, KEY, dumps(public_key), dumps(2), soon + 1), soon + 1)
@@ -183,13 +181,6 @@ def test_long_node_id_is_no_answer(peers):
     assert answers == ["raised", None] and isinstance(victim.run_coroutine(pings[1]), DHTID)
 
 
-async def store_raw(_dht, node, to, subkey: bytes, expires: float) -> list[bool]:
-    """Runs in the stranger's process: a record with this subkey."""
-    fields = dict(keys=[DHTID.generate(KEY).to_bytes()], subkeys=[subkey], values=[b"x"], expiration_time=[expires])
-    request = dht_pb2.StoreRequest(**fields, in_cache=[False], peer=node.protocol.node_info)
-    return list((await node.protocol.get_stub(to).rpc_store(request, timeout=10)).store_ok)
-
-
 def nest(depth: int) -> bytes:
     """Return nested tuples, as hivemind encodes them."""
     data = msgpack.packb(msgpack.ExtType(MSGPackSerializer._TUPLE_EXT_TYPE_CODE, b"\x90"))
@@ -200,15 +191,13 @@ def nest(depth: int) -> bytes:
 
 def test_nested_values_are_refused(peers):
     """Note 93: these 1.4 KB would crash the process."""
-    victim, _, stranger, _, public_key = peers
-    soon = get_dht_time() + 300
+    (victim, _, stranger, *_), soon = peers, get_dht_time() + 300
     install()
     assert MSGPackSerializer.loads(nest(3)) == ((((),),),)
     for data in (nest(300), msgpack.packb(msgpack.ExtType(5, b""))):
         with pytest.raises(ValueError):
             MSGPackSerializer.loads(data)
-        request = functools.partial(store_raw, to=victim.peer_id, subkey=data, expires=soon)
-        assert stranger.run_coroutine(request) == [False]
+        assert attack(stranger, victim, KEY, data, b"x", soon, is_served=False) == [False]
     assert victim.is_alive() and victim.store(KEY, 5, soon, subkey=victim.peer_id.to_bytes())
 
 
@@ -305,16 +294,12 @@ async def holds(_: DHT, node: DHTNode, key: str) -> bool:
 
 def test_invented_nodes_hide_no_records(monkeypatch):
     """Of nine nodes, the nearest one to a key is hostile."""
-    dhts, subkeys = [], []
-    try:
-        for number in range(9):
-            if number == 8:
+    with contextlib.ExitStack() as stack:
+        dhts = [stack.enter_context(run_peer(PREFIX))]
+        while len(dhts) < 9:
+            if len(dhts) == 8:
                 monkeypatch.setattr("swarm.storage.DHTProtocol.rpc_find", find_invented)
-            RSAPrivateKey._process_wide_key = None
-            maddrs = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
-            validators, public_key = make_validators(PREFIX)
-            dhts.append(DHT(maddrs, host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators))
-            subkeys.append(public_key)
+            dhts.append(stack.enter_context(run_peer(PREFIX, dhts[0])))
         for dht in dhts:
             ids = [other.peer_id.to_bytes() for other in dhts if other is not dht]
             assert dht.run_coroutine(partial(ping_peers, peer_ids=ids)) == {*ids}
@@ -325,14 +310,9 @@ def test_invented_nodes_hide_no_records(monkeypatch):
         names = (f"{PREFIX}_{number}" for number in itertools.count())
         key = next(name for name in names if sort_by_distance(name)[0] is dhts[-1])
         _, *others, reader, reporter = sort_by_distance(key)
-        subkey = subkeys[dhts.index(reporter)]
-        reporter.store(key, "new", get_dht_time() + 60, subkey=subkey)
+        reporter.store(key, "new", get_dht_time() + 60, subkey=reporter.public_key)
         assert sum(other.run_coroutine(partial(holds, key=key)) for other in others) >= 2
-        assert reader.get(key, latest=True).value[subkey].value == "new"
-    finally:
-        RSAPrivateKey._process_wide_key = None
-        for dht in dhts:
-            dht.shutdown()
+        assert reader.get(key, latest=True).value[reporter.public_key].value == "new"
 
 
 @pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (DHTNode, True)])
