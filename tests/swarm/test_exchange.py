@@ -298,12 +298,15 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
     wait_until(lambda: count_files() <= count, 20, "no file of the exchange")
 
 
-def test_block_is_no_blob(tmp_path):
-    """A stranger that requests an anchor's blocks by their names would fill the cache of hashes with gigabytes."""
+def test_store_reads_hashes_of_blobs_once(tmp_path):
+    """The log asks for all blobs of an epoch at each message, which read 15 files. And a stranger that requests an
+    anchor's blocks by their names would fill the cache of hashes with gigabytes."""
     store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
     blob = store.add(make_blocks())
-    assert store.has(blob)
-    for number, name in enumerate(store.list_hashes(blob)):
+    hashes = store.list_hashes(blob)
+    find_hashes(store, blob).unlink()
+    assert store.has(blob) and store.list_hashes(blob) == hashes
+    for number, name in enumerate(hashes):
         assert store.has_file(name, number) and not store.has(name)
         with pytest.raises(KeyError):
             store.list_hashes(name)
@@ -347,15 +350,6 @@ def test_store_keeps_newest_and_drops_damaged(tmp_path):
     assert not store.has(blobs[-1]) and store.has(blobs[-2])
     find_hashes(store, blobs[-2]).write_bytes(b"")  # the power failed
     assert not BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-2])
-
-
-def test_store_reads_hashes_of_blob_once(tmp_path):
-    """The log asks for all blobs of an epoch at each message, which read 15 files."""
-    store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
-    blob = store.add(make_blocks())
-    hashes = store.list_hashes(blob)
-    find_hashes(store, blob).unlink()
-    assert store.has(blob) and store.list_hashes(blob) == hashes
 
 
 def test_relays_share_blob_of_one_owner():
