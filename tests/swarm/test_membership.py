@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import stat
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,12 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
+from mains import parse
 from members import addresses, connect, leave, make_invitation, open_stream, run_peer
 from processes import make_prefix, run_python, wait_until
 
 import invite
-from arguments import SwarmArguments, parse_arguments
+from arguments import SwarmArguments
 from common.console import UserError
 from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
@@ -256,8 +256,7 @@ def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["./invite.py", *flags])
-        [args] = parse_arguments(invite.InviteArguments)
+        [args] = parse([invite.InviteArguments], "./invite.py", *flags)
         invite.main(args)
         return capsys.readouterr().out
 
