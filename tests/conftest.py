@@ -12,7 +12,7 @@ import netlab
 import processes
 import pytest
 import torch
-from processes import ROOT, Script, run_python
+from processes import ROOT, Script, make_prefix, run_python
 
 # on busy cores, two threads of a small matrix product mostly wait for each other
 torch.set_num_threads(1)
@@ -23,11 +23,11 @@ torch.set_num_threads(1)
 SECONDS = {
     "averaging": 150, "checkpoint": 100, "devices": 90, "states": 80, "archive": 80, "swarm": 60, "aux_peer": 50,
     "fetch": 50, "monitor": 45, "streaming": 45, "page": 45, "preflight": 40, "uplink": 40, "tokenize": 40,
-    "log_steps": 40, "families": 40, "local_steps": 30, "forerunners": 30, "dashboard": 30, "guard": 25, "storage": 25,
+    "log_steps": 40, "families": 40, "local_steps": 30, "forerunners": 30, "guard": 25, "storage": 25,
     "membership": 25, "evaluation": 25, "new_experiment": 45, "finetune": 20, "lean_albert": 20,
     "attestation": 20, "metrics": 20, "aggregation": 15, "trainer": 15, "batches": 15, "arguments": 10,
     "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10, "trust": 10, "optimizer": 10,
-    "joining": 5, "log": 5, "console": 5, "setup": 5, "finetune_tasks": 5,
+    "joining": 5, "log": 5, "console": 5, "finetune_tasks": 5,
 }
 # fmt: on
 
@@ -75,6 +75,12 @@ def start(tmp_path):
     for script in scripts:
         script.kill()
         script.process.wait(10)
+
+
+@pytest.fixture
+def prefix() -> str:
+    """The name of a run that no other test has."""
+    return make_prefix()
 
 
 @pytest.fixture

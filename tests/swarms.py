@@ -125,6 +125,13 @@ def epochs(peer) -> dict[int, dict]:
     return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
 
 
+def list_joint_rounds(*peers: Script) -> list[int]:
+    """Return the epochs that all these peers have averaged together, without others."""
+    lines = [epochs(peer) for peer in peers]
+    common = sorted(set(lines[0]).intersection(*lines[1:]))
+    return [epoch for epoch in common if all(of[epoch]["averaged_with"] == len(peers) for of in lines)]
+
+
 AVERAGING_TIMEOUT, MATCHMAKING_TIME = 15, 3
 PACED = {**TRAINER, "--target_group_size": 16, "--matchmaking_time": MATCHMAKING_TIME, "--next_chunk_timeout": 4}
 PACED |= {"--averaging_timeout": AVERAGING_TIMEOUT, "--metadata_expiration": 30, "--average_state_every": 3}

@@ -1,8 +1,8 @@
 """An auxiliary peer: averages for clients, passes their states on, and may die."""
 
 import pytest
-from processes import LOOPBACK, make_prefix, run_python, wait_until
-from swarms import SHARED, TRAINER, epochs, flags, start_monitor, start_peer, start_trainer, stop
+from processes import LOOPBACK, run_python, wait_until
+from swarms import SHARED, TRAINER, epochs, flags, list_joint_rounds, start_monitor, start_peer, start_trainer, stop
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
@@ -22,39 +22,32 @@ def start_clients(start, prefix: str, aux_peers: list, names=("first", "second")
     return [start_peer(start, it, prefix, 1.0 + 2 * i, 16 + 16 * i, aux_peers, own) for i, it in enumerate(names)]
 
 
-def joint_rounds(*peers) -> list[int]:
-    common = set.intersection(*(set(epochs(peer)) for peer in peers))
-    return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
-
-
 def assert_equal_parameters(*peers) -> list[int]:
     """Return the epochs that these peers have averaged together, after the last of which their parameters are equal."""
-    joint = joint_rounds(*peers)
+    joint = list_joint_rounds(*peers)
     parameters = [epochs(peer)[joint[-1]]["parameter"][1] for peer in peers]
     assert parameters == pytest.approx([parameters[0]] * len(peers), rel=1e-5)
     return joint
 
 
-def test_late_client_loads_state_through_aux_peer(start):
+def test_late_client_loads_state_through_aux_peer(start, prefix):
     """The state is that of another client."""
-    prefix = make_prefix()
     aux = start_aux(start, prefix)
     [first] = start_clients(start, prefix, [aux], ["first"])
     wait_until(lambda: max(epochs(first), default=0) >= 2, 90, "2 epochs")
     [late] = start_clients(start, prefix, [aux], ["late"])
-    wait_until(lambda: joint_rounds(first, late), 90, "a joint round")
+    wait_until(lambda: list_joint_rounds(first, late), 90, "a joint round")
     joint = assert_equal_parameters(first, late)
     assert joint[0] > 2 and epochs(late)[joint[0]]["parameter"][1] < -2  # it was no new run
     stop(first, late, aux)
 
 
 @pytest.mark.slow
-def test_clients_average_through_aux_peers(start):
+def test_clients_average_through_aux_peers(start, prefix):
     """Another auxiliary peer and a public trainer join later, and the first auxiliary peer dies."""
-    prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])
-    joint = wait_until(lambda: len(both := joint_rounds(first, second)) >= 15 and both, 120, "15 joint rounds")
+    joint = wait_until(lambda: len(both := list_joint_rounds(first, second)) >= 15 and both, 120, "15 joint rounds")
     everything = range(joint[0], joint[-1] + 1)
     assert len(joint) >= 0.95 * len(everything), set(everything) - set(joint)
     for epoch in [epoch for epoch in joint if epoch - 1 in joint]:
@@ -74,21 +67,20 @@ def test_clients_average_through_aux_peers(start):
     other_aux = start_aux(start, prefix, "other", [aux])
     public = start_peer(start, "public", prefix, 5.0, 16, [aux, other_aux], ("--group_size", 3))
     trainers = [first, second, public]
-    wait_until(lambda: len(joint_rounds(*trainers)) >= 5, 90, "5 joint rounds of three")
+    wait_until(lambda: len(list_joint_rounds(*trainers)) >= 5, 90, "5 joint rounds of three")
     assert assert_equal_parameters(*trainers)[0] > 15
     for client in (first, second):
         reported = [line["epoch"] for line in client.json_lines() if "epoch" in line]
         assert reported == sorted(reported)  # no peer went back
     aux.kill()
     last = max(epochs(first))
-    wait_until(lambda: joint_rounds(*trainers)[-1] > last + 1, 90, "joint rounds without the first aux peer")
+    wait_until(lambda: list_joint_rounds(*trainers)[-1] > last + 1, 90, "joint rounds without the first aux peer")
     assert_equal_parameters(*trainers)
     stop(*trainers, other_aux)
 
 
-def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
+def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data, prefix):
     """It stops before its start if there are trainers, otherwise once the first trainers have joined."""
-    prefix = make_prefix()
     own = {name: TRAINER[name] for name in SHARED} | {"--experiment_prefix": prefix, "--target_batch_size": 9}
     own |= {"--refresh_period": 0.5, "--report_to": "none", "--tokenizer_path": tiny_data["--tokenizer_path"]}
     wrong = ["run_aux_peer.py", *LOOPBACK, *flags(own), "--assist_in_averaging", "--output_dir"]

@@ -106,8 +106,7 @@ def test_records_are_small():
         assert validator.validate(dataclasses.replace(record, value=validator.sign_value(record))) is is_small
 
 
-def test_contracts_are_bounded():
-    prefix = make_prefix()
+def test_contracts_are_bounded(prefix):
     validators, subkey = make_validators(prefix, schema=RunSchema)
     options = dict(subkey=subkey, exclude_self=True)  # the reader alone decides, because the writer keeps no copy
     with run_dhts(validators, make_validators(prefix, schema=RunSchema)[0]) as (writer, reader):

@@ -183,8 +183,7 @@ def test_old_listen_addresses_parse():
             make_host_maddrs(wrong)
 
 
-def test_monitor_page_survives_hostile_visitors(start, tmp_path):
-    prefix = make_prefix()
+def test_monitor_page_survives_hostile_visitors(start, tmp_path, prefix):
     shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
     words = ["--report_to", "none", "--status_port", 0, *shared]
     monitor, address = start_monitor(start, prefix, tmp_path / "monitor", *words)

@@ -12,7 +12,7 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from processes import ROOT, make_prefix, run_python, wait_until
 from programs.bad_donor import KINDS
-from swarms import epochs, start_peer, stop
+from swarms import epochs, list_joint_rounds, start_peer, stop
 
 from swarm.plan import choose_fractions
 
@@ -21,18 +21,16 @@ SLOW = pytest.mark.slow
 
 def joint_epochs(a, b) -> list[int]:
     """Epochs that both peers have averaged together, as they have the epoch before."""
-    lines = epochs(a), epochs(b)
-    joint = [epoch for epoch in lines[0] if all(epoch in of and of[epoch]["averaged_with"] == 2 for of in lines)]
-    return sorted(epoch for epoch in joint if epoch - 1 in joint)
+    joint = list_joint_rounds(a, b)
+    return [epoch for epoch in joint if epoch - 1 in joint]
 
 
 def wait_for_joint_epochs(a, b, count: int, seconds: float) -> list[int]:
     return wait_until(lambda: len(both := joint_epochs(a, b)) >= count and both, seconds, f"{count} joint epochs")
 
 
-def test_average_is_weighted_by_samples(start):
+def test_average_is_weighted_by_samples(start, prefix):
     """After kill -9 of the other peer, the survivor's samples enter its next step (note 16). Parameters stay apart."""
-    prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
     second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, others=[first])
     joint = wait_for_joint_epochs(first, second, 4, 60)
@@ -64,9 +62,8 @@ def test_average_is_weighted_by_samples(start):
 
 
 @pytest.mark.slow
-def test_eight_bit_averaging_keeps_weights_equal(start, tmp_path):
+def test_eight_bit_averaging_keeps_weights_equal(start, tmp_path, prefix):
     """Only gradients are averaged. If none are (note 1), the steps have nothing in common."""
-    prefix = make_prefix()
     first = start("first", "-m", "tests.programs.eight_bit_peer", prefix, 1, tmp_path)
     first.wait_for('"maddrs"')
     maddrs = first.json_lines()[0]["maddrs"]
@@ -137,9 +134,8 @@ def test_next_chunk_timeout_and_min_vector_size_apply(start):
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9) and 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
-def test_peer_counting_fewer_samples_joins_round(start):
+def test_peer_counting_fewer_samples_joins_round(start, prefix):
     """A peer that knows too few samples of the others would make a complete group wait."""
-    prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
     second = start_peer(start, "second", prefix, gradient=3.0, batch_size=16, others=[first], flags=["--counts_less"])
     joint = wait_for_joint_epochs(first, second, 3, 90)
@@ -243,9 +239,8 @@ def test_minority_takes_no_step(start):
 
 
 @pytest.mark.slow
-def test_client_alone_ahead_loads_state(start):
+def test_client_alone_ahead_loads_state(start, prefix):
     """A client does not send its state, so the others could never catch up with it."""
-    prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
     flags = ("--client_mode", "--leap_at", 6)
     client = start_peer(start, "client", prefix, gradient=3.0, batch_size=16, others=[public], flags=flags)
@@ -256,9 +251,8 @@ def test_client_alone_ahead_loads_state(start):
     stop(public, client)
 
 
-def test_leading_peer_continues_without_straggler(start):
+def test_leading_peer_continues_without_straggler(start, prefix):
     """A peer one epoch behind loads the next state. There is none if the other one waits for it in each round."""
-    prefix = make_prefix()
     ahead = start_peer(start, "ahead", prefix, gradient=1.0, batch_size=16, flags=("--others", 1, "--leap_at", 2))
     behind = start_peer(start, "behind", prefix, 3.0, 16, [ahead], ("--download_from", 4))
     joint = wait_until(lambda: [epoch for epoch in joint_epochs(ahead, behind) if epoch > 4], 60, "an epoch of both")
@@ -267,9 +261,8 @@ def test_leading_peer_continues_without_straggler(start):
     stop(ahead, behind)
 
 
-def test_invalid_state_is_refused_and_retried(start):
+def test_invalid_state_is_refused_and_retried(start, prefix):
     """The whole state of the next donor is loaded (note 25)."""
-    prefix = make_prefix()
     good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
     bad = start("bad", "-m", "tests.programs.bad_donor", prefix, *good.json_lines()[0]["maddrs"])
     bad.wait_for('"maddrs"')

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from processes import wait_until
-from swarms import AVERAGING_TIMEOUT, MATCHMAKING_TIME, Swarm, read_epochs
+from swarms import AVERAGING_TIMEOUT, MATCHMAKING_TIME, Swarm, read_epochs, stop
 
 NAMES = ["a", "b", "c"]
 
@@ -65,8 +65,7 @@ def test_orderly_leave_logs_no_warning(start, tmp_path, tiny_data):
     *others, leaver = swarm.trainers.values()
     swarm.wait_for_joint_epochs(NAMES, 2, 90)
     lengths = [len(other.text) for other in others]
-    leaver.interrupt()
-    leaver.assert_clean_end()
+    stop(leaver)
     swarm.wait_for_joint_epochs(["a", "b"], 2, 60, swarm.last_epoch("a"))
     peer_id = re.search(r"parameters, peer (\w+)", leaver.text)[1]
     for other, length in zip(others, lengths, strict=True):

@@ -15,7 +15,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import as_aiter
 from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
-from swarms import epochs, start_peer, stop
+from swarms import epochs, list_joint_rounds, start_peer, stop
 
 from swarm import guard
 from swarm.allreduce import FailFastAllReduceRunner
@@ -261,16 +261,10 @@ def test_diverged_peer_loads_state(start):
     peers[2].wait_for("nudged", 90)
     peers[2].wait_for("loaded the state", 60)
     last = max(epochs(peers[2]))
-
-    def joint() -> list[int]:
-        common = set.intersection(*map(set, map(epochs, peers)))
-        return [e for e in common if e > last and all(epochs(peer)[e]["averaged_with"] == 3 for peer in peers)]
-
-    wait_until(joint, 60, "a round of all")
+    joint = wait_until(lambda: [e for e in list_joint_rounds(*peers) if e > last], 60, "a round of all")
     for peer in peers:
-        assert epochs(peer)[joint()[0]]["parameter"] == pytest.approx([-joint()[0]] * 3)
-        peer.interrupt()
-        peer.assert_clean_end()
+        assert epochs(peer)[joint[0]]["parameter"] == pytest.approx([-joint[0]] * 3)
+    stop(*peers)
 
 
 KINDS = [*SENT, *ANSWERED, *HOLDS_UP]
@@ -298,16 +292,14 @@ def test_hostile_peer_of_four_cannot_bend_round(start, kind):
     wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 3, 120, "three more epochs of all")
     for peer in peers:
         lines = epochs(peer)
-        for epoch in (
-            lines if kind not in ("flip", "noise", "reversed") else ()
-        ):  # as averages, they count twice and more
+        # as averages, they count twice and more
+        for epoch in lines if kind not in ("flip", "noise", "reversed") else ():
             low = 0.1 if kind == "zeros" else 0.98  # its share of the samples is all that it takes
             assert -1.02 * epoch <= lines[epoch]["parameter"][0] <= lines[epoch]["parameter"][2] <= -low * epoch
         steps = [lines[before + 3]["parameter"][i] - lines[before + 2]["parameter"][i] for i in range(3)]
         assert steps == pytest.approx([-1] * 3, rel=1e-5)
         assert set(re.findall(r"peer (\w+) .*: no rounds with it", peer.text)) <= {hostile}
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(*peers)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from processes import LOOPBACK, make_prefix, wait_until
-from swarms import TRAINER, choose_trainer, flags, history, largest_difference, start_monitor, start_trainer
+from swarms import TRAINER, choose_trainer, flags, history, largest_difference, start_monitor, start_trainer, stop
 from transformers import AutoModelForPreTraining
 
 from arguments import TRAINER_ARGS, DataArguments, ModelArguments, OptimizerArguments
@@ -60,8 +60,7 @@ def test_late_trainer_loads_state_and_learns(start, tmp_path, tiny_data):
             assert norms == pytest.approx([norms[0]] * 3, rel=1e-3)
     assert sum(line["averaged_with"] == 3 for line in third.values()) >= 3
     # the monitor has seen the signed metrics of all
-    monitor.interrupt()
-    monitor.assert_clean_end()
+    stop(monitor)
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["epoch"] == epochs and max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -147,9 +146,8 @@ def test_lean_albert_swarm_learns(start, tmp_path, tiny_data):
     assert type(loaded).__name__ == "LeanAlbertForPreTraining" and loaded.config.hidden_act_gated
 
 
-def test_ctrl_c_saves_and_exits_cleanly(start, tmp_path, tiny_data):
+def test_ctrl_c_saves_and_exits_cleanly(start, tmp_path, tiny_data, prefix):
     """While the imports run; and in a round that hangs, as the terminal closes. The model is saved, no process left."""
-    prefix = make_prefix()
     alone = [*LOOPBACK, *flags(TRAINER, tiny_data, {"--experiment_prefix": prefix, "--output_dir": tmp_path})]
     early = start("early", "-X", "importtime", "run_trainer.py", *alone)
     early.wait_for("import time:.*torch")

@@ -20,7 +20,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, Script, make_prefix, wait_until
-from swarms import Swarm, epochs
+from swarms import Swarm, epochs, list_joint_rounds, stop
 
 from arguments import AveragingArguments
 from swarm.config import AveragingConfig, make_config
@@ -173,15 +173,13 @@ def start_three_peers(
 def wait_for_rounds(peers: dict[str, Script], count: int, seconds: float) -> list[tuple[dict, ...]]:
     """Return the reports of three peers about this number of joint rounds in a row."""
 
-    def find_joint() -> list[tuple[dict, ...]]:
-        lines = [epochs(peer) for peer in peers.values()]
-        common = [tuple(of_peer[epoch] for of_peer in lines) for epoch in lines[2] if all(epoch in p for p in lines)]
-        joint = [lines for lines in common if all(line["averaged_with"] == 3 for line in lines)]
+    def find_joint() -> list[int]:
+        joint = list_joint_rounds(*peers.values())
         return joint if len(joint) >= count else []
 
-    rounds = wait_until(find_joint, seconds, f"{count} rounds of all three")
-    assert [line["epoch"] for line, *_ in rounds] == [rounds[0][0]["epoch"] + number for number in range(len(rounds))]
-    return rounds
+    joint = wait_until(find_joint, seconds, f"{count} rounds of all three")
+    assert joint == [*range(joint[0], joint[0] + len(joint))]
+    return [tuple(epochs(peer)[epoch] for peer in peers.values()) for epoch in joint]
 
 
 def test_volunteers_uplinks_average_all_rounds(start, net):
@@ -204,10 +202,9 @@ def test_volunteers_uplinks_average_all_rounds(start, net):
             expected = sum(map(math.prod, zip(gradients.values(), samples, strict=True))) / sum(samples)
             steps = [one - other for one, other in zip(before[0]["parameter"], first["parameter"], strict=True)]
             assert steps == pytest.approx([expected] * 3, rel=1e-5) and sent > 0.98 * 4 * 4 * numbers
-    for name, peer in peers.items():
+    for name in peers:
         assert min(net.bytes(name)) > 4 * numbers  # over its line
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(*peers.values())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import shutil
 import socket
 
 from mains import expect_user_error, refuse
-from processes import LOOPBACK, ROOT, make_prefix, run_python
+from processes import LOOPBACK, ROOT, run_python
 from swarms import TRAINER, flags, start_monitor, stop
 
 import run_trainer
@@ -94,9 +94,8 @@ def test_preflight_explains_silent_peers():
     assert "does not resolve" in reasons[2] and reasons[3] is None
 
 
-def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
+def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data, prefix):
     """Real starts of trainers leave no process."""
-    prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     place, _, peer_id = peers.rpartition("/p2p/")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, LOOPBACK[0]: LOOPBACK[1]}
@@ -111,8 +110,7 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data):
     stop(monitor)
 
 
-def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data):
-    prefix = make_prefix()
+def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data, prefix):
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {**TRAINER, **tiny_data, "--output_dir": tmp_path / "out", "--initial_peers": peers}
     del own["--bandwidth"]  # it is measured
