@@ -226,45 +226,6 @@ def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path,
     wait_until(lambda: [e for e in read_epochs(output_dir) if e["epoch"] == epoch], 30, f"epoch {epoch}")
 
 
-def test_monitor_follows_run_and_exits_cleanly(start, tmp_path):
-    prefix, output_dir = make_prefix(), tmp_path / "out"
-    monitor, address = start_monitor(start, prefix, output_dir, env={"TRACKIO_DIR": str(tmp_path)})
-    assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
-    with run_peers(prefix, address, True, True, False) as (first, second, attacker):
-        publish_until_seen(monitor, [first, second], 1, output_dir, loss=18.0)
-        attacker.store({**make_metrics(2).dict(), "loss": float("nan")})
-        attacker.store({"epoch": 2})
-        attacker.publish(make_metrics(10**9).dict())  # well formed: a lie
-        first.publish(make_metrics(2, loss=30.0, mini_steps=6, total_samples=300).dict())
-        publish_until_seen(monitor, [second], 2, output_dir, loss=8.0, mini_steps=2)
-        publish_until_seen(monitor, [first, second], 3, output_dir, loss=12.0, total_samples=400, skipped_steps=1)
-        wait_until(lambda: monitor.text.count("epoch 3  loss 6.0000"), 10, "the log of epoch 3")
-        # a late observer reads the metrics at once
-        own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address, "--report_to", "none"]
-        late = start("late", "run_aux_peer.py", *own, "--refresh_period", "inf", "--output_dir", tmp_path / "late")
-        late.wait_for("epoch 3  loss 6.0000")
-        late.process.send_signal(signal.SIGINT)
-        late.assert_clean_end(30)
-        monitor.process.send_signal(signal.SIGINT)
-        monitor.assert_clean_end(30)
-        labels = {peer_label(first.subkey), peer_label(second.subkey)}
-
-    epochs = read_epochs(output_dir)
-    assert [entry["epoch"] for entry in epochs] == [1, 2, 3]
-    assert [entry["loss"] for entry in epochs[::2]] == [9.0, 6.0]
-    assert (epochs[-1]["alive_peers"], epochs[-1]["samples"]) == (2, 128)
-    summary = json.loads((output_dir / "summary.json").read_text())
-    assert (summary["epochs"], summary["last_loss"], summary["peers"].keys()) == (3, 6.0, labels)
-    for peer in summary["peers"].values():
-        assert (peer["total_samples"], peer["last_epoch"], peer["skipped_steps"]) == (400, 3, 1)
-    assert summary["total_samples"] == epochs[-1]["total_samples"] == 800
-    assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "\033" not in monitor.text  # no colours in a file
-
-    [run] = read_trackio(tmp_path / f"{prefix}.db")
-    assert {step: values["loss"] for step, values in run.items()} == {1: 9.0, 2: epochs[1]["loss"], 3: 6.0}
-
-
 def read_trackio(path: Path) -> list[dict[int, dict]]:
     runs = {}
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -274,36 +235,63 @@ def read_trackio(path: Path) -> list[dict[int, dict]]:
     return list(runs.values())
 
 
-def test_monitor_restart_keeps_curves_and_contributors(start, tmp_path):
-    """The monitor restarts, and then the run starts over."""
-    prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
+def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
+    """An attacker publishes records. The monitor restarts, one of two peers has left for good, and then the run starts
+    over."""
+    output_dir, key, env = tmp_path / "out", RSAPrivateKey(), {"TRACKIO_DIR": str(tmp_path)}
+    monitor, address = start_monitor(start, prefix, output_dir, env=env)
+    assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
+    with run_peers(prefix, address, True, True, False, key=key) as (first, second, attacker):
+        publish_until_seen(monitor, [first, second], 40, output_dir, loss=18.0, total_samples=856)
+        attacker.store({**make_metrics(41).dict(), "loss": float("nan")})
+        attacker.store({"epoch": 41})
+        attacker.publish(make_metrics(10**9).dict())  # well formed: a lie
+        first.publish(make_metrics(41, loss=30.0, mini_steps=6, total_samples=964).dict())
+        publish_until_seen(monitor, [second], 41, output_dir, loss=8.0, mini_steps=2, total_samples=856)
+        publish_until_seen(monitor, [first, second], 42, output_dir, loss=12.0, total_samples=1064, skipped_steps=1)
+        wait_until(lambda: monitor.text.count("epoch 42  loss 6.0000"), 10, "the log of epoch 42")
+        # a late observer reads the metrics at once
+        own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address, "--report_to", "none"]
+        late = start("late", "run_aux_peer.py", *own, "--refresh_period", "inf", "--output_dir", tmp_path / "late")
+        late.wait_for("epoch 42  loss 6.0000")
+        late.process.send_signal(signal.SIGINT)
+        late.assert_clean_end(30)
+        monitor.process.send_signal(signal.SIGTERM)
+        monitor.assert_clean_end(30)
+        stayed, left = peer_label(first.subkey), peer_label(second.subkey)
 
-    def run_monitor(name: str, reports: dict[int, tuple[float, int]], *peers: bool) -> tuple[list[str], dict[str, int]]:
-        """Publish the loss and samples of each epoch; return these peers and the samples of all contributors."""
-        monitor, address = start_monitor(start, prefix, output_dir, env={"TRACKIO_DIR": str(tmp_path)}, name=name)
-        with run_peers(prefix, address, *peers, key=key) as found:
-            for epoch, (loss, total) in reports.items():
-                publish_until_seen(monitor, found, epoch, output_dir, loss=loss, total_samples=total)
-            monitor.process.send_signal(signal.SIGTERM)
-            monitor.assert_clean_end(30)
-        seen = json.loads((output_dir / "summary.json").read_text())["peers"]
-        return [peer_label(peer.subkey) for peer in found], {name: it["total_samples"] for name, it in seen.items()}
+    epochs, database = read_epochs(output_dir), tmp_path / f"{prefix}.db"
+    assert [entry["epoch"] for entry in epochs] == [40, 41, 42]
+    assert [entry["loss"] for entry in epochs[::2]] == [9.0, 6.0]
+    assert (epochs[-1]["alive_peers"], epochs[-1]["samples"]) == (2, 128)
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert (summary["epochs"], summary["last_loss"], summary["peers"].keys()) == (42, 6.0, {stayed, left})
+    for peer in summary["peers"].values():
+        assert (peer["total_samples"], peer["last_epoch"], peer["skipped_steps"]) == (1064, 42, 1)
+    assert summary["total_samples"] == epochs[-1]["total_samples"] == 2128
+    assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "\033" not in monitor.text  # no colours in a file
+    losses = {40: 9.0, 41: epochs[1]["loss"], 42: 6.0}
+    assert [{step: values["loss"] for step, values in run.items()} for run in read_trackio(database)] == [losses]
 
-    # two peers, of which one leaves for good
-    (stayed, left), samples = run_monitor("one", {40: (18.0, 1000), 41: (16.0, 1064)}, True, True)
-    assert samples == {stayed: 1064, left: 1064}
     # a peer returns and continues from a checkpoint, and then the run starts over under the same name
-    reports = {42: (14.0, 864), 43: (12.0, 928), 2: (22.0, 128), 3: (21.0, 192)}
+    monitor, address = start_monitor(start, prefix, output_dir, env=env, name="restarted")
+    with run_peers(prefix, address, True, key=key) as peers:
+        for epoch, (loss, total) in {43: (14.0, 864), 44: (12.0, 928), 2: (22.0, 128), 3: (21.0, 192)}.items():
+            publish_until_seen(monitor, peers, epoch, output_dir, loss=loss, total_samples=total)
+        monitor.process.send_signal(signal.SIGTERM)
+        monitor.assert_clean_end(30)
+    seen = json.loads((output_dir / "summary.json").read_text())["peers"]
     # after a restart, only the samples of the epoch itself are certainly new
-    assert run_monitor("two", reports, True) == ([stayed], {stayed: 1064 + 64 + 64 + 64 + 64, left: 1064})
+    assert {name: it["total_samples"] for name, it in seen.items()} == {stayed: 1064 + 64 + 64 + 64 + 64, left: 1064}
     epochs = read_epochs(output_dir)
-    assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
-    assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 2320, 2384]
+    assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 44, 2, 3]
+    assert [entry["total_samples"] for entry in epochs[3:]] == [2192, 2256, 2320, 2384]
     # the dashboard has one curve over both restarts, and one of the new run
-    old_run, new_run = read_trackio(tmp_path / f"{prefix}.db")
-    assert {step: values["loss"] for step, values in old_run.items()} == {40: 9.0, 41: 8.0, 42: 7.0, 43: 6.0}
+    old_run, new_run = read_trackio(database)
+    assert {step: values["loss"] for step, values in old_run.items()} == losses | {43: 7.0, 44: 6.0}
     assert {step: values["loss"] for step, values in new_run.items()} == {2: 11.0, 3: 10.5}
-    totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
+    totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:5]}
     assert {step: values["total_samples"] for step, values in old_run.items()} == totals
 
 
