@@ -62,35 +62,26 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
         assert text.startswith(before) and text.endswith(after) and len(text) > len(before + after)
 
 
-@pytest.mark.parametrize(
-    "change, is_accepted",
-    [
-        ({}, True),
-        ({"evaluation": GOOD}, True),
-        ({"evaluation": {**GOOD, "loss": 0.0, "accuracy": 1.0}, "final_epoch": 10**9}, True),
-        ({"evaluation": None}, False),  # left out where there is none
-        ({"evaluation": {**GOOD, "loss": 1000.5}}, False),
-        ({"evaluation": {**GOOD, "loss": math.nan}}, False),
-        ({"evaluation": {**GOOD, "accuracy": -0.01}}, False),
-        ({"evaluation": {**GOOD, "samples": 10**9 + 1}}, False),
-        ({"evaluation": {**GOOD, "epoch": 4}}, False),  # newer than the record
-        ({"evaluation": {**GOOD, "epoch": 3.0}}, False),
-        ({"evaluation": {**GOOD, "more": 1}}, False),
-        ({"evaluation": {"epoch": 3, "loss": 5.25}}, False),
-        ({"final_epoch": -1}, False),
-        ({"final_epoch": 1.5}, False),
-    ],
-    ids=str,
-)
-def test_metrics_record_bounds_its_evaluation(change, is_accepted):
+def test_metrics_record_bounds_its_evaluation():
     (schema, _), subkey = make_validators("run")
     key, subkey = DHTID.generate(source="run_metrics").to_bytes(), MSGPackSerializer.dumps(subkey)
-    value = MSGPackSerializer.dumps(make_metrics(3).dict() | change)
     assert "evaluation" not in make_metrics(3).dict()
-    assert schema.validate(DHTRecord(key, subkey, value, get_dht_time() + 60)) is is_accepted
-    if is_accepted:
+
+    def is_accepted(**change) -> bool:
+        value = MSGPackSerializer.dumps(make_metrics(3).dict() | change)
+        return schema.validate(DHTRecord(key, subkey, value, get_dht_time() + 60))
+
+    extreme = {"evaluation": {**GOOD, "loss": 0.0, "accuracy": 1.0}, "final_epoch": 10**9}
+    for change in ({}, {"evaluation": GOOD}, extreme):
         record = make_metrics(3, **change).dict()
-        assert LocalMetrics.parse_obj(record).dict() == record and record.get("evaluation") == change.get("evaluation")
+        assert is_accepted(**change) is True and LocalMetrics.parse_obj(record).dict() == record
+        assert record.get("evaluation") == change.get("evaluation")
+    wrong = {"loss": 1000.5}, {"loss": math.nan}, {"accuracy": -0.01}, {"samples": 10**9 + 1}, {"epoch": 3.0}
+    wrong += {"epoch": 4}, {"more": 1}  # newer than the record, and unknown
+    # left out if there is none
+    for evaluation in (None, {"epoch": 3, "loss": 5.25}, *({**GOOD, **it} for it in wrong)):
+        assert is_accepted(evaluation=evaluation) is False, evaluation
+    assert is_accepted(final_epoch=-1) is is_accepted(final_epoch=1.5) is False
 
 
 def test_aggregation_takes_median_of_newest_evaluations():
