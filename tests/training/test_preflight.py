@@ -94,8 +94,8 @@ def test_preflight_explains_silent_peers():
     assert "does not resolve" in reasons[2] and reasons[3] is None
 
 
-def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data, prefix):
-    """Real starts of trainers leave no process."""
+def test_starts_of_trainers_say_what_is_wrong(start, tmp_path, tiny_data, prefix):
+    """Real starts of trainers leave no process, and the preflight tells if a peer may train."""
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     place, _, peer_id = peers.rpartition("/p2p/")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, LOOPBACK[0]: LOOPBACK[1]}
@@ -107,14 +107,9 @@ def test_trainer_wrong_input_is_one_line(start, tmp_path, tiny_data, prefix):
     scripts = [start(it["--output_dir"].name, "run_trainer.py", *flags(own, it)) for it in kinds.values()]
     for words, script in zip(kinds, scripts, strict=True):
         script.assert_user_error(words, seconds=90)
-    stop(monitor)
-
-
-def test_preflight_tells_if_peer_may_train(start, tmp_path, tiny_data, prefix):
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    own = {**TRAINER, **tiny_data, "--output_dir": tmp_path / "out", "--initial_peers": peers}
     del own["--bandwidth"]  # it is measured
-    good = start("good", "run_trainer.py", "--preflight", *LOOPBACK, *flags(own, {"--experiment_prefix": prefix}))
+    right = {"--initial_peers": peers, "--output_dir": tmp_path / "out"}
+    good = start("good", "run_trainer.py", "--preflight", *flags(own, right))
     good.assert_clean_end(90)
     table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
     for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "connection", "settings"):
