@@ -426,9 +426,10 @@ def test_merged_adapters_compute_the_same(save, tmp_path, name, adapted, auto_cl
     for each in (folder, merged):
         opened = auto_class.from_pretrained(each).eval()
         torch.testing.assert_close(opened(ids)[output], model(input_ids=ids)[output])
-    again = run_python("-m", "experiment.merge", folder, merged, expect=2)
-    assert "exists already" in again.stderr
-    assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
+    if name == "llama":  # errors before the model is read
+        again = run_python("-m", "experiment.merge", folder, merged, expect=2)
+        assert "exists already" in again.stderr
+        assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
 
 
 def test_finetune_with_adapters_names_merge(save, tmp_path):

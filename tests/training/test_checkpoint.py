@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mains import expect_user_error
-from processes import ROOT, make_prefix, run_python, wait_until
+from mains import expect_user_error, refuse
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from swarms import history, list_joint_epochs, start_alone, start_monitor, stop
+from swarms import ALONE, flags, history, list_joint_epochs, start_alone, start_monitor, stop
 from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
 
+import run_trainer
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
 from common.files import lock_folder, write_whole
@@ -236,10 +237,12 @@ def assert_goes_on(lines: dict[int, dict], epoch: int, total_steps: int) -> None
     assert before < math.log(500) + math.log(2) - 0.3 and after == pytest.approx(before, abs=0.35)
 
 
-def test_insufficient_disk_is_error_before_joining(start, small_disk, tiny_data):
+def test_insufficient_disk_is_error_before_joining(small_disk, tiny_data, prefix, monkeypatch):
     disk = small_disk(1000)
-    trainer = start_alone(start, "trainer", disk / "out", make_prefix(), tiny_data)
-    trainer.assert_user_error("error: .*/out has .* free, .* needed for the model and one checkpoint: free some")
+    monkeypatch.setattr(run_trainer.Swarm, "join", None)
+    own = {"--experiment_prefix": prefix, "--output_dir": disk / "out", LOOPBACK[0]: LOOPBACK[1]}
+    error = refuse(run_trainer, *flags(ALONE, tiny_data, own))
+    assert re.search("/out has .* free, .* needed for the model and one checkpoint: free some", error)
     assert not list(disk.iterdir())
 
 
