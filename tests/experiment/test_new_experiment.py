@@ -145,7 +145,7 @@ def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):
     assert not any(facts["before"]) and facts["losses"][-1] < facts["losses"][0]
     assert facts["loaded"] and facts["epochs"] == [4, 4]
     assert sum(size > 1e-3 for size in facts["sizes"]) > len(facts["sizes"]) / 2
-    assert all(facts["same_momentum"]) and all(facts["same_weights"])
+    assert facts["same_state"] and all(facts["same_weights"])
 
 
 @pytest.mark.parametrize("objective", ["mlm", "clm"])

@@ -139,9 +139,6 @@ def test_wrong_page_is_one_line():
         with serve(answer) as address, expect_user_error(address, words, "--status_port"):
             find_maddrs(address, "run")
         assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
-
-
-def test_unreachable_page_is_one_line():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
     cases = {f"127.0.0.1:{port}": "Connection refused", "no.such.host.invalid:80": "known"}

@@ -58,12 +58,10 @@ with clean_end():
                 losses.append(loss.item())
     loaded = optimizer.load_state_from_peers()
     (_, first, giver), (_, second, taker) = peers
-    buffers = [list_moments(optimizer) for optimizer in (giver, taker)]
     kinds = Counter(name for state in giver.opt.state.values() for name in state if name in FIRST_MOMENTS)
     facts = dict(kinds=kinds, before=before, losses=losses, loaded=loaded)
     facts["epochs"] = [giver.local_epoch, taker.local_epoch]
-    facts["sizes"] = [buffer.norm().item() for buffer in buffers[0]]
-    facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
+    facts["sizes"] = [moment.norm().item() for moment in list_moments(giver)]
     facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     facts["contract"] = make_contract(first, "a", options, averaging).contract["optimizer"]
     given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
