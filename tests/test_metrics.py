@@ -90,6 +90,7 @@ def test_undecodable_value_stops_no_reader(peers):
     assert {subkey: item.value for subkey, item in found.items()} == {own_key: "good"}
 
 
+@pytest.mark.slow
 def test_hivemind_stops_at_undecodable_value(peers):
     """If this fails, hivemind has fixed the fault, and RecordValidator may go."""
     ours, _, theirs, _ = peers

@@ -315,7 +315,9 @@ def test_invented_nodes_hide_no_records(monkeypatch):
         assert reader.get(key, latest=True).value[reporter.public_key].value == "new"
 
 
-@pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (DHTNode, True)])
+@pytest.mark.parametrize(
+    "kind, has_ended", [pytest.param(hivemind.dht.node.DHTNode, False, marks=pytest.mark.slow), (DHTNode, True)]
+)
 def test_failed_search_ends(uplink, kind, has_ended):
     """Note 77: hivemind's search never ends, and the wait for the other peers' progress neither."""
 
