@@ -241,17 +241,6 @@ class TwoFacedLeader(HostileLeader):
             yield message
 
 
-class PairLeader(HostileLeader):
-    """A leader that starts first, and makes a step with one follower, which the others may follow."""
-
-    async def leader_assemble_group(self):
-        if self.step_control.triggered and len(self.current_followers) > 1:
-            note("leads a group with one follower")
-            for follower in sorted(self.current_followers, key=PeerID.to_bytes)[1:]:
-                del self.current_followers[follower]
-        return await EarlyStartMatchmaking.leader_assemble_group(self)
-
-
 class MuteLeader(HostileLeader):
     """A leader that starts first, accepts each follower, and never begins the round."""
 
@@ -377,7 +366,6 @@ TRAINERS = {
     "free_rider": ride_free,
     "leader": lead,
     "leader_mute": lambda: lead_as(MuteLeader),
-    "leader_pair": lambda: lead_as(PairLeader),
     "leader_views": lambda: lead_as(TwoFacedLeader),
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
