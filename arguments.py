@@ -334,7 +334,7 @@ class TrainerArguments(PrecisionArguments):
         None, "Checkpoint to resume from, or none to start over. Default: the newest in output_dir."
     )
     save_steps: int | None = flag(
-        None, "Save a checkpoint every N epochs, and at a normal end. Default: 500, and with local steps fewer.", ge=1
+        None, "Save a checkpoint every N epochs, and at a normal end. Default: 500, or as many local steps.", ge=1
     )
     save_total_limit: int = flag(2, TOTAL_LIMIT_HELP, ge=1)
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before and after training.")

@@ -1,4 +1,4 @@
-"""Signals, helper processes and the exit: Ctrl-C and SIGTERM work at any time and leave no process behind.
+"""Signals, helper processes and the exit: STOP_SIGNALS work at any time and leave no process behind.
 
 A signal handler that raises an exception could leave a lock held or a destructor unfinished. Handlers here do nothing.
 A thread receives each signal at once, also while the main thread waits in native code, and acts on it.
@@ -17,7 +17,7 @@ from common.memory import settle_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one if a terminal is closed
 HELPER_TIMEOUT = 1.0  # seconds for helpers to end after SIGTERM
-STOP_REQUESTED = threading.Event()  # set by Ctrl-C and SIGTERM; all waits for other peers end then
+STOP_REQUESTED = threading.Event()  # set by STOP_SIGNALS; all waits for other peers end then
 # Held by a thread that forks or must not be interrupted, and forever by the thread that ends this process.
 LAST_ACT = threading.RLock()
 #: functions to call at the exit of this process, also after a signal

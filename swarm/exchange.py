@@ -295,10 +295,11 @@ class Exchange:
         names = [(act, peer)] if is_trusted else [(act, peer), (act, None)]
         for counts, most in ((self._active, at_once), (self._counts, in_period)):
             own, total = counts[act, peer], counts[act, None]
-            if is_crowded := not is_trusted and total >= most:
+            is_over = own >= (most if is_trusted else most / share)
+            if not is_trusted and total >= most:
                 others = sum(name[0] == act and name[1] not in self.participants for name in counts) - 1
-                is_crowded = own * others >= most or counts is self._active and total >= 2 * most
-            if is_crowded or own >= most / (1 if is_trusted else share):
+                is_over |= own * others >= most or counts is self._active and total >= 2 * most
+            if is_over:
                 raise ValueError("too many requests")
         self._active.update(names)
         self._counts.update(names)
@@ -362,27 +363,28 @@ class Exchange:
         hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         while numbers:
-            # an update may have the id of a first state
-            store = max(self.stores, key=lambda it: it.has_file(blob) + it.has(blob))
-            if not hashes and store.has_file(blob):
+            if not hashes and (store := self._find_store(blob)):
                 hashes = store.list_hashes(blob)
                 async with lock:
                     await self._send_block(peer, HASHES, b"".join(hashes), writer)
-            ready = {number for number in numbers if number < len(hashes) and store.has_file(hashes[number], number)}
+            ready = {n: it for n in numbers if n < len(hashes) and (it := self._find_store(hashes[n], n))}
             for number in sorted(ready):
                 self._counts[blob, peer] += 1
                 if self._counts[blob, peer] > MAX_COPIES * self.num_blocks:
                     raise ValueError("too many copies requested")
                 async with lock:
-                    await self._send_block(peer, number, store.get(hashes[number], number), writer)
+                    await self._send_block(peer, number, ready[number].get(hashes[number], number), writer)
             if ready:
-                numbers -= ready  # others may have come meanwhile
+                numbers.difference_update(ready)  # others may have come meanwhile
             elif blob in self._downloads:
                 await self._downloads[blob].arrival.wait()
             elif peer not in self.participants or time.monotonic() > unknown_at:
                 return
             else:
                 await asyncio.sleep(UNKNOWN_BLOB_PAUSE)
+
+    def _find_store(self, name: bytes, number: int = HASHES) -> BlobStore | None:
+        return next((it for it in self.stores if it.has_file(name, number)), None)
 
     async def _send_block(self, peer: PeerID, number: int, data: bytes, writer: asyncio.StreamWriter) -> None:
         data = HEADER.pack(number, len(data)) + data

@@ -179,7 +179,7 @@ class VerifyingContainer(TensorPartContainer):
             own_square, average_square, product, count = self.sums[peer_index]
             relative, absolute = MAX_CHANGE
             if own_square + average_square - 2 * product > relative**2 * own_square + absolute**2 * count:
-                part = torch.zeros_like(part)  # no proof: of two senders, a reducer cannot know which one is right
+                part = torch.zeros_like(part)  # no ban: with two senders, a reducer cannot know which is right
         super().register_processed_part(peer_index, part_index, part)
 
     def estimate_contribution(self, own_weight: float, peer_indices: Iterable[int]) -> float:

@@ -313,7 +313,8 @@ class Log:
             return used <= MAX_TRAFFIC
         total, others = self.traffic.get(b"", 0) + num_bytes, len(self.traffic.keys() - {b"", *self.head.participants})
         is_allowed = used <= MAX_TRAFFIC // 4 and min(total, used * others) <= MAX_TRAFFIC
-        self.traffic[b""] = total if is_allowed else total - num_bytes
+        if is_allowed:
+            self.traffic[b""] = total
         return is_allowed
 
     def send(self, *records: object, to: bytes | None = None, kind: str = "send") -> None:

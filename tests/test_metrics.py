@@ -226,7 +226,7 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     members, keys = [*honest, *strangers[:2]], strangers[2:66]
     group = {it: make_metrics(5, partners=name(keys if it in strangers else members)) for it in members}
     assert ContributorRegistry(members).select(group | {it: make_metrics(5) for it in keys}) == set(members)
-    # an epoch with local steps is longer: nobody becomes a contributor while it lasts
+    # an epoch with local steps is longer; until it ends, no other peer becomes a contributor
     clock = time.monotonic()
     for schedule, known in ((TrainingSchedule(100, None, 25, 5), honest), (TrainingSchedule(100), [*honest, late])):
         long = ContributorRegistry(honest)

@@ -166,7 +166,7 @@ def write_readme(model, folder: str | Path) -> bytes:
 
 
 def remove_outdated(saved: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond the limit, but not the saved one: later ones may have been locked."""
+    """Remove the oldest checkpoints beyond the limit, but not the saved one: later ones may still be there."""
     for folder in [path for path in find_checkpoints(saved.parent)[:-limit] if path != saved]:
         # under another name, so that a process that is killed here leaves no half of a checkpoint
         with contextlib.suppress(OSError):

@@ -205,7 +205,7 @@ class TrainingSchedule:
         return self.target_batch_size * (epoch + more * max(0, epoch - (self.local_steps_from or 0)))
 
     def compare_lengths(self, epoch: int) -> float:
-        """Return the samples of this epoch in those of the one before."""
+        """Return how many times as many samples this epoch takes as the one before."""
         if not self.target_batch_size:
             return 1.0
         before, begin, end = map(self.count_samples, (epoch - 1, epoch, epoch + 1))

@@ -128,7 +128,7 @@ class TrainerState:
 
     @property
     def save_period(self) -> int:
-        """The number of epochs between two checkpoints; by default of 500 batches, if an epoch has several."""
+        """The number of epochs between two checkpoints; by default those of DEFAULT_SAVE_STEPS batches."""
         is_local, averaging = self.optimizer.grad_averager.is_local, self.optimizer.averaging
         return self.args.save_steps or max(1, DEFAULT_SAVE_STEPS // (averaging.local_steps if is_local else 1))
 

@@ -325,6 +325,16 @@ def test_blob_counts_only_blocks_checked_at_their_place(exchanges):
     assert owner.stores[0].has(blob) and not client.stores[0].has(blob)
 
 
+def test_offered_id_of_first_state_hides_no_block(exchanges, tmp_path):
+    """A malicious update may have the id of a blob of another format, so that the hashes are in both stores."""
+    owner, client, _ = exchanges
+    blob = owner.stores[0].add(blocks := make_blocks())
+    owner.stores = BlobStore(tmp_path / "updates", 10**7, NUM_BLOCKS), *owner.stores
+    owner.stores[0].put(owner.stores[1].get(blob))
+    fetch(client, blob, owner, owner)
+    assert list(client.stores[0].open(blob)) == blocks
+
+
 def test_few_peers_leave_messages_to_another(exchanges):
     exchange, *crowd = exchanges[0], *(PeerID(bytes([number])) for number in range(101))
     exchange.participants = frozenset()

@@ -114,7 +114,7 @@ async def ping_as_many(_dht, node, to) -> None:
 
 
 async def find_many(_dht, node, to, count: int) -> int:
-    """Runs in a node's process: ask for a key so many times, and return the number of results."""
+    """Runs in a node's process: ask for `count` times the same key in one request, and return the number of results."""
     request = dht_pb2.FindRequest(keys=count * [DHTID.generate(KEY).to_bytes()], peer=node.protocol.node_info)
     return len((await node.protocol.get_stub(to).rpc_find(request, timeout=10)).results)
 
