@@ -59,7 +59,7 @@ def run_round(gradients: list[torch.Tensor], trusts: list[RoundTrust], alarms: C
         alarms["weights cut to zero"] += weight == 0.0
         try:
             trust.record_averages(shares, container.estimate_contribution(weight, range(len(gradients))), weight)
-            trust.record_round(PEERS)
+            trust.record_round(PEERS, [])
         except MaliciousPeersError:
             alarms["bans"] += 1
         except AllreduceException:

@@ -11,8 +11,6 @@ updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in
 
 Each weight depends on all offers, so each update is measured when it arrives, and decoded again when it is applied.
 Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do anything.
-In the demo's model, honest offers have cosines below 0.1 with each other, and of 0.16 at most with the signs of the
-outer momentum; the largest entries of the last sum or of the momentum have 1.00 with it.
 """
 
 import hashlib

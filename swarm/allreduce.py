@@ -37,6 +37,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken: set[PeerID] = set()
         self.arrived = Counter()  # the number of messages of each other peer
+        self.late: list[PeerID] = []  # the senders that were late, see RoundSettings
 
     def should_delay_results(self, peer_id: PeerID) -> bool:
         """Never delay results: the pacer already keeps acknowledgements from waiting behind data."""
@@ -184,8 +185,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     def list_stragglers(self) -> list[PeerID]:
         """Return the senders that hold up the averages that this peer makes."""
-        reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
-        if reducer.finished.is_set():
-            return []
+        reducer = self.tensor_part_reducer
+        awaited = [] if reducer.finished.is_set() else self.list_awaited_peers()
         received = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
         return [peer for peer, count in received if peer in awaited and count <= reducer.current_part_index]

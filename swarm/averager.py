@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import hivemind
 import torch
-from hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import PeerID
@@ -26,11 +26,12 @@ from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
-from swarm.plan import choose_fractions, count_bits, has_partition_changed, plan_allreduce
+from swarm.plan import CLIENT, choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.trust import RoundTrust
 
 MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
 CHECK_INTERVAL = 0.5  # seconds between two checks of a running round
+MAX_SLOWNESS = 3.0  # of a round, relative to its plan; a sender that holds up a slower one counts as late
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
 
 
@@ -166,13 +167,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
         uplink.expect_round(plan.seconds, own_seconds)
         self._limit.reschedule(asyncio.get_running_loop().time() + uplink.timeouts.averaging)
-        started, next_chunk = time.monotonic(), uplink.timeouts.next_chunk
-        turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index)
+        started, late_after = time.monotonic(), uplink.timeouts.next_chunk + MAX_SLOWNESS * plan.seconds
+        turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index, late_after=late_after)
         settings = RoundSettings(self.are_parameters, self.max_weight, residual=self.residual, **turn)
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
-        kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
+        kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.leader = self._matchmaking.leader
         self.exchanged_group.value = group_info.group_id.hex()[:64].encode()
@@ -180,14 +181,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):
             tensor.add_(update)
-        uplink.expect_round(time.monotonic() - started, own_seconds)
+        uplink.expect_round(min(time.monotonic() - started, late_after), own_seconds)
         self._partition_index = (self._partition_index + 1) % self._num_partitions
 
     async def _abort_on_peer_failure(self, running: asyncio.Future) -> None:
         """End the round if a peer is silent or keeps others waiting (note 22), or if this peer's uplink has slowed."""
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
-        modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
-        clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
+        clients = {peer for peer, mode in zip(runner.ordered_peer_ids, runner.modes, strict=True) if mode == CLIENT}
         owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
         timeouts = self.dht.uplink.timeouts
         ping_delay, max_pause = max(MIN_PING_DELAY, timeouts.round_seconds / 8), 2 * timeouts.next_chunk
@@ -207,8 +207,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             pauses.update(dict.fromkeys(newest, step))
             # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
             stalled = [it[0] for it in newest if pauses[it] > max_pause]
-            late = runner.list_stragglers() if elapsed > allowed else []
-            stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]] or late
+            late = runner.list_stragglers()
+            if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
+                runner.late = late  # at first: the data of others may wait behind theirs
+            stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]]
+            stragglers = stragglers or (late if elapsed > allowed else [])
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
@@ -252,7 +255,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
             self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
-        self._trust.record_round(averaged)
+        runner.violations |= self._trust.record_round(averaged, runner.late)
         members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
         turn = settings.num_partitions, settings.partition_index
         return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))

@@ -74,8 +74,7 @@ class SyncBackoff:
         self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, now: float) -> float:
-        """Record a state that took these seconds, and was behind the swarm when it arrived. Return the seconds until
-        the next download."""
+        """Record a state that took these seconds, and came too late. Return the seconds until the next download."""
         self.stale_downloads += 1
         # a download that begins with an epoch ends before the next one, if that is possible at all
         self.min_epoch = swarm_epoch + 1

@@ -486,11 +486,6 @@ class Log:
         """Return the commit that the model needs next, if all blobs are here."""
         return next((commit for commit in self.list_unapplied()[:1] if self.holds_all(commit)), None)
 
-    def list_pending(self) -> list[Offer]:
-        """Return this peer's offers that the model lacks."""
-        unapplied = [it for commit in self.list_unapplied() for it in commit.offers if it.peer == self.me]
-        return [*self.own.values(), *self.returned, *unapplied]
-
     def holds_all(self, commit: Commit) -> bool:
         """Return whether all blobs of a commit are here."""
         return all(self.holds(offer.blob) for offer in commit.offers)

@@ -200,7 +200,10 @@ class LogRounds:
     def count_pending(self) -> int:
         """Return the samples of this peer's offers that the model lacks."""
         with self._lock:
-            return sum(offer.samples for offer in self.log.list_pending()) if self.log else 0
+            if (log := self.log) is None:
+                return 0
+            offers = [*log.own.values(), *log.returned, *(it for one in log.list_unapplied() for it in one.offers)]
+            return sum(offer.samples for offer in offers if offer.peer == log.me)
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""

@@ -5,7 +5,7 @@ These are the rules about reports of peers, and about their behavior in rounds; 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hivemind.averaging.allreduce import AllreduceException
@@ -176,14 +176,15 @@ class RoundTrust:
 
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
-        #: rounds that each peer has broken since one with it succeeded, and rounds with it that did
+        #: rounds that each peer has broken since one with it succeeded in time, and rounds with it that succeeded
         self.broken_rounds, self.rounds = Counter(), Counter()
 
-    def record_round(self, peers: Iterable[PeerID]) -> None:
-        """Record a round that has succeeded with these peers."""
+    def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
+        """Record a round that has succeeded, though some were late. Return those that were so for several rounds."""
         for peer in peers:
-            del self.broken_rounds[peer]
             self.rounds[peer] += 1
+            self.broken_rounds[peer] = self.broken_rounds[peer] + 1 if peer in late else 0
+        return {peer: "delays all rounds" for peer in peers if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
 
     def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
         """Record a round that has failed, which may be chance; raise MaliciousPeersError after several in a row. Of two

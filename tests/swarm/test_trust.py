@@ -145,16 +145,25 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
 
 def test_peer_breaking_rounds_is_banned():
     trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
-    trust.record_round([old])
+    trust.record_round([old], [])
     for _ in range(MAX_BROKEN_ROUNDS - 1):
         trust.record_broken_round([old, new])  # one blames the other
-    trust.record_round([new])
+    trust.record_round([new], [])
     for _ in range(MAX_BROKEN_ROUNDS - 1):
         trust.record_broken_round([new])
     with pytest.raises(MaliciousPeersError) as caught:
         trust.record_broken_round([new])
     assert list(caught.value.args[0]) == [new]
     trust.record_broken_round([new])  # counted from the start again
+
+
+def test_peer_that_delays_rounds_in_a_row_is_named():
+    trust, slow, other = RoundTrust(), PeerID(b"slow"), PeerID(b"other")
+    late = [[slow]] * (MAX_BROKEN_ROUNDS - 1) + [[other]] + [[slow]] * MAX_BROKEN_ROUNDS
+    named = [[*trust.record_round([slow, other], each)] for each in late]
+    assert named == [[]] * (len(late) - 1) + [[slow]]
+    with pytest.raises(MaliciousPeersError):
+        trust.record_broken_round([slow])  # it has not been in time since
 
 
 def test_averages_without_own_gradients_are_detected():
