@@ -65,7 +65,7 @@ class RoundSettings:
     max_weight: float | None = None  # of a sender, in samples; None to refuse protocol violations only
     num_partitions: int = 1  # N to send every N-th part of the tensors; the weight of the other parts is 0
     partition_index: int = 0  # the first part to send, below N
-    late_after: float = math.inf  # seconds from its start; a sender that then holds it up is late
+    late_after: float = math.inf  # seconds; a sender of gradients that holds it up then is late, see `RoundTrust`
     # zeros, as many as all tensors have elements; receives the part of the tensors that the others do not get
     residual: torch.Tensor | None = None
 

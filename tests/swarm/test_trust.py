@@ -16,7 +16,7 @@ from records import run_dhts, run_trackers
 
 import swarm.trust
 from swarm.averager import PeersSilentError, RoundResult, VerifyingAverager
-from swarm.guard import MaliciousPeersError
+from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.progress import WAIT_RETRY_EPOCHS
 from swarm.rounds import AveragingError, Rounds
 from swarm.trust import BAN_SECONDS, MAX_BROKEN_ROUNDS, MAX_MISSED_ROUNDS, SILENT, Absence, PeerTrust, RoundTrust
@@ -164,6 +164,19 @@ def test_peer_that_delays_rounds_in_a_row_is_named():
     assert named == [[]] * (len(late) - 1) + [[slow]]
     with pytest.raises(MaliciousPeersError):
         trust.record_broken_round([slow])  # it has not been in time since
+
+
+@pytest.mark.parametrize("are_parameters", [False, True])
+def test_late_sender_of_parameters_is_not_banned(are_parameters):
+    """Parameters wait behind gradients, so an honest sender of them may be late in each round."""
+    own, late = PeerID(b"own"), PeerID(b"late")
+    averager = SimpleNamespace(are_parameters=are_parameters, max_weight=None, _trust=RoundTrust())
+    runner = SimpleNamespace(ordered_peer_ids=[own, late], sender_peer_ids=[own, late], banned_senders=set())
+    runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
+    runner.late, runner.violations = [late], {}
+    for _ in range(MAX_BROKEN_ROUNDS):
+        result = VerifyingAverager._check_round(averager, runner)[late]
+    assert result.violations.keys() == (set() if are_parameters else {late})
 
 
 def test_averages_without_own_gradients_are_detected():
