@@ -2,7 +2,7 @@
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/attacks.py
-    python benchmarks/attacks.py --attacks nan huge --epochs 12
+    python benchmarks/attacks.py --attacks nan huge --epochs 12 --pace 4
     python benchmarks/attacks.py --closed
     python benchmarks/attacks.py --local_steps 4 --honest 5 --attackers 2 --attacks log_flip log_votes
 
@@ -58,9 +58,9 @@ from swarm.credentials import Authority, Invitation
 from training.evaluation import evaluate
 from utils import RecordValidator, find_peer_id
 
-PACE, BATCH_SIZE = 0.4, 8  # seconds per batch of a trainer
+PACE, BATCH_SIZE = 0.4, 8  # seconds per batch of a trainer, by default
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
-START_SECONDS, END_SECONDS = 300.0, 30.0
+START_SECONDS, END_SECONDS = 300.0, 30.0  # the first at PACE
 NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5", "ask_9")  # attacks on joining peers
 PAIRS = ("pair_ahead",)  # attacks of two peers
 EARLY = ("contract_first",)  # attacks before any trainer has joined
@@ -80,6 +80,7 @@ class Swarm:
 
     def __init__(self, args: argparse.Namespace, folder: Path, identities: Path):
         self.args, self.folder, self.identities = args, folder, identities
+        self.start_seconds = START_SECONDS * max(1.0, args.pace / PACE)
         self.scripts: list[Script] = []
         self.honest: list[Script] = []
         self.common = ["--experiment_prefix", prefix := make_prefix(), *LOOPBACK]
@@ -124,7 +125,7 @@ class Swarm:
 
     def start_trainer(self, name: str, *more: object) -> Script:
         flags = self.flags(name, "--max_steps", self.args.epochs, *more)
-        return self.start(name, "benchmarks/paced_trainer.py", PACE, *flags)
+        return self.start(name, "benchmarks/paced_trainer.py", self.args.pace, *flags)
 
     def read_history(self, name: str) -> list[dict]:
         """Return the history of a trainer: one line per epoch."""
@@ -142,7 +143,7 @@ class Swarm:
         def have_all() -> bool:
             return all(lines and lines[-1]["epoch"] >= epoch for lines in self.histories())
 
-        wait_until(have_all, START_SECONDS, f"epoch {epoch} of all honest trainers, see {self.folder}")
+        wait_until(have_all, self.start_seconds, f"epoch {epoch} of all honest trainers, see {self.folder}")
 
     def end_honest(self) -> list[int | None]:
         """Stop the honest trainers by Ctrl-C, and return their exit codes, or None for a trainer that does not stop."""
@@ -246,7 +247,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
         for number in range(max(args.attackers, 2 * (kind in PAIRS))):
             name = f"attacker{number or ''}"
             flags = swarm.flags(name, "--max_steps", 10**6)
-            course.attackers.append(swarm.start(name, "benchmarks/hostile_peer.py", kind, PACE, *flags))
+            course.attackers.append(swarm.start(name, "benchmarks/hostile_peer.py", kind, args.pace, *flags))
 
     try:
         swarm.start_monitor()
@@ -261,7 +262,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
                 swarm.wait_for_epoch(args.attack_after)
             if kind is not None:
                 start_attackers()
-        deadline = time.time() + START_SECONDS
+        deadline = time.time() + swarm.start_seconds
         while time.time() < deadline and any(script.process.poll() is None for script in swarm.honest):
             time.sleep(0.2)
             watch(course, kind)
@@ -436,6 +437,7 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", choices={*kinds, *log_kinds}, metavar="KIND", help=names)
     parser.add_argument("--epochs", type=int, default=16, help="epochs of the honest trainers")
     parser.add_argument("--attack_after", type=int, default=4, help="epochs before the attacker starts")
+    parser.add_argument("--pace", type=float, default=PACE, help="seconds per batch: 4 for epochs of half a minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     parser.add_argument("--local_steps", type=int, default=1, help="above 1: on the replicated log")
     parser.add_argument("--honest", type=int, default=3, help="honest trainers")
