@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import re
+from collections.abc import Collection
 
 import multihash
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -30,10 +31,9 @@ from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 
 logger = logging.getLogger("utils")
 
-# A contract takes 2 KB, other records less. A whole dictionary must fit into one p2pd message (4 MB).
-MAX_RECORD_BYTES = 16 * 1024
-# Records live for 600 s, in which a swarm with epochs of 1 s advances 600 epochs.
-MAX_EPOCH_GAP = 1000  # between the records of one run
+# A whole dictionary must fit into one p2pd message (4 MB). Searches for a group often load one without a schema.
+MAX_RECORD_BYTES, MAX_BYTES_WITHOUT_SCHEMA = 16 * 1024, 2 * 1024
+MAX_EPOCH_GAP = 1000  # between the records of one run, which live for 600 s; no epoch takes less than a second
 FETCH_TIMEOUT = 30.0  # seconds
 MAX_WORKERS = 64  # contributors that one record may name
 WORKER_NAME = 12  # characters at the end of a peer id that name a contributor
@@ -145,12 +145,12 @@ def make_worker_key(peer_id: bytes) -> str:
 
 
 class RecordValidator(RSASignatureValidator):
-    """A validator for all keys of the DHT (notes 34 and 73). It accepts small, decodable records that expire soon and
-    that their owner signed. The subkey is the owner's public key or peer id, and the value must not name another peer.
-    """
+    """A validator for all keys of the DHT (notes 34 and 73), of small records that expire soon and that their owner
+    signed. The subkey is the owner's public key or peer id, and the value must not name another peer."""
 
-    def __init__(self, private_key: RSAPrivateKey | None = None):
+    def __init__(self, private_key: RSAPrivateKey | None = None, keys: Collection[bytes] = ()):
         super().__init__(private_key)
+        self.keys = keys  # whose records have a schema
         self.own_id = MSGPackSerializer.dumps(find_peer_id(self.local_public_key))
 
     def sign_value(self, record: DHTRecord) -> bytes:
@@ -164,7 +164,8 @@ class RecordValidator(RSASignatureValidator):
         """Return whether a record is small, short-lived and signed by its owner."""
         try:
             is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME + 10  # False for NaN
-            if not is_short_lived or len(record.value) + len(record.subkey) > MAX_RECORD_BYTES:
+            limit = MAX_RECORD_BYTES if record.key in self.keys else MAX_BYTES_WITHOUT_SCHEMA
+            if not is_short_lived or len(record.value) + len(record.subkey) > limit:
                 return False
             subkey, value = map(MSGPackSerializer.loads, (record.subkey, self.strip_value(record)))
             # Readers serialize the subkey again. If their bytes differed, they would drop the whole dictionary.
@@ -189,13 +190,13 @@ class RecordValidator(RSASignatureValidator):
 def make_validators(
     prefix: str, private_key: RSAPrivateKey | None = None, schema: type[BaseModel] = MetricSchema
 ) -> tuple[list[RecordValidatorBase], bytes]:
-    """Return the validators that each peer of a run passes to its DHT, and this peer's public key (its subkey).
-
-    A reader without them cannot read records (note 33). `RunSchema` in swarm/contract.py adds the contracts.
+    """Return the validators that each peer of a run passes to its DHT, and this peer's public key (its subkey). A
+    reader without them cannot read records (note 33). `RunSchema` in swarm/contract.py adds the contracts.
 
     :param private_key: the signing key; by default the process-wide key, with which hivemind signs its progress
     """
-    signature = RecordValidator(private_key)
+    keys = {DHTID.generate(f"{prefix}_{name}").to_bytes() for name in (*schema.__fields__, "progress")}
+    signature = RecordValidator(private_key, keys)
     return [SchemaValidator(schema, prefix=prefix), signature], signature.local_public_key
 
 
@@ -222,10 +223,9 @@ def fetch_dictionary(
 
 
 def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
-    """Return the records without those of an implausible epoch: any peer can sign "epoch 10**9" with a new key.
-
-    The records are split at gaps of more than MAX_EPOCH_GAP epochs, and the largest part is kept. Of two parts of the
-    same size, this is the one that includes `last_epoch`, or else the newer one.
+    """Return the records without those of an implausible epoch: any peer can sign "epoch 10**9" with a new key. They
+    are split at gaps of more than MAX_EPOCH_GAP epochs, and the largest part is kept. Of two parts of the same size,
+    this is the one that includes `last_epoch`, or else the newer one.
     """
     parts: list[list[tuple[str, LocalMetrics]]] = []
     for record in sorted(records, key=lambda record: record[1].epoch):

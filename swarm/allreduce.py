@@ -26,7 +26,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
         super().__init__(*args, **kwargs)
         self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
-        self.leader: PeerID | None = None  # of the group; set by the averager
+        self.leader: PeerID | None = None  # of the group; set by the averager, as the peers that cannot be called
+        self.clients: set[PeerID] = set()
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # by peer: what it did against the rules of a round

@@ -1,6 +1,7 @@
 """Averagers that report which peers' data entered the average."""
 
 import asyncio
+import contextlib
 import ctypes
 import math
 import multiprocessing
@@ -8,15 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not know that of collections.abc)
 
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
-from hivemind.p2p import PeerID
-from hivemind.utils.asyncio import as_aiter, azip
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import achain, as_aiter, azip
 
 from common.console import format_number
 from common.memory import collect_garbage
@@ -118,6 +120,21 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _avoid_leader(self) -> None:
         self._matchmaking.avoid_leader()
 
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time: without an answer,
+        the others would ban this peer instead of the leader."""
+        request = await anext(stream)
+        if request.group_id not in self._running_groups:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
+        if request.group_id not in self._running_groups:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+            return
+        async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+            yield message
+
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members of a new group that average together; all members must select the same ones."""
         return group_info
@@ -176,6 +193,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.leader = self._matchmaking.leader
+        # in the plan, slow peers that accept connections are clients, too
+        runner.clients = {it for it, mode in zip(group_info.peer_ids, modes, strict=True) if mode == CLIENT}
         self.exchanged_group.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
@@ -187,7 +206,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _abort_on_peer_failure(self, running: asyncio.Future) -> None:
         """End the round if a peer is silent or keeps others waiting (note 22), or if this peer's uplink has slowed."""
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
-        clients = {peer for peer, mode in zip(runner.ordered_peer_ids, runner.modes, strict=True) if mode == CLIENT}
         owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
         timeouts = self.dht.uplink.timeouts
         ping_delay, max_pause = max(MIN_PING_DELAY, timeouts.round_seconds / 8), 2 * timeouts.next_chunk
@@ -203,13 +221,14 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
             allowed = min(allowed, timeouts.longest_round)
             awaited = runner.list_awaited_peers()
-            newest = [(peer, runner.arrived[peer]) for peer in awaited]
-            pauses.update(dict.fromkeys(newest, step))
+            waits = [(peer, runner.arrived[peer]) for peer in awaited]
+            pauses.update(dict.fromkeys(waits, step))
             # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
-            stalled = [it[0] for it in newest if pauses[it] > max_pause]
+            stalled = [it[0] for it in waits if pauses[it] > max_pause]
             late = runner.list_stragglers()
-            if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
-                runner.late = late  # at first: the data of others may wait behind theirs
+            is_first_look = elapsed - step <= runner.settings.late_after < elapsed
+            if is_first_look and 2 * len(late) < runner.group_size:  # later, others may wait behind them
+                runner.late = late
             stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]]
             stragglers = stragglers or (late if elapsed > allowed else [])
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
@@ -219,7 +238,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             is_late = elapsed > allowed + timeouts.next_chunk and 2 * len(awaited) < runner.group_size
             if cause := next(iter(stalled or (awaited if is_late else ())), None):
                 return runner.end(cause, AllreduceException(f"peer {cause} keeps this peer waiting"))
-            quiet = [it for it in newest if pauses[it] > ping_delay * (1 + pings[it]) and it[0] not in clients]
+            quiet = [it for it in waits if pauses[it] > ping_delay * (1 + pings[it]) and it[0] not in runner.clients]
             if quiet:
                 pings.update(quiet)
                 ids = {peer.to_bytes(): (peer, count) for peer, count in quiet}

@@ -195,10 +195,10 @@ class EarlyStartMatchmaking(Matchmaking):
         if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_unknown_at)
         loop, started, group = asyncio.get_running_loop(), time.monotonic(), None
-        if started < not_before:
+        if is_paused := started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
-        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1] or started < not_before
-        if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
+        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
+        if is_paused or is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.silent.pop(leader, None)
         self.requested_leader, is_silent = leader, False
@@ -206,7 +206,9 @@ class EarlyStartMatchmaking(Matchmaking):
             async with asyncio.timeout(None) as self.request_limit:
                 unanswered = loop.call_later(self.request_timeout, self.end_unanswered, self.request_limit)
                 group = await super()._request_join_group(leader)
-        except TimeoutError:
+        except MaliciousPeersError:
+            raise
+        except Exception:  # no answer in time, or one that cannot be decoded
             is_silent = self.requested_leader is not None  # otherwise, it was excluded, or is avoided
         finally:
             unanswered.cancel()
@@ -250,7 +252,7 @@ class EarlyStartMatchmaking(Matchmaking):
             states = {peer: parse_gathered(data).state for peer, data in data_by_peer.items()}
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
-        is_own = data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
+        is_own = leader in data_by_peer and data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
         is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
         if is_valid and states[self.peer_id]:
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())

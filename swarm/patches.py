@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
 from swarm.matchmaking import EarlyStartMatchmaking, NonBlockingKeyManager
+from utils import MAX_RECORD_BYTES
 
 ENVIRONMENT = {
     "LIBP2P_TCP_REUSEPORT": "false",  # otherwise, two peers that dial each other at the same moment can fail (note 6)
@@ -55,12 +56,13 @@ class ResilientControlClient(p2pclient.ControlClient):
 
 
 class CachingValidator(dht.CompositeValidator):
-    """Validators that check each record once: all nodes that a lookup asks send the same ones (note 100)."""
+    """Validators that check each small record once: all nodes that a lookup asks send the same ones (note 100)."""
 
     def extend(self, validators) -> None:
         """Add validators. Records that were checked without them are checked again."""
         super().extend(validators)
-        self.validate = functools.lru_cache(1024)(super().validate)
+        validate = functools.lru_cache(1024)(super().validate)
+        self.validate = lambda it: len(it.value) + len(it.subkey) <= MAX_RECORD_BYTES and validate(it)
 
 
 class CancellableStep(StepControl):

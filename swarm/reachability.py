@@ -37,7 +37,7 @@ DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
 # Errors of a request to a peer that has left, is too slow, runs other software, or sends invalid data.
-REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
+REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError, DecodeError)
 
 
 def find_ports(dht: hivemind.DHT) -> list[int]:
@@ -153,7 +153,7 @@ async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
                 await read_pbmsg_safe(reader, answer)
         fields = read_fields(answer)
         limit = int(read_fields(Empty.FromString(fields.get(4, b""))).get(2, 0))
-    except (*REQUEST_ERRORS, TypeError, EOFError, DecodeError):
+    except (*REQUEST_ERRORS, TypeError, EOFError):
         return 0
     return (limit or math.inf) if fields.get(5) == 100 else 0  # status OK; a missing limit or 0 means unlimited
 

@@ -22,7 +22,14 @@ import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without whi
 import utils
 from swarm.contract import RunContract, RunSchema
 from training.figures import ContributorRegistry, TrainingSchedule, aggregate_metrics, fetch_records, select_live
-from utils import MAX_RECORD_BYTES, MAX_RECORD_LIFETIME, filter_plausible_records, make_validators, peer_label
+from utils import (
+    MAX_BYTES_WITHOUT_SCHEMA,
+    MAX_RECORD_BYTES,
+    MAX_RECORD_LIFETIME,
+    filter_plausible_records,
+    make_validators,
+    peer_label,
+)
 
 PREFIX = make_prefix()
 
@@ -99,11 +106,12 @@ def test_hivemind_stops_at_undecodable_value(peers):
         theirs.get("some_key", latest=True, return_future=True).result(timeout=3)
 
 
-def test_records_are_small():
+@pytest.mark.parametrize("key, most", [("run_metrics", MAX_RECORD_BYTES), ("run_group", MAX_BYTES_WITHOUT_SCHEMA)])
+def test_records_are_small(key, most):
     validator = make_validators("run")[0][1]
-    for size, is_small in ((MAX_RECORD_BYTES - 1500, True), (MAX_RECORD_BYTES, False)):
+    for size, is_small in ((most - 1500, True), (most, False)):
         subkey, value = MSGPackSerializer.dumps(validator.local_public_key), MSGPackSerializer.dumps(b"x" * size)
-        record = DHTRecord(DHTID.generate("key").to_bytes(), subkey, value, get_dht_time() + 60)
+        record = DHTRecord(DHTID.generate(key).to_bytes(), subkey, value, get_dht_time() + 60)
         assert validator.validate(dataclasses.replace(record, value=validator.sign_value(record))) is is_small
 
 
@@ -220,12 +228,25 @@ def test_aggregation_counts_known_contributors(monkeypatch):
     assert workers.select(second | false | {late: make_metrics(2)}) == set(honest)
     third = report(3, [*honest, late], honest, strangers) | {late: make_metrics(3, partners=name(honest))}
     assert workers.select(third | false) == set(honest)
-    fourth = report(4, honest, [*honest, late], strangers) | {late: make_metrics(4, partners=name(honest))}
+    fourth = report(4, [*honest, late], [*honest, late], strangers) | {late: make_metrics(4, partners=name(honest))}
     assert workers.select(fourth | false) == {*honest, late}
     # two of five name any number of other keys
     members, keys = [*honest, *strangers[:2]], strangers[2:66]
     group = {it: make_metrics(5, partners=name(keys if it in strangers else members)) for it in members}
     assert ContributorRegistry(members).select(group | {it: make_metrics(5) for it in keys}) == set(members)
+    # a key that was in one round with all names others as long as it likes, as does one of the members
+    known, [guest] = ContributorRegistry(members[:4]), make_ids("guest", 1)
+    for epoch in range(6, 9):
+        here = [*members[:4], guest] if epoch == 6 else members[:4]
+        group = {it: make_metrics(epoch, partners=name([other for other in here if other != it])) for it in members[:3]}
+        group |= {it: make_metrics(epoch, partners=name(keys)) for it in (members[3], guest)}
+        assert known.select(group | {it: make_metrics(epoch) for it in keys}) == {*members[:4], guest}
+    clock = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock + 59.0)
+        known.select({it: group[it] if it == guest else make_metrics(9, partners=name(here)) for it in [*here, guest]})
+        patch.setattr(time, "monotonic", lambda: clock + 61.0)
+        assert known.select(group) == {*members[:4]}
     # an epoch with local steps is longer; until it ends, no other peer becomes a contributor
     clock = time.monotonic()
     for schedule, known in ((TrainingSchedule(100, None, 25, 5), honest), (TrainingSchedule(100), [*honest, late])):

@@ -1,12 +1,13 @@
 """Figures of a run for logs, files and dashboards: its peers' metrics and their aggregation, schedule, evaluations."""
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
@@ -32,53 +33,62 @@ MAX_CONTRIBUTOR_TIMEOUT = 3 * 3600.0  # the same, whatever times of epochs they 
 class ContributorRegistry:
     """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
 
-    Contributors name the peers with which they averaged, which makes these contributors too. All peers that publish
-    metrics count at the start, and again if no contributor has finished an epoch for a while.
+    Contributors name the peers with which they averaged, which makes these contributors for a while. All peers that
+    publish metrics count at the start, and again if no contributor has finished an epoch for a while.
     """
 
     def __init__(self, ids: Iterable[bytes] = ()):
-        #: ids of all contributors, some of them from a trusted source, and of those with live metrics
-        self.ids: set[bytes] = set()
+        #: until when each contributor counts if others do not name it again, and those that have metrics
+        self.ids: dict[bytes, float] = {}
         self.present: set[bytes] = set()
         self.epochs: dict[bytes, int] = {}
         #: the run's schedule, which the reader of its contract keeps up to date
         self.schedule = TrainingSchedule()
-        self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
         #: the time at which the contributors are dropped, unless one of them finishes an epoch
         self.until = 0.0
         self.trust(ids)
 
     def trust(self, ids: Iterable[bytes]) -> None:
         """Add contributors, which count for a while even if none of them has metrics."""
-        self.ids |= set(ids)
-        self.until = max(self.until, time.monotonic() + MIN_CONTRIBUTOR_TIMEOUT if self.ids else 0.0)
+        self.ids |= dict.fromkeys(ids, time.monotonic() + MIN_CONTRIBUTOR_TIMEOUT)
+        self.until = max(self.until, *self.ids.values(), 0.0)
 
     def select(self, records: Mapping[bytes, LocalMetrics]) -> set[bytes]:
         """Update the contributors by the newest metrics of each peer, and return the ids of those that have some."""
         now = time.monotonic()
         epochs = {peer_id: metrics.epoch for peer_id, metrics in records.items()}
-        present = self.ids & epochs.keys()
+        present = {peer_id for peer_id in epochs if self.ids.get(peer_id, 0.0) > now}
         has_epoch = any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present)
-        if not has_epoch and now >= self.until:
-            self.ids = present = set(epochs)
-        if present and (has_epoch or now >= self.until):
+        is_open = not has_epoch and now >= self.until
+        present = set(epochs) if is_open else present
+        if present and (has_epoch or is_open):
             seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
             seconds *= self.schedule.compare_lengths(int(statistics.median(epochs[peer_id] for peer_id in present)))
             self.until = now + min(max(MIN_CONTRIBUTOR_TIMEOUT, 3 * seconds), MAX_CONTRIBUTOR_TIMEOUT)
         self.epochs = epochs
         newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
-        current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
         names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
-        self.named_by = defaultdict(set, {peer_id: self.named_by[peer_id] for peer_id in epochs})
-        for peer_id in current:
-            for partner in names.keys() & set(records[peer_id].partners or ()):
-                self.named_by[names[partner]].add(peer_id)
-        # Malicious contributors could name any number of other keys, so most of a typical group must name a peer.
-        typical = statistics.median(len(records[peer_id].partners or ()) for peer_id in current) if current else 0
-        quorum = min(max(2, int(typical) // 2 + 1), len(current) // 2 + 1)
-        self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= quorum}
-        self.present = self.ids & epochs.keys()
+        groups = {
+            peer_id: {peer_id, *(names[name] for name in records[peer_id].partners or () if name in names)}
+            for peer_id in present
+            if epochs[peer_id] >= newest - 1
+        }
+        # A key that was in one round may name others for as long as it likes. So most others must still name it.
+        namers = find_named(groups.values()) & groups.keys()
+        named = find_named([groups[peer_id] for peer_id in namers]) or groups
+        self.ids = {peer_id: until for peer_id, until in self.ids.items() if until > now}
+        self.ids |= dict.fromkeys({*named, *(present if is_open else ())}, self.until)
+        self.present = self.ids.keys() & epochs.keys()
         return self.present
+
+
+def find_named(groups: Collection[set[bytes]]) -> set[bytes]:
+    """Return the peers that most contributors name, given the peers that each of them names, itself included. If the
+    swarm averages in several groups, most of a typical group are enough."""
+    typical = statistics.median_low(map(len, groups)) if groups else 0
+    quorum = min(max(2, typical // 2 + 1), len(groups) // 2 + 1)
+    counts = Counter(itertools.chain.from_iterable(groups))
+    return {peer_id for peer_id, count in counts.items() if count >= quorum}
 
 
 def fetch_records(

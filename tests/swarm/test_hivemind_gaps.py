@@ -50,6 +50,7 @@ from swarm.patches import CachingValidator, CancellableStep, ResilientControlCli
 from swarm.processes import filter_hivemind_log
 from swarm.state_server import NOTHING, STATE, StateServer
 from swarm.uplink import RoundTimeouts
+from utils import MAX_RECORD_BYTES
 
 NOTES = (ROOT / "docs/hivemind.md").read_text()
 # an object of hivemind, and a text that its source has because of a fault, or lacks
@@ -373,6 +374,15 @@ def test_hivemind_validates_known_records_again(kind, checks):
     assert validator.validate(DHTRecord(b"key", b"subkey", bytes(8), 3.0)) and first.checks == checks + 1
     validator.extend([second])
     assert not validator.validate(record) and second.checks == 1
+
+
+def test_large_records_are_not_kept():
+    """A node may answer each lookup with another one of 4 MB."""
+    counter = CountingValidator(10**9)
+    validator = CachingValidator([counter])
+    for time in (2.0, 3.0):
+        assert not validator.validate(DHTRecord(b"key", b"subkey", bytes(MAX_RECORD_BYTES), time))
+    assert counter.checks == 0
 
 
 def test_step_stops_before_cancellation():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from file_server import send, serve
+from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PDaemonError, PeerID
 from processes import LOOPBACK, make_prefix, run_python
@@ -93,10 +94,13 @@ def test_relayed_initial_peer_is_trusted_itself():
         ({"reached": True}, []),
         ([], []),
         (100_000 * b"[", []),
+        (DecodeError("bytes that are no message"), []),
     ],
 )
 def test_answers_of_other_peers_about_reachability_are_checked(answer, expected):
     async def call(*_) -> BytesValue:
+        if isinstance(answer, Exception):
+            raise answer
         return BytesValue(value=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
     node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])

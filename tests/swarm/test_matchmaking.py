@@ -10,13 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 from coroutines import run_async
+from google.protobuf.message import DecodeError
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils import get_dht_time
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.asyncio import as_aiter
 
 from swarm.allreduce import FailFastAllReduceRunner
+from swarm.averager import VerifyingAverager
+from swarm.guard import MaliciousPeersError
 from swarm.matchmaking import MAX_REDIRECTS, MAX_SEARCHES_APART, EarlyStartMatchmaking
 from swarm.uplink import Uplink
 
@@ -26,7 +30,7 @@ LEADER = PeerID(b"leader")
 class UselessLeader(ServicerBase):
     """A leader that accepts each follower, and redirects it to itself, or does nothing.
 
-    A silent one does not answer, and a lost one does not even take connections.
+    A silent one does not answer, and a lost one does not even take connections. Garbage cannot be decoded.
     """
 
     def __init__(self, kind: str = ""):
@@ -39,6 +43,8 @@ class UselessLeader(ServicerBase):
         self.requests += 1
 
         async def answer():
+            if self.kind == "garbage":
+                raise DecodeError
             if self.kind != "silent":
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             if self.kind == "redirects":
@@ -118,7 +124,7 @@ async def test_leader_without_round_is_avoided_for_some_searches():
     assert asked_in == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
 
 
-@pytest.mark.parametrize("kind", ["silent", "lost"])
+@pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
 @run_async
 async def test_silent_leader_is_asked_less_and_less(kind):
     """No peer can join this one during a request, and a leader can declare itself again at any time."""
@@ -179,6 +185,33 @@ async def test_members_with_different_views_have_different_groups(monkeypatch):
 
     monkeypatch.setattr(Matchmaking, "look_for_group", find)
     assert await find_id(b"20", b"20") == await find_id(b"20", b"20") != await find_id(b"20", b"0.01")
+
+
+@run_async
+async def test_leader_is_in_its_group():
+    """Otherwise, a new key could show a group to some of its members only, and these would blame each other."""
+    follower, data = make_matchmaking(None), MSGPackSerializer.dumps([20.0, 0, MSGPackSerializer.dumps(None)])
+    follower.peer_id, follower.step_control = PeerID(b"follower"), make_step()
+    follower.step_control.data_for_gather = data
+    for others, is_valid in (([LEADER], True), ([PeerID(b"other")], False)):
+        ids = [peer.to_bytes() for peer in (follower.peer_id, *others)]
+        message = averaging_pb2.MessageFromLeader(group_id=b"id", ordered_peer_ids=ids, gathered=[data] * len(ids))
+        with contextlib.nullcontext() if is_valid else pytest.raises(MaliciousPeersError, match="forged"):
+            async with follower.lock_looking_for_group, follower.lock_request_join_group:
+                follower.current_leader = LEADER
+                await follower.follower_assemble_group(LEADER, message)
+        follower.assembled_group = asyncio.Future()
+
+
+@run_async
+async def test_unknown_group_is_refused_in_time():
+    """A leader may have shown it to others only. Without an answer, they would ban this peer for its silence."""
+    uplink = SimpleNamespace(timeouts=SimpleNamespace(request=0.1))
+    averager, context = SimpleNamespace(_running_groups={}, dht=SimpleNamespace(uplink=uplink)), SimpleNamespace()
+    averager._pending_groups_registered = asyncio.Event()  # this peer still searches
+    request = as_aiter(averaging_pb2.AveragingData(group_id=b"unknown"))
+    [answer] = [it async for it in VerifyingAverager.rpc_aggregate_part(averager, request, context)]
+    assert answer.code == averaging_pb2.BAD_GROUP_ID
 
 
 @run_async
