@@ -73,18 +73,17 @@ def measure(numbers: int, num_offers: int, repeats: int) -> None:
         for block, data in enumerate(blobs[0]):
             check_block(data, update.count(block), codec)
 
-    summaries = [summarize(blob, update) for blob in blobs]
-    offers = [Contribution(bytes([i]), 1000 + i, 0, blob, True, summaries[i]) for i, blob in enumerate(blobs)]
+    offers = [Contribution(bytes([i]), 1000 + i, 0, blob) for i, blob in enumerate(blobs)]
 
     def apply() -> None:
         for blob in blobs:
             deque(blob, maxlen=0)
-        aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.5)
+        aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.5, seed=b"")
 
     steps = {
         "encode": lambda: encode(update, residual, codec),
         "check one offer": check,
-        "measure one offer": lambda: summarize(blobs[0], update),
+        "measure one offer": lambda: summarize(blobs[0], update, b""),
         "apply all offers": apply,
         "restore one offer": lambda: restore(blobs[0], residual),
         "digest": lambda: compute_digest(anchor, momentum),

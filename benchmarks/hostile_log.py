@@ -36,7 +36,7 @@ PEERS: list[LogSteps] = []  # this process's peer
 def is_time() -> bool:
     """Return whether this peer attacks by now."""
     log = PEERS[0].rounds.log if PEERS else None
-    return log is not None and log.head.epoch - min(entry.state.epoch for entry in log.chain.values()) >= HONEST_EPOCHS
+    return log is not None and log.state.epoch - min(entry.state.epoch for entry in log.chain.values()) >= HONEST_EPOCHS
 
 
 def remember_peer() -> None:
@@ -103,7 +103,7 @@ def copy_offer() -> None:
         with self.rounds._lock:
             log, me = self.rounds.log, self.tracker.dht.peer_id.to_bytes()
             others = [it for it in log.select(Offer) if it.base == self.head and self.rounds.store.has(it.blob)]
-            is_done = self.head != log.head.head or any(it.peer == me for it in others)
+            is_done = self.head != log.state.head or any(it.peer == me for it in others)
             others = [it for it in others if it.peer != me]
         if others and not is_done:
             other = max(others, key=lambda it: it.samples)
@@ -190,7 +190,7 @@ def lead_never() -> None:
     def lead_honestly(self) -> None:
         if not is_time():
             lead(self)
-        elif self.head.find_leader(self.memory.promised) == self.me and self.ready_time <= self.now:
+        elif self.state.find_leader(self.memory.promised) == self.me and self.ready_time <= self.now:
             note("does not lead")
 
     Log.lead = lead_honestly
@@ -220,7 +220,7 @@ def vote_twice() -> None:
     def send_two(self, attempt: int, last: int, proposal: bytes) -> None:
         send_vote(self, attempt, last, proposal)
         if is_time() and proposal:
-            self.send(self.sign(Vote, self.head.head, attempt, last, bytes(32), self.me))
+            self.send(self.sign(Vote, self.state.head, attempt, last, bytes(32), self.me))
             note("votes twice", attempt=attempt)
 
     Log.send_vote = send_two
@@ -283,7 +283,7 @@ def offer_phantoms(count: int = 280) -> None:
             rounds = self.rounds
             for start in range(0, count, MAX_QUEUE):
                 envelope = Envelope(rounds.log_id, rounds.epoch, messages=tuple(messages[start : start + MAX_QUEUE]))
-                for peer in rounds.log.head.voters:
+                for peer in rounds.log.state.voters:
                     rounds.exchange.send(PeerID(peer), pack(envelope))
             note(f"offers {count} phantoms")
         offer(self)

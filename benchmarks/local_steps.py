@@ -253,7 +253,7 @@ class Run:
         contributions = [Contribution(bytes([i]), *part) for i, part in enumerate(parts)]
         self.anchor = self.anchor.clone()
         state = Numbers([self.anchor]), Numbers([self.velocity])
-        aggregate(*state, contributions, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum)
+        aggregate(*state, contributions, lr=self.setting.outer_lr, outer_momentum=self.setting.momentum, seed=b"")
         return sum(len(block) for blocks in offers for block in blocks)
 
     def average(self, unsent: list[torch.Tensor], samples: list[int], late: list[int]) -> int:

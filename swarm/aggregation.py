@@ -9,7 +9,7 @@ updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in
 - norms come from counts of equal numbers and `math.fsum`, cosines from integers, weights from Python's floats;
 - numbers below TINY become 0, because some programs make the processor treat numbers below 1.2e-38 as 0.
 
-Each weight depends on all offers, so each update is measured when it arrives, and decoded again when it is applied.
+Each weight depends on all offers, so each update is measured first, and decoded again when it is applied.
 Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do anything.
 """
 
@@ -30,8 +30,9 @@ PIECE = 2**17  # numbers that the outer step changes at once, as more would need
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
 MIN_COSINE = -0.03  # median cosine of an offer with the voters' offers; below it, the offer points away from them
-MAX_COSINE = 0.9  # of the signs of two offers, or of an offer and the momentum; with a larger one, it is a copy
+MAX_COSINE = 0.9  # of two offers; with a larger one, they are copies
 BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
+SKETCH_SCALE = 2.0**20  # of the norm of a sketch: products of two sketches are exact, as whole numbers below 2 ** 53
 
 
 class Numbers:
@@ -68,8 +69,7 @@ class Summary(NamedTuple):
     """The measures of an update that do not depend on others; of an invalid one, they are 0."""
 
     norm: float
-    count: int  # of its entries
-    sketch: np.ndarray  # int32
+    sketch: np.ndarray  # whole numbers, relative to the norm, of shape (BUCKETS,)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Contribution:
     epochs_late: int  # between the offer's base and the parent of the commit
     blocks: Sequence[bytes]  # may be a reader of files
     is_voter: bool = True
-    summary: Summary | None = None  # from its arrival
 
 
 def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[bytes]:
@@ -122,44 +121,33 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
         raise ValueError(f"a block of {numbers} numbers has {len(positions)} entries in {len(values)} kinds")
 
 
-def summarize(blocks: Sequence[bytes], numbers: Numbers) -> Summary:
+def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> Summary:
     """Measure an update of as many numbers as `numbers` has.
 
     An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own.
-    A sketch holds the sum of the signs in each bucket, where a hash of the position chooses the bucket, and whether the
-    sign is reversed (count sketch, Charikar et al., 2002).
+    A sketch holds the sum of the numbers in each bucket, where a hash of the position chooses the bucket, and whether
+    the number counts as negative (count sketch, Charikar et al., 2002).
+
+    :param seed: of the hash. No owner knows it in time, or it could place numbers that hide the direction of the rest
     """
-    squares, count, sketch = [], 0, np.zeros(BUCKETS, np.int32)
+    squares, sketch = [], np.zeros(2 * BUCKETS)
+    factor, offset = np.frombuffer(hashlib.sha256(seed).digest()[:16], "<u8")
     for block in range(numbers.num_blocks):
         try:
             positions, kinds, values = decode(blocks[block], numbers.count(block))
         except (ValueError, IndexError):
-            return Summary(0.0, 0, np.zeros_like(sketch))
+            return Summary(0.0, np.zeros(BUCKETS))
         of_kind = np.bincount(kinds, minlength=len(values))
         squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
-        count += len(positions)
-        hashes = (positions + block * BLOCK).astype(np.uint32) * np.uint32(2654435761)  # Knuth's, modulo 2 ** 32
-        signs = np.sign(values).astype(np.int8)[kinds] * (1 - 2 * (hashes >> 31).astype(np.int8))
-        sketch += np.bincount(hashes >> 8 & BUCKETS - 1, weights=signs, minlength=BUCKETS).astype(np.int32)
-    return Summary(math.sqrt(math.fsum(squares)), count, sketch)
-
-
-def find_momentum_copies(offers: Sequence[Contribution], counts: dict[int, int], momentum: Numbers) -> set[int]:
-    """Return the indices of offers with the momentum's signs. `counts` has the entries of each offer to compare."""
-    most = dict(counts)  # upper bounds of the sums of the products of signs, from the blocks so far
-    for block in range(momentum.num_blocks):
-        if copies := [i for i in most if most[i] / counts[i] > MAX_COSINE]:
-            signs = np.sign(momentum.read(block).numpy())
-        for i in copies:
-            positions, kinds, values = decode(offers[i].blocks[block], len(signs))
-            products = np.sign(values)[kinds] * signs[positions]
-            most[i] -= len(products) - int(products.sum(dtype=np.int64))
-    return {i for i in most if most[i] / counts[i] > MAX_COSINE}
+        hashes = (positions.astype(np.uint64) + np.uint64(block * BLOCK) + offset) * (factor | np.uint64(1))
+        sketch += np.bincount((hashes >> np.uint64(49)).astype(np.int64), values[kinds], 2 * BUCKETS)
+    norm = math.sqrt(math.fsum(squares))
+    return Summary(norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0)))
 
 
 def compute_cosines(summaries: Sequence[Summary]) -> list[list[float]]:
-    """Return the cosine of each two sketches, 0 if one of them is empty. Their products are exact, as integers."""
-    sketches = np.array([it.sketch for it in summaries], np.float64).reshape(-1, BUCKETS)
+    """Return the cosine of each two sketches, 0 if one of them is empty."""
+    sketches = np.array([it.sketch for it in summaries]).reshape(-1, BUCKETS)
     products = (sketches @ sketches.T).tolist()
     norms = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
     return [[it / (a * b) for it, b in zip(row, norms, strict=True)] for row, a in zip(products, norms, strict=True)]
@@ -170,28 +158,25 @@ def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]
     return statistics.median_high([cosines[index][i] for i in others if i != index] or [0.0])
 
 
-def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) -> list[float]:
+def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, seed: bytes) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
     Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
     to the median (arXiv 2603.08163). Of an even number, the median is the lower middle value. Copies share the weight
-    of the heaviest, because a copy must not remove the original. Empty offers do not count. Copies of the momentum, and
-    offers that point away from most others, do not count either, unless half of the voters' offers do.
+    of the heaviest, because a copy must not remove the original. Empty offers do not count. Offers that point away from
+    most others do not count either, unless half of the voters' offers do.
 
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
     """
-    summaries = [it.summary or summarize(it.blocks, momentum) for it in contributions]
+    summaries = [summarize(it.blocks, numbers, seed) for it in contributions]
     indices, norms = range(len(contributions)), [it.norm for it in summaries]
     counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
     voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(summaries)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
-    copied = find_momentum_copies(contributions, {i: summaries[i].count for i in counted}, momentum)
-    originals = [i for i in counted if i not in copied]
-    for kept in (agreed, originals):  # in a tiny model, all offers may point where the momentum does
-        if 2 * len(voters.intersection(counted, kept)) > len(voters.intersection(counted)):
-            counted = [i for i in counted if i in kept]
+    if 2 * len(voters.intersection(agreed)) > len(judges):
+        counted = agreed
     if not counted:
         return [0.0] * len(contributions)
     voters = voters.intersection(counted) or counted
@@ -212,20 +197,21 @@ def compute_weights(contributions: Sequence[Contribution], momentum: Numbers) ->
 
 @torch.no_grad()
 def aggregate(
-    anchor: Numbers, momentum: Numbers, contributions: Sequence[Contribution], *, lr: float, outer_momentum: float
+    anchor: Numbers, momentum: Numbers, offers: Sequence[Contribution], *, lr: float, outer_momentum: float, seed: bytes
 ) -> list[float]:
     """Make the outer step of a commit in place: SGD with Nesterov momentum, with the weighted sum of the updates.
 
+    :param seed: see `summarize`
     :returns: the factor of each contribution in the sum, see `compute_weights`
     """
-    weights = compute_weights(contributions, momentum)
-    order = sorted(range(len(weights)), key=lambda i: (contributions[i].peer, contributions[i].epochs_late))
+    weights = compute_weights(offers, anchor, seed)
+    order = sorted(range(len(weights)), key=lambda i: (offers[i].peer, offers[i].epochs_late))
     total = torch.zeros(min(BLOCK, anchor.total))
     for block, pieces in enumerate(anchor.pieces):
         total = total[: anchor.count(block)].zero_()
         for index in order:
             if weights[index] > TINY:
-                positions, kinds, values = decode(contributions[index].blocks[block], len(total))
+                positions, kinds, values = decode(offers[index].blocks[block], len(total))
                 values = values * np.float32(weights[index])
                 values[np.abs(values) < TINY] = 0
                 # no position occurs twice, so this adds one number to each

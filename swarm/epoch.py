@@ -91,7 +91,7 @@ class Epoch:
     def __init__(self, number: int, began: float = -math.inf):
         self.number, self.began, self.state = number, began, EpochState.ACCUMULATING
         self.is_compared = False  # whether the swarm's epoch was compared with this one, since that has begun
-        self.in_doubt = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
+        self.unconfirmed = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
         self.retry_at = -math.inf  # a failed round may be retried with a view of the swarm from this time on
 
     def enter(self, state: EpochState) -> None:

@@ -47,11 +47,13 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 # number divides them for each single one of these peers, so that it cannot take all.
 PERIOD = 60.0
 MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
-MAX_COPIES = 4  # of a blob, for each peer in a period: on bad connections, requests repeat
+MAX_COPIES = 64  # of whole blobs, for each peer in a period: 16 updates, and more if requests repeat
 MAX_MESSAGE_BYTES = 2**17
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
+MIN_SHARE = 1 / 50  # of the claim, which a source must send: it serves up to 15 other peers
 
-MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time at MIN_MBITS
+MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time
+HOLDER_STALL = 5.0  # the same for a peer that has the blob
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds for the request of a stream
 KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those of an epoch at each message
@@ -177,7 +179,8 @@ def choose_source(owner: PeerID, position: float, loads: Mapping[PeerID, float])
     :param position: of the block in its blob, from 0 to 1; the owner serves the first ones itself
     :param loads: see `plan_loads`
     """
-    relayed = max(1, len(loads) - 2)  # copies that a relay sends
+    # an owner that serves a share f itself sends f (n - 1) + (1 - f) = 1 + f (n - 2) copies
+    relayed = max(1, len(loads) - 2)
     direct = {peer: min(1.0, max(0.0, (load - 1) / relayed)) for peer, load in loads.items()}
     own = direct.pop(owner, 0.0)
     if position < own:
@@ -204,8 +207,9 @@ class Format(NamedTuple):
 class Download:
     """A blob on its way to this peer."""
 
-    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int, format: Format):
+    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int, format: Format, voters=frozenset()):
         self.blob, self.owner, self.num_blocks, self.format = blob, owner, num_blocks, format
+        self.voters: frozenset[PeerID] = voters  # which have the blob, and come first
         self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
         self.missing, self.hashes = set(range(num_blocks)), b""
         #: the Mbit/s of each holder, and the copies of a blob that it should send
@@ -220,11 +224,14 @@ class Download:
         # over all blobs of a round, the positions are spread evenly
         position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
         others = sorted(self.uplinks, key=lambda peer: hash((id(self), peer)))  # for all blocks, to need few streams
-        sources = dict.fromkeys([choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients])
+        usual = choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients
+        sources = dict.fromkeys([*self.voters, *usual])
         return [peer for peer in sources if peer != own_id and (own_id in self.uplinks or peer in self.uplinks)]
 
     def compute_timeout(self, source: PeerID) -> float:
         """Return the seconds in which a source must begin: twice the time to send all copies from it and the owner."""
+        if source in self.voters:
+            return HOLDER_STALL
         peers = {self.owner, source} & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
@@ -348,8 +355,8 @@ class Exchange:
             with errors, self._admit("request", peer, *MAX_REQUESTS):
                 async with asyncio.timeout(REQUEST_TIMEOUT):
                     blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
-                    if count > self.num_blocks:
-                        raise ValueError("too many blocks requested")
+                    if not 0 < count <= self.num_blocks:
+                        raise ValueError("no blocks requested, or too many")
                     numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
                 async with asyncio.timeout(FETCH_TIMEOUT):
                     await self._serve_blocks(peer, blob, numbers, writer)
@@ -369,8 +376,8 @@ class Exchange:
                     await self._send_block(peer, HASHES, b"".join(hashes), writer)
             ready = {n: it for n in numbers if n < len(hashes) and (it := self._find_store(hashes[n], n))}
             for number in sorted(ready):
-                self._counts[blob, peer] += 1
-                if self._counts[blob, peer] > MAX_COPIES * self.num_blocks:
+                self._counts["block", peer] += 1
+                if self._counts["block", peer] > MAX_COPIES * self.num_blocks:
                     raise ValueError("too many copies requested")
                 async with lock:
                     await self._send_block(peer, number, ready[number].get(hashes[number], number), writer)
@@ -397,7 +404,7 @@ class Exchange:
     # --- fetching
 
     def fetch(
-        self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, format: Format, seconds: float = 0.0
+        self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, format: Format, seconds=0.0, voters=()
     ) -> Future[None]:
         """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
         with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time.
@@ -406,16 +413,19 @@ class Exchange:
             the owner if they do; None for clients. Another call for the same blob adds more
         :param num_bytes: the sum of the blocks' sizes
         :param seconds: the time that the exchange of all blobs may take; with more time, slow uplinks send less
+        :param voters: peers that have the whole blob; with new ones, a running download starts again
         """
-        fetching = self._fetch(blob, owner, holders, num_bytes, format, seconds)
+        fetching = self._fetch(blob, owner, holders, num_bytes, format, seconds, frozenset(voters))
         return asyncio.run_coroutine_threadsafe(fetching, self._loop)
 
-    async def _fetch(self, blob, owner, holders, num_bytes, format, seconds) -> None:
+    async def _fetch(self, blob, owner, holders, num_bytes, format, seconds, voters) -> None:
         if format.store.has(blob):
             return
         download = self._downloads.get(blob)
-        if not download:
-            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format)
+        if not download or not voters <= download.voters:
+            if download:
+                download.task.cancel()
+            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format, voters)
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= {peer: mbits for peer, mbits in holders.items() if mbits is not None}
         download.clients |= holders.keys() - download.uplinks.keys()
@@ -465,7 +475,7 @@ class Exchange:
             try:
                 async with asyncio.timeout(download.compute_timeout(peer)) as timeout:
                     writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
-                    await self._receive(download, {HASHES, *numbers}, reader, timeout)
+                    await self._receive(download, peer, {HASHES, *numbers}, reader, timeout)
             finally:
                 writer.transport.abort()
         except PEER_ERRORS as e:
@@ -475,7 +485,7 @@ class Exchange:
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
     async def _receive(
-        self, download: Download, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
+        self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
     ) -> None:
         """Receive the hashes and these blocks, and store each. It extends the timeout by what the block may take."""
         while wanted:
@@ -485,7 +495,8 @@ class Exchange:
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
-            timeout.reschedule(timeout.when() + 8e-6 * size / MIN_MBITS)
+            slowest = max(MIN_MBITS, MIN_SHARE * download.uplinks.get(peer, 0.0))
+            timeout.reschedule(timeout.when() + 8e-6 * size / slowest)
             wanted.remove(number)
             await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)

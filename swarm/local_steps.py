@@ -22,6 +22,7 @@ class OuterOptimizer(Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
         self.contributions: list[Contribution] | None = None  # the offers to apply; None for an inner step
+        self.seed = b""  # the commit that has them
         self.weights: list[float] = []  # of the offers that the last step applied
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
@@ -39,7 +40,8 @@ class OuterOptimizer(Optimizer):
             self.inner.step()
             return
         anchor, momentum = Numbers(list_params(self)), Numbers(self.list_momenta())
-        self.weights = aggregate(anchor, momentum, self.contributions, lr=self.lr, outer_momentum=self.momentum)
+        options = dict(lr=self.lr, outer_momentum=self.momentum, seed=self.seed)
+        self.weights = aggregate(anchor, momentum, self.contributions, **options)
         self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
 
     def list_momenta(self) -> list[torch.Tensor]:
@@ -64,7 +66,7 @@ class LocalSteps:
         self.params, self.outer, self.make_inner = params, outer, make_inner
         self.inner: Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
-        self.taken: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
+        self.offered: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
 
     def step(self) -> None:
         """Make a local step at the swarm's learning rate; the first one with the moments of the joint steps."""
@@ -83,18 +85,18 @@ class LocalSteps:
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
     @torch.no_grad()
-    def take(self, update: list[torch.Tensor], residual: Sequence[torch.Tensor]) -> None:
-        """Take an offered update out of the local parameters when the anchor moves next. A part of what the offer lacks
-        stays there instead of in the residual, because the next local steps would compute it once more."""
+    def mark_offered(self, update: list[torch.Tensor], residual: Sequence[torch.Tensor]) -> None:
+        """Let `move_anchor` take an offered update out of the local parameters. A part of what the offer lacks stays
+        there instead of in the residual, because the next local steps would compute it once more."""
         for tensor, lacking in zip(update, residual, strict=True):
             tensor.sub_(lacking, alpha=STEP_AHEAD)
             lacking.mul_(1 - STEP_AHEAD)
-        self.taken = update
+        self.offered = update
 
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
         """Move the anchor, and the local parameters along with it; if they are not finite, reset them to the anchor."""
-        updates, self.taken = self.taken, []
+        updates, self.offered = self.offered, []
         for param, update in zip(self.params, updates, strict=False):
             param.add_(update)
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
@@ -106,7 +108,7 @@ class LocalSteps:
 
     def drop_pending(self) -> None:
         """Discard the pending update: reset the local parameters to the anchor."""
-        self.taken = []
+        self.offered = []
         copy_tensors(self.params, self.anchor)
 
     def dump_inner_state(self) -> dict:

@@ -5,26 +5,26 @@
 owner has one offer for each base, so no sample counts twice. An offer that is too old returns to its owner.
 
 **Choice of a commit.** It is single-decree Paxos among the voters, one decision for each parent: an attempt is a
-ballot, an answer a promise, and a vote an acceptance. An attempt has one leader, by hash. The leader has one list,
+ballot, and a vote an acceptance. An attempt has one leader, by hash. The leader has one list,
 because its vote is its proposal: with two lists in an attempt, a later leader could not know which one may have a
 quorum. Attempt 0 starts when the offers are there. If it fails, attempts are the numbers of time slots, so that no peer
-can run ahead, and a leader that does not lead costs one slot. When a slot begins, each voter sends an answer: its last
-vote, and the promise not to vote in earlier attempts. With a quorum of answers, the leader proposes the list of the
-newest vote in them, or a fresh list if a quorum has none. It ignores an answer that names a list of which it cannot get
+can run ahead, and a leader that does not lead costs one slot. When a slot begins, each voter sends a promise: its last
+vote, and that it will not vote in earlier attempts. With a quorum of promises, the leader proposes the list of the
+newest vote in them, or a fresh list if a quorum has none. It ignores a promise that names a list of which it cannot get
 a blob: a Byzantine voter may have voted for that. The hash of a list contains neither attempt nor votes.
 
 **Safety.** A quorum is more than half of the voters, so any two have a common voter. If a list has a quorum of votes in
-an attempt, the answers of every later attempt contain one of them, so every later proposal is the same list. Voters are
+an attempt, the promises of each later attempt contain one of them, so each later proposal is the same list. Voters are
 a function of the parent, which was chosen in the same way. So if no voter is Byzantine, there is one chain, with any
 loss, delay, crash or restart. Clocks matter for progress only. A voter saves its votes before it sends them, and after
 a restart it votes from the last epoch that they name. A voter that has lost them votes again once a commit has an offer
 of this process: it cannot have voted on what follows.
 
-**Byzantine voters.** One that is in two quorums can cause a fork. Votes and answers are signed. Two that contradict
-each other are a proof, which enters the next commit and ends the vote of its peer. A proposal holds the answers that
-allow it, and those of the attempt that proposed the list first. So no voter can invent an earlier vote for a list that
-no leader could propose. Voters vote for a new list once they hold the updates of most voters and of all that are
-*awaited*, or after a deadline that follows from the usual time between commits. A voter is awaited if it has offers in
+**Byzantine voters.** One that is in two quorums can cause a fork. Votes and promises are signed. Two that contradict
+each other are a proof, which enters the next commit and ends the vote of its peer. A proposal holds the promises that
+allow it. Voters accept a list of an earlier attempt only if they have that proposal: no promise can invent one. They
+vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a deadline that
+follows from the usual time between commits. A voter is awaited if it has offers in
 all but one of the last WINDOW commits. So one late update does not exclude it from the next ones. A voter that
 withholds its updates delays two commits in nine, and new keys delay none. Leaders are *active*, with an offer in one of
 the last two commits. The list must have two thirds of the voters' offers that they hold. The next list must have the
@@ -34,15 +34,15 @@ holds it, so a leaving peer votes until then. If half of the voters are gone, th
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, which answer
 with all that this peer lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take
-part. The voters and the owners of counted offers have limits of their own for bytes, and thus for signatures to check.
-All other peers share one, see `Log.spend`.
+part. Voters have limits of their own for bytes, and thus for signatures to check. All other peers share one, see
+`Log.spend`.
 """
 
 import contextlib
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Annotated, NamedTuple
@@ -57,7 +57,7 @@ RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
-MAX_VOTES = 8  # of one voter that are kept, answers included
+MAX_VOTES = 8  # of one voter that are kept, promises included
 MAX_PROPOSALS = log_records.MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
@@ -92,8 +92,10 @@ class State:
 
     @property
     def active(self) -> set[bytes]:
-        """The voters with an offer in one of the last two commits. They lead most attempts; their samples count."""
-        return {*self.voters} & {*self.owners[-2], *self.owners[-1]}
+        """The voters with an offer in one of the last two commits. They lead most attempts, and their samples count. If
+        they are not most voters, all voters do: a few must not decide which state the others load."""
+        active = {*self.voters} & {*self.owners[-2], *self.owners[-1]}
+        return active if 2 * len(active) > len(self.voters) else {*self.voters}
 
     @property
     def participants(self) -> set[bytes]:
@@ -118,24 +120,17 @@ class State:
         """Return whether more than half of the voters have one of these records."""
         return 2 * len({record.peer for record in records} & {*self.voters}) > len(self.voters)
 
-    def allows(self, proposal: Proposal) -> bool:
-        """Return whether the leaders were the right ones, and their answers allow the list."""
-        name, before = proposal.commit.hash, -1
-        for vote, answers in map(log_records.list_fields, proposal.steps):
-            if (vote.parent, vote.proposal, vote.last) != (self.head, name, vote.attempt) or vote.attempt <= before:
-                return False
-            if vote.peer != self.find_leader(vote.attempt):
-                return False
-            if vote.attempt > 0:
-                newest = max((answer.last for answer in answers), default=-1)
-                lists = {answer.proposal for answer in answers if answer.last == newest >= 0}
-                asked = {(answer.parent, answer.attempt) for answer in answers}
-                if not self.has_quorum(answers) or asked != {(self.head, vote.attempt - 1)}:
-                    return False
-                if newest < before or (lists and before < 0) or (before >= 0 and name not in lists):
-                    return False
-            before = vote.attempt
-        return True
+    def allows(self, proposal: Proposal, known: Collection[tuple[int, bytes]]) -> bool:
+        """Return whether the leader was the right one, and its promises allow the list: a new one, or that of the last
+        vote in them, if `known` has that proposal (attempt, list): a promise may name one that was never made."""
+        vote, promises, name = proposal.vote, proposal.promises, proposal.commit.hash
+        is_leader = vote.peer == self.find_leader(vote.attempt)
+        is_own = (vote.parent, vote.proposal, vote.last) == (self.head, name, vote.attempt)
+        asked = {(self.head, vote.attempt - 1)} if vote.attempt else set()
+        is_asked = {(it.parent, it.attempt) for it in promises} == asked and (not asked or self.has_quorum(promises))
+        newest = max((it.last for it in promises), default=-1)
+        lists = {it.proposal for it in promises if it.last == newest}
+        return is_leader and is_own and is_asked and (newest < 0 or name in lists and (newest, name) in known)
 
     def fits(self, record: Offer | Leave | Proof) -> bool:
         """Return whether the next commit may contain the record, signatures apart."""
@@ -202,7 +197,8 @@ class Action(NamedTuple):
 
     `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
     `gossip`: to some random ones. `save`: write the memory to disk before any later action. `fetch`: the blob of an
-    offer, from any participant, then call `receive` again; repeated after a commit, or if `Log.fetching` loses it.
+    offer, first from `peers` and then from any participant, then call `receive` again; repeated after a commit, if
+    others have it, or if `Log.fetching` loses it.
     """
 
     kind: str
@@ -248,7 +244,7 @@ class Log:
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
         self.returned: list[Offer] = []  # those that no commit will count, for the residual; the caller takes them
         self.traffic: dict[bytes, int] = {}  # bytes in this status interval, by peer
-        self.fetching: dict[bytes, Offer] = {}  # by blob; without an entry, it is requested again
+        self.fetching: dict[bytes, Action] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
         self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
         self.actions: list[Action] = []
@@ -258,7 +254,7 @@ class Log:
     def add_offer(self, now: float, offer: Offer) -> list[Action]:
         """Publish this peer's offer, see `sign`."""
         self.now, self.own[offer.key] = now, offer
-        if self.head.fits(offer):
+        if self.state.fits(offer):
             self.add_record(offer)
             self.send(offer)
         return self.finish()
@@ -289,7 +285,8 @@ class Log:
             with contextlib.suppress(ValueError):
                 records = log_records.decode(message) if self.spend(sender, len(message)) else []
             least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
-            for record in records if self.spend(sender, max(0, least - len(message))) else ():
+            records = records if self.spend(sender, max(0, least - len(message))) else []
+            for record in sorted(records, key=lambda it: getattr(it, "attempt", -1)):  # some need earlier ones
                 if isinstance(record, Status):
                     self.take_status(sender, record)
                 else:
@@ -306,12 +303,12 @@ class Log:
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
-        """Count these bytes; return whether the peer is below its limit. Untrusted ones share one, a quarter each. One
-        that has used less than its share of it may exceed it: a few new keys must not keep out another."""
+        """Count these bytes, and return whether the peer may go on. Each voter has a limit of its own. All others
+        share one, each up to a quarter of it. One below its equal share may exceed it, or new keys shut it out."""
         used = self.traffic[peer] = self.traffic.get(peer, 0) + num_bytes
-        if peer in self.head.participants:
+        if peer in self.state.voters:
             return used <= MAX_TRAFFIC
-        total, others = self.traffic.get(b"", 0) + num_bytes, len(self.traffic.keys() - {b"", *self.head.participants})
+        total, others = self.traffic.get(b"", 0) + num_bytes, len(self.traffic.keys() - {b"", *self.state.voters})
         is_allowed = used <= MAX_TRAFFIC // 4 and min(total, used * others) <= MAX_TRAFFIC
         if is_allowed:
             self.traffic[b""] = total
@@ -350,8 +347,8 @@ class Log:
         """Say what this peer has, to a peer or to some random ones."""
         path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in log_records.ANCESTOR_STEPS if step < len(path)]
-        wanted = [self.missing_keys & peers for peers in ({to}, self.head.participants, self.missing_keys)]
-        missing = dict.fromkeys(peer for peers in wanted for peer in sorted(peers))
+        trusted = self.state.participants
+        missing = sorted(self.missing_keys, key=lambda peer: (peer != to, peer not in trusted, peer))
         known = tuple(self.records)[:1024], tuple(missing)[: log_records.MAX_VOTERS]
         self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to, kind="gossip")
 
@@ -362,7 +359,7 @@ class Log:
         if epochs := [path[head].state.epoch for head in status.heads if head in path]:
             limit = MAX_COMMITS if status.is_answer else MAX_UNASKED
             answer += [entry.commit for entry in self.list_entries(max(epochs))[:limit]]
-        is_level = status.heads[0] == self.head.head
+        is_level = status.heads[0] == self.state.head
         if is_level:
             lacking = [record for name, record in self.records.items() if name not in status.records]
             answer += sorted(lacking, key=lambda it: (log_records.KINDS.index(type(it)), -getattr(it, "attempt", 0)))
@@ -382,11 +379,11 @@ class Log:
 
     def take_offer(self, offer: Offer) -> None:
         """Keep a valid offer: the first one for each key, and of new peers the first ones in turn."""
-        offers, expected = {it.key: it for it in self.select(Offer)}, {*self.head.participants, self.me}
+        offers, expected = {it.key: it for it in self.select(Offer)}, {*self.state.participants, self.me}
         pool = [it for it in offers.values() if it.peer not in expected and offer.peer not in expected]
         out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
         is_full = out and self.find_turn(out[0]) <= self.find_turn(offer)
-        if offer.key not in offers and not is_full and self.head.fits(offer) and self.is_signed(offer):
+        if offer.key not in offers and not is_full and self.state.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
             for other in out:
                 del self.records[compute_hash(other)[:8]]
@@ -395,22 +392,30 @@ class Log:
         """Keep a valid leave record or proof, one for each peer."""
         signed = [record] if isinstance(record, Leave) else [record.first, record.second]
         is_known = record.peer in {other.peer for other in self.select(type(record))}
-        if not is_known and self.head.fits(record) and all(map(self.is_signed, signed)):
+        if not is_known and self.state.fits(record) and all(map(self.is_signed, signed)):
             self.add_record(record)
 
     def fetch(self) -> None:
-        """Request blobs that the next commit may contain, or that a commit contains."""
-        lists = [proposal.commit.offers for proposal in self.select(Proposal)]
+        """Request blobs that the next commit may contain, or that a commit contains. If attempt 0 has failed, the peers
+        that voted for a list serve its blobs: their owners may have sent them to some voters only."""
+        proposals, holders = self.list_proposals(), defaultdict(set)
+        for vote in self.select(Vote) if self.memory.promised else ():
+            for offer in proposals[key].commit.offers if (key := (vote.last, vote.proposal)) in proposals else ():
+                holders[offer.blob].add(vote.peer)
+        lists = [proposal.commit.offers for proposal in proposals.values()]
         lists += [self.choose(self.select(Offer)), *(commit.offers for commit in self.list_unapplied()[:WINDOW])]
-        wanted = {offer.blob: offer for offers in lists for offer in offers if not self.holds(offer.blob)}
-        self.actions += [Action("fetch", offer) for blob, offer in wanted.items() if blob not in self.fetching]
+        if self.model not in self.chain:  # an auxiliary peer, which has no model, holds what late peers may lack
+            lists += [entry.commit.offers for entry in self.list_entries(self.state.epoch - 2)]
+        offers = [offer for offers in lists for offer in offers if not self.holds(offer.blob)]
+        wanted = {it.blob: Action("fetch", it, tuple(sorted(holders[it.blob]))) for it in offers}
+        self.actions += [action for blob, action in wanted.items() if self.fetching.get(blob) != action]
         self.fetching = wanted
 
     # The chain
 
     def list_path(self) -> dict[bytes, Entry]:
         """Return the commits up to the newest one by their hashes, the oldest first."""
-        entries, entry = [], self.chain[self.head.head]
+        entries, entry = [], self.chain[self.state.head]
         while entry:
             entries.append(entry)
             entry = self.chain.get(entry.state.parent) if entry.commit else None
@@ -422,10 +427,10 @@ class Log:
 
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state."""
-        self.head = state
+        self.state = state
         self.since, self.is_dirty, self.num_ticks = self.now, True, 0
-        #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last answered
-        self.first_time = self.most_time = self.ready_time = self.answer_time = math.inf
+        #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last promised
+        self.first_time = self.most_time = self.ready_time = self.promise_time = math.inf
         kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
         turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
         counted = {peer: state.epoch + at for at, peers in enumerate(state.owners, 1 - WINDOW) for peer in peers}
@@ -475,7 +480,7 @@ class Log:
 
     def list_unapplied(self) -> list[Commit]:
         """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
-        commits, entry = [], self.chain[self.head.head]
+        commits, entry = [], self.chain[self.state.head]
         while entry.commit and entry.state.head != self.model:  # from the newest one, because few are missing
             commits.append(entry.commit)
             if (entry := self.chain.get(entry.state.parent)) is None:
@@ -499,7 +504,7 @@ class Log:
     @property
     def memory(self) -> log_records.Memory:
         """This peer's memory of the choice of the next commit."""
-        return self.memories.get(self.head.head) or log_records.Memory(self.head.head, self.head.epoch + 1)
+        return self.memories.get(self.state.head) or log_records.Memory(self.state.head, self.state.epoch + 1)
 
     def remember(self, memory: log_records.Memory) -> None:
         """Save a memory before the vote is sent."""
@@ -508,8 +513,8 @@ class Log:
 
     def sign_leave(self) -> None:
         """Sign and send a leave record for the next commits."""
-        if self.me in self.head.participants:
-            self.take_notice(self.sign(Leave, self.head.head, self.me))
+        if self.me in self.state.participants:
+            self.take_notice(self.sign(Leave, self.state.head, self.me))
 
     def list_proposals(self) -> dict[tuple[int, bytes], Proposal]:
         """Return the proposals by attempt and list."""
@@ -521,45 +526,45 @@ class Log:
         Late ones whose owners have newer ones come last; otherwise, all offers of more than MAX_OFFERS peers would soon
         be late. Others get only a quarter and the places that voters leave free, because new keys cost nothing.
         """
-        ranked, head = list({offer.key: offer for offer in offers}.values()), self.head.head
+        ranked, head = list({offer.key: offer for offer in offers}.values()), self.state.head
         new = {it.peer for it in ranked if it.base == head}
         ranked.sort(key=lambda it: (it.base != head and it.peer in new, self.find_turn(it)))
-        voters = [offer for offer in ranked if offer.peer in self.head.voters]
-        others = [offer for offer in ranked if offer.peer not in self.head.voters]
+        voters = [offer for offer in ranked if offer.peer in self.state.voters]
+        others = [offer for offer in ranked if offer.peer not in self.state.voters]
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def find_turn(self, offer: Offer) -> tuple[int, bytes]:
         """Return the turn of an owner: since when it has not counted; new keys come last, in a random order."""
-        return self.turns.get(offer.peer, self.head.epoch + 1), compute_hash(self.head.head, offer.peer)
+        return self.turns.get(offer.peer, self.state.epoch + 1), compute_hash(self.state.head, offer.peer)
 
     def make_list(self) -> Commit | None:
         """Return a list of all offers and notices that this peer holds, or None without offers. Only the first attempt
         lists offers of peers that are no voters, because others may lack the blobs of new keys."""
-        is_first, voters = not self.memory.promised, self.head.voters
+        is_first, voters = not self.memory.promised, self.state.voters
         offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         if not offers:
             return None
         ordered = tuple(sorted(self.choose(offers), key=lambda offer: offer.key))
-        return Commit(self.head.head, self.head.epoch + 1, ordered, *map(tuple, notices))
+        return Commit(self.state.head, self.state.epoch + 1, ordered, *map(tuple, notices))
 
     def select_current(self) -> list[Offer]:
         """Return the voters' offers that build on the head."""
-        return [it for it in self.select(Offer) if it.base == self.head.head and it.peer in self.head.voters]
+        return [it for it in self.select(Offer) if it.base == self.state.head and it.peer in self.state.voters]
 
-    def record_times(self) -> None:
-        """Record when the choice progresses. Until a deadline, a list waits for the updates of most voters, and of all
-        that are awaited. It does not wait for peers that leave, nor for updates without a place in it."""
+    def update_ready_time(self) -> None:
+        """Set `ready_time`, from which this peer proposes or votes in attempt 0: once it has the updates of most voters
+        and of all awaited ones, or at a deadline. A list waits for no leaving peer, and no update without a place."""
         chosen, current = {*self.choose(self.select(Offer))}, self.select_current()
-        here = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
+        settled = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
         if current and self.now < self.first_time:
             self.first_time = self.now
-            late = (it for it in self.select(Offer) if it.base == self.head.parent)
+            late = (it for it in self.select(Offer) if it.base == self.state.parent)
             self.owed = {it.key for it in late if self.holds(it.blob)}
-        if self.head.has_quorum(here):
+        if self.state.has_quorum(settled):
             self.most_time = min(self.most_time, self.now)
-        has_all = self.most_time <= self.now and {it.peer for it in here} >= self.head.awaited
+        has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
         patience = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
         if has_all or self.now >= min(self.most_time + patience, self.first_time + MAX_LATE * patience):
             self.ready_time = min(self.ready_time, self.now)
@@ -567,18 +572,18 @@ class Log:
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
         time, or if it is long, newer ones of their owners. So no leader omits a voter until it loses its vote."""
-        offers = [offer for offer in self.select(Offer) if offer.peer in self.head.voters and self.holds(offer.blob)]
+        offers = [offer for offer in self.select(Offer) if offer.peer in self.state.voters and self.holds(offer.blob)]
         expected, listed = self.choose(offers), {offer.key for offer in commit.offers}
         owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
         first = [it for it in expected[:MAX_OWED] if it in omitted]
-        owed = {it.key if it.peer in owners else self.head.parent + it.peer for it in first} & self.owed
+        owed = {it.key if it.peer in owners else self.state.parent + it.peer for it in first} & self.owed
         return 3 * len(omitted) <= len(expected) and not owed
 
     def settle(self) -> None:
         """Take all steps that the records allow."""
-        self.record_times()
-        if self.me in self.head.voters and self.head.epoch + 1 >= self.voting_epoch:
-            self.answer()
+        self.update_ready_time()
+        if self.me in self.state.voters and self.state.epoch + 1 >= self.voting_epoch:
+            self.promise()
             self.lead()
             self.vote()
         if commit := self.find_commit():
@@ -590,49 +595,50 @@ class Log:
         for (attempt, name), proposal in self.list_proposals().items():
             terms = attempt, attempt, name
             votes = tuple(it for it in self.select(Vote) if (it.attempt, it.last, it.proposal) == terms)
-            if self.head.has_quorum(votes):
+            if self.state.has_quorum(votes):
                 return replace(proposal.commit, votes=votes)
         return None
 
     def lead(self) -> None:
         """Propose a list, if it is this peer's turn."""
         memory, attempt = self.memory, self.memory.promised
-        is_turn = attempt in (0, self.find_slot()) and self.head.find_leader(attempt) == self.me
+        is_turn = attempt in (0, self.find_slot()) and self.state.find_leader(attempt) == self.me
         if not is_turn or memory.last >= attempt:
             return
-        commit, steps, answers = self.make_list(), (), self.list_answers(attempt)
+        commit, promises = self.make_list(), self.list_promises(attempt)
         if attempt > 0:
-            if not self.head.has_quorum(answers):
+            if not self.state.has_quorum(promises):
                 return
-            newest = max(answers, key=lambda vote: vote.last)
+            newest = max(promises, key=lambda vote: vote.last)
             if newest.last >= 0:
-                proposal = self.list_proposals()[newest.last, newest.proposal]
-                commit, steps = proposal.commit, proposal.steps[:1]
+                earlier = self.list_proposals()[newest.last, newest.proposal]
+                commit = earlier.commit
+                self.send(earlier)  # without it, the others would not believe the promise
         if commit and (attempt > 0 or self.ready_time <= self.now):
-            vote = self.sign(Vote, self.head.head, attempt, attempt, commit.hash, self.me)
-            proposal = Proposal(commit, (*steps, log_records.Step(vote, answers)))
+            vote = self.sign(Vote, self.state.head, attempt, attempt, commit.hash, self.me)
+            proposal = Proposal(commit, vote, promises)
             self.remember(replace(memory, choice=(proposal,)))
             self.send(proposal)
             self.take_proposal(proposal)
 
-    def list_answers(self, attempt: int) -> tuple[Vote, ...]:
-        """Return the answers with which this peer may lead an attempt. A list that was chosen is in any quorum of them.
+    def list_promises(self, attempt: int) -> tuple[Vote, ...]:
+        """Return the promises with which this peer may lead an attempt. Each quorum has a list that was chosen.
 
         So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. It may also
         ignore those of a list that omits most offers, if a quorum denies a vote for it.
         """
-        lists, answers = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
-        if self.head.has_quorum(denials := [it for it in answers if it.last < 0]):
+        lists, promises = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
+        if self.state.has_quorum(denials := [it for it in promises if it.last < 0]):
             return tuple(denials)  # so no list can have a quorum of votes
-        named = {vote: lists.get((vote.last, vote.proposal)) for vote in answers}
-        held = [it for it in answers if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
+        named = {vote: lists.get((vote.last, vote.proposal)) for vote in promises}
+        held = [it for it in promises if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
         fair = [it for it in held if it.last < 0 or self.is_fair(named[it].commit)]
-        return tuple(held if self.may_be_chosen(attempt) and not self.head.has_quorum(fair) else fair)
+        return tuple(held if self.may_be_chosen(attempt) and not self.state.has_quorum(fair) else fair)
 
     def may_be_chosen(self, attempt: int) -> bool:
         """Return whether a list of an earlier attempt may have a quorum: voters had time to deny it, and few did."""
         denials = [it for it in self.select(Vote) if it.attempt == attempt - 1 and it.last < 0]
-        return self.now >= self.answer_time + min(self.timeout, SLOT / 2) and not self.head.has_quorum(denials)
+        return self.now >= self.promise_time + min(self.timeout, SLOT / 2) and not self.state.has_quorum(denials)
 
     def vote(self) -> None:
         """Vote for the newest proposal, if this peer may and holds its blobs."""
@@ -641,39 +647,38 @@ class Log:
             return
         attempt, commit = newest.attempt, newest.commit
         is_due = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
-        is_due = is_due or len(newest.steps) > 1 and self.may_be_chosen(attempt)
+        is_due = is_due or any(it.last >= 0 for it in newest.promises) and self.may_be_chosen(attempt)
         if is_due and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, choice=(newest,)))
             self.send_vote(attempt, attempt, commit.hash)
 
-    def answer(self) -> None:
+    def promise(self) -> None:
         """Once attempt 0 has had its time, send the last vote in each slot, and promise not to vote in earlier ones."""
         memory, attempt = self.memory, self.find_slot()
         if self.now >= self.ready_time + self.timeout and memory.promised < attempt:
-            self.answer_time = self.now
+            self.promise_time = self.now
             self.remember(replace(memory, promised=attempt))
             self.send_vote(attempt - 1, memory.last, b"".join(it.commit.hash for it in memory.choice))
 
     def send_vote(self, *terms) -> None:
-        """Sign and send a vote or an answer: the attempt, the attempt of the last vote, and its list."""
-        vote = self.sign(Vote, self.head.head, *terms, self.me)
+        """Sign and send a vote or a promise: the attempt, the attempt of the last vote, and its list."""
+        vote = self.sign(Vote, self.state.head, *terms, self.me)
         self.send(vote)
         self.take_vote(vote)
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Keep a valid proposal with the records in it."""
-        commit, known = proposal.commit, self.select(Proposal)
-        if commit.votes or (proposal.attempt, commit.hash) in self.list_proposals():
+        commit, known, votes = proposal.commit, self.list_proposals(), (proposal.vote, *proposal.promises)
+        if commit.votes or (proposal.attempt, commit.hash) in known:
             return
-        votes = [vote for step in proposal.steps for vote in (step.vote, *step.answers)]
         is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}
-        is_spare = not is_named and sum(other.attempt == proposal.attempt for other in known) >= 2  # two are a proof
-        if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.head.allows(proposal):
+        is_spare = not is_named and sum(attempt == proposal.attempt for attempt, _ in known) >= 2  # two are a proof
+        if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.state.allows(proposal, known):
             return
-        if not self.head.accepts(commit, self.is_signed) or not all(map(self.is_signed, votes)):
+        if not all(map(self.is_signed, votes)) or not self.state.accepts(commit, self.is_signed):
             return
         if len(known) >= MAX_PROPOSALS:
-            del self.records[compute_hash(min(known, key=lambda other: other.attempt))[:8]]
+            del self.records[compute_hash(min(known.values(), key=lambda other: other.attempt))[:8]]
         self.add_record(proposal)
         for offer in commit.offers:
             self.take_offer(offer)
@@ -681,8 +686,8 @@ class Log:
             self.take_vote(vote)
 
     def take_vote(self, vote: Vote) -> None:
-        """Keep a voter's signed vote or answer, and a proof if it contradicts another one."""
-        is_voter = vote.parent == self.head.head and vote.peer in self.head.voters
+        """Keep a voter's signed vote or promise, and a proof if it contradicts another one."""
+        is_voter = vote.parent == self.state.head and vote.peer in self.state.voters
         if not is_voter or vote.attempt > self.find_slot(MAX_SKEW):
             return
         own = [other for other in self.select(Vote) if other.peer == vote.peer]

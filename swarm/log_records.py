@@ -97,7 +97,8 @@ class Offer:
 class Vote:
     """A signed statement: in all attempts up to this one, the peer's last vote was in `last` for `proposal`.
 
-    If `last` is the attempt, it is a vote. The answer to the leader of an attempt names the attempt before.
+    If `last` is the attempt, it is a vote; otherwise a promise to the leader of the next attempt. One without a vote
+    (`last` = -1) is a denial.
     """
 
     parent: Hash  # of the list
@@ -155,24 +156,17 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A leader's vote, and the answers that allow its list; in attempt 0 there are none."""
-
-    vote: Vote
-    answers: Annotated[tuple, 0, MAX_VOTERS, Vote]
-
-
-@dataclass(frozen=True)
 class Proposal:
-    """A list without votes, the attempt that proposed it first, and the newest one if that is another."""
+    """A list without votes, its leader's vote, and the promises that allow it; in attempt 0 there are none."""
 
     commit: Commit
-    steps: Annotated[tuple, 1, 2, Step]
+    vote: Vote
+    promises: Annotated[tuple, 0, MAX_VOTERS, Vote]
 
     @property
     def attempt(self) -> int:
         """The attempt in which voters may vote for it."""
-        return self.steps[-1].vote.attempt
+        return self.vote.attempt
 
 
 @dataclass(frozen=True)

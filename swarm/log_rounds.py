@@ -5,11 +5,10 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 
 - Peers that accept connections are called when the log has a message for them. A client, which cannot be called, calls
   others regularly, and their messages are in the answers.
-- Auxiliary peers are in the DHT's list of donors. They hold all blobs, and clients get the records of others there.
+- Auxiliary peers are in the DHT's list of donors. They hold the newest blobs, and clients get records of others there.
 - Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
   more peers stays, or of two equal ones that with the smaller hash.
-- A peer without the log asks known contributors for the log's state after its own model's commit. It accepts the answer
-  of more than half of those that reply.
+- A peer without the log asks known contributors for the log's state after its own model's commit, see `choose_log`.
 """
 
 import base64
@@ -23,7 +22,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +34,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm import SwarmError, logger
-from swarm.aggregation import BLOCK, Numbers, check_block, summarize
+from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MBITS, MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
@@ -53,7 +52,7 @@ GOSSIPED_PEERS = 4  # to which each status goes, and which a client calls at onc
 MAX_ASKED = 16  # peers that a joining peer asks for their log
 MAX_HELPERS = 4  # auxiliary peers that get all messages
 HELPERS_INTERVAL = 10.0  # seconds between two searches for them
-MIN_STORE_BYTES = 2**26  # next to those for each parameter: a first state has 4, and a full store deletes a tenth
+MIN_STORE_BYTES = 2**26  # on top of 5 for each parameter: a first state needs 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
 LINGER = 10.0  # seconds at the end in which a peer serves its blobs to others that lack them
@@ -62,7 +61,8 @@ STOP_LINGER = 2.0  # the same after a stop request
 
 @dataclass(frozen=True)
 class Envelope:
-    """A call between two peers, or its answer."""
+    """Messages of the log, a question for its state, or that state. A peer without a log answers messages with a
+    question; the caller answers it by a call of its own."""
 
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model
@@ -137,8 +137,6 @@ class LogRounds:
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
         self._update_format = Format(self.store, max_bytes, lambda it, i: check_block(it, count(i), codec))
         self._anchor_format = Format(self.anchors, 4 * BLOCK, lambda it, i: np.frombuffer(it, "<f4").reshape(count(i)))
-        #: returns the measures of an update that is here, or raises a KeyError
-        self.summarize = lru_cache(2 * MAX_OFFERS)(lambda blob: summarize(self.store.open(blob), numbers))
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
@@ -150,7 +148,6 @@ class LogRounds:
         self.offered: dict[bytes, tuple[bytes, State]] = {}  # by client: its log, for an auxiliary peer
         self._seen: dict[bytes, tuple[bytes, int, float]] = {}  # the log and the epoch of each member, and when
         self.exchange = Exchange(self.dht, tracker.prefix, self._answer, self.store, self.anchors)
-        self._measuring = concurrent.futures.ThreadPoolExecutor(1, "measure")
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -192,10 +189,10 @@ class LogRounds:
             commit = self.log.find_next()
             return (commit, self.log.chain[head].state) if commit else None
 
-    def is_epoch_over(self, head: bytes) -> bool:
+    def has_most_offers(self, head: bytes) -> bool:
         """Return whether more than half of the voters have offers for the commit after this one."""
         with self._lock:
-            return self.log.head.head == head and self.log.head.has_quorum(self.log.select_current())
+            return self.log.state.head == head and self.log.state.has_quorum(self.log.select_current())
 
     def count_pending(self) -> int:
         """Return the samples of this peer's offers that the model lacks."""
@@ -208,9 +205,8 @@ class LogRounds:
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
         blob, num_bytes, mbits = self.store.add(blocks), sum(map(len, blocks)), self.dht.uplink.mbits or 0.0
-        self._measuring.submit(self.summarize, blob)
         with self._lock:
-            self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.head.participants), MAX_OFFERS))
+            self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.state.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
             offer = self.log.sign(Offer, *fields)
             self._perform(self.log.add_offer(get_dht_time(), offer))
@@ -291,7 +287,6 @@ class LogRounds:
         self._wake.set()
         self._thread.join()
         self.exchange.shutdown()
-        self._measuring.shutdown(cancel_futures=True)
         shutil.rmtree(self.store.folder.parent, ignore_errors=True)
         if self._temporary:
             self._temporary.cleanup()
@@ -311,7 +306,7 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    participants, voters = self._list_participants(), self.log.head.voters
+                    participants, voters = self._list_participants(), self.log.state.voters
                     self._seen = {it: self._seen[it] for it in self._seen if it in self.tracker.others or it in voters}
                     self.exchange.participants = frozenset(map(PeerID, participants))
                     # new keys cost nothing, so they must not delay the data of voters
@@ -323,25 +318,24 @@ class LogRounds:
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
         for kind, content, peers in actions:
-            if kind in ("send", "gossip") and self._unsaved != self.log.head.head:  # votes are saved before
+            if kind in ("send", "gossip") and self._unsaved != self.log.state.head:  # votes are saved before
                 peers = [*(peers or self._list_members())]
                 random.shuffle(peers)
                 for peer in peers[: GOSSIPED_PEERS if kind == "gossip" else None]:
                     self._outbox[peer].append(content)
             elif kind == "save":
-                self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.head.head
+                self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.state.head
             elif kind == "fetch":
-                self._fetch(content)
+                self._fetch(content, peers)
         if self.log and self._wanted != (wanted := frozenset(self.log.fetching)):
             self._wanted = wanted
             self.exchange.keep(wanted, self._update_format)
         self._wake.set()
 
     def _list_participants(self) -> set[bytes]:
-        """Return the ids of the others that have worked, are in the log, or are auxiliary peers."""
-        trust, head = self.tracker.trust, self.log.head
-        workers = trust.partners | trust.attested | head.participants  # new keys of the log may be no peers
-        peers = {*(workers & self.tracker.present.keys()), *self.helpers, *head.voters}
+        """Return the ids of the others that have worked, are voters, or are auxiliary peers. An offer costs nothing."""
+        workers = (self.tracker.trust.partners | self.tracker.trust.attested) & self.tracker.present.keys()
+        peers = {*workers, *self.helpers, *self.log.state.voters}
         return peers - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _list_members(self) -> set[bytes]:
@@ -380,7 +374,7 @@ class LogRounds:
         if peer == self.identity.peer:
             return self.accepts_connections
         record = self.tracker.others.get(peer)
-        return not (record.client_mode if record else self.log is not None and peer in self.log.head.clients)
+        return not (record.client_mode if record else self.log is not None and peer in self.log.state.clients)
 
     def _send(self) -> None:
         """Call each member with messages to send, unless its last answer is awaited. Clients get theirs in answers."""
@@ -428,8 +422,6 @@ class LogRounds:
             if self.log is not None and not isinstance(error, SwarmError):  # a full disk waits for the next commit
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
-            if not self.is_auxiliary:  # it applies none
-                self._measuring.submit(self.summarize, offer.blob)
             self._perform(self.log.receive(get_dht_time(), self.identity.peer))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
@@ -440,7 +432,7 @@ class LogRounds:
                 self.exchange.send(PeerID(peer), self._answer_request(envelope.request))
         if self.log is None and envelope.state and peer in self.tracker.trust.select_known(self.tracker.others):
             self.offered[peer] = envelope.log, unpack(State, envelope.state)
-        if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.head.voters):
+        if envelope.log and (peer in self.tracker.others or self.log and peer in self.log.state.voters):
             self._seen.pop(peer, None)  # the newest ones are the last ones
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         if self.log is not None and envelope.log == self.log_id:
@@ -459,20 +451,20 @@ class LogRounds:
 
     def _answer_request(self, head: bytes) -> bytes:
         """Return the answer to a peer that wants the log's state after a commit."""
-        entry = self.log and self.log.list_path().get(self.log.head.head if head == NEWEST else head)
+        entry = self.log and self.log.list_path().get(self.log.state.head if head == NEWEST else head)
         return pack(Envelope(self.log_id, self.epoch, state=pack(entry.state) if entry else b""))
 
-    def _fetch(self, offer: Offer) -> None:
-        """Fetch the blob of an offer, with all voters that have made offers lately as possible sources."""
-        recent = self.log.list_entries(self.log.head.epoch - 2)
+    def _fetch(self, offer: Offer, voters: Sequence[bytes]) -> None:
+        """Fetch the blob of an offer, first from these peers, or else from voters that have made offers lately."""
+        recent = self.log.list_entries(self.log.state.epoch - 2)
         offers = (*self.log.select(Offer), *(it for entry in recent for it in entry.commit.offers))
-        offers = [offer, *(it for it in offers if it.peer in self.log.head.voters)]
+        offers = [offer, *(it for it in offers if it.peer in self.log.state.voters)]
         holders = {PeerID(peer): mbits for peer, mbits in self.helpers.items()}
         holders |= {PeerID(it.peer): it.mbits if it.accepts_connections else None for it in offers}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
-        owner, size, seconds = PeerID(offer.peer), offer.num_bytes, self.exchange_seconds
-        fetching = self.exchange.fetch(offer.blob, owner, holders, size, self._update_format, seconds)
+        options = offer.num_bytes, self._update_format, self.exchange_seconds, map(PeerID, voters)
+        fetching = self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options)
         self._when_done(fetching, self._take_blob, offer)
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:

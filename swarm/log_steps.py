@@ -2,9 +2,9 @@
 
 A log begins after a round of gradients in which all peers of a group have stepped together (*genesis*). Its members are
 the first voters. Their states differ in the last bits, so all of them load the anchor of one member, unless it is far
-from their own. From then on each peer makes an *offer* at the end of its epoch, and applies *commits*. An offer takes
-its update out of the local model. The update comes back with the commit, or through the residual if no commit has it. A
-peer without the log, or with a lost state, loads a state and joins.
+from their own. From then on each peer makes an *offer* at the end of its epoch, and applies *commits*. The update stays
+in the local model until the next commit, which contains it. Otherwise, it comes back through the residual. A peer
+without the log, or with a lost state, loads a state and joins.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class LogSteps:
 
     def compute_counted_shares(self) -> dict[bytes, float]:
         """Return, by public key, which share of its last updates counted, for each owner in the last commits."""
-        owners, keys = self.rounds.log.head.participants if self.is_open else (), self.rounds.identity.public_keys
+        owners, keys = self.rounds.log.state.participants if self.is_open else (), self.rounds.identity.public_keys
         self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
         return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
 
@@ -155,18 +155,19 @@ class LogSteps:
 
     def _find_log(self) -> tuple[bytes, State | None] | None:
         """Return the id of the others' log, and its state after this peer's model if they agree on it."""
-        peers = [*filter(self.rounds.can_call, self.tracker.list_donors() or self.tracker.present)]
+        peers = [*filter(self.rounds.can_call, self.tracker.list_contributors() or self.tracker.present)]
         if self.optimizer.is_auxiliary and (offered := self.rounds.take_offered()) and not peers:
-            *found, leader = offered
-            if not found[1].counted:  # the log begins, and clients get the anchor here
-                self.rounds.fetch_anchor(found[1].parent, leader, found[1].voters)
+            log_id, state, client = offered
+            if not state.counted:  # the log begins, and clients get the anchor here
+                self.rounds.fetch_anchor(state.parent, client, state.voters)
         else:  # in a run of clients, the auxiliary peers
-            found = self.rounds.find(peers or [*self.rounds.helpers], NEWEST if self._ended[0] else self.head)
-        if found and found[0] == self._ended[0] and (found[1] is None or found[1].head == self._ended[1]):
-            found = None  # it has no commit since this peer has left it
-        if found is None:
-            self.tracker.ping_quiet_peers(peers)  # dead ones count against each log
-        return found
+            head = NEWEST if self._ended[0] else self.head
+            log_id, state = self.rounds.find(peers or [*self.rounds.helpers], head) or (b"", None)
+        # not a log that this peer has left, and that has no commit since
+        if log_id and (log_id != self._ended[0] or state and state.head != self._ended[1]):
+            return log_id, state
+        self.tracker.ping_quiet_peers(peers)  # dead ones count against each log
+        return None
 
     def _join(self, log_id: bytes, state: State | None) -> None:
         """Take part in a log, or load its newest state first if this peer's model is another one."""
@@ -187,7 +188,7 @@ class LogSteps:
 
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
-        self.tracker.trust.active = self.rounds.log.head.active if self.is_open else set()
+        self.tracker.trust.active = self.rounds.log.state.active if self.is_open else set()
         self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
@@ -198,12 +199,12 @@ class LogSteps:
             has_model = not self.optimizer.is_auxiliary
             while has_model and (found := self.rounds.find_next(self.head)) and self._apply(*found):
                 self._stuck_at = 0.0
-            self._check_progress(self.head if has_model else self.rounds.log.head.head)
+            self._check_progress(self.head if has_model else self.rounds.log.state.head)
 
     def _check_progress(self, head: bytes) -> None:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
-        log, newest, now = self.rounds.log, self.rounds.log.head, time.monotonic()
+        log, newest, now = self.rounds.log, self.rounds.log.state, time.monotonic()
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()
@@ -211,14 +212,14 @@ class LogSteps:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
         self._stuck_at = 0.0 if head == newest.head else self._stuck_at or now + STUCK_TIMEOUT
         is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
-        if head != newest.head and head in log.chain and head not in log.list_path():
-            self._load_state("the log has forked")
-        elif head != newest.head and (0 < self._stuck_at < now or is_far):
-            self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
-        elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
+        if log.num_ticks * TICK > longest:  # a clock that stands still while this process does
             logger.warning(f"no commit for {longest:.0f} s: leaving the log")
             self._ended = self.rounds.log_id, newest.head
             self._close()
+        elif head in log.chain and head not in log.list_path():
+            self._load_state("the log has forked")
+        elif head != newest.head and (0 < self._stuck_at < now or is_far):
+            self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
 
     def _close(self) -> None:
         """Leave the log; updates that no commit contains stay pending."""
@@ -254,7 +255,7 @@ class LogSteps:
         is_done = self._last_offer is not None and self._last_offer.base == head
         if is_done or not self.optimizer.grad_averager.samples:
             return
-        if self.tracker.ready_to_update_epoch or self.rounds.is_epoch_over(head):
+        if self.tracker.ready_to_update_epoch or self.rounds.has_most_offers(head):
             started = time.monotonic()
             with self.tracker.performance_ema.pause():
                 self._make_offer(head)
@@ -269,7 +270,7 @@ class LogSteps:
             logger.warning(f"dropped the samples of this epoch, because an update is invalid: {e}")
             grad_averager.drop_pending()
             return
-        optimizer.local.take(update, grad_averager.unsent)
+        optimizer.local.mark_offered(update, grad_averager.unsent)
         samples, grad_averager.samples = grad_averager.samples, 0
         self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))
@@ -289,17 +290,20 @@ class LogSteps:
             self._load_state("this peer's state differs from most others")
             return False
         try:
-            blobs = [(self.rounds.store.open(it.blob), self.rounds.summarize(it.blob)) for it in commit.offers]
-            for blob, _ in blobs:
+            blobs = [self.rounds.store.open(it.blob) for it in commit.offers]
+            for blob in blobs:
                 deque(blob, maxlen=0)  # an outer step must not end in the middle because a block is damaged
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
         outer, averager.next_lineage = optimizer.opt, commit.hash.hex()
-        outer.contributions = [
-            Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters, summary)
-            for it, (blob, summary) in zip(commit.offers, blobs, strict=True)
-        ]
+        outer.seed, outer.contributions = (
+            commit.hash,
+            [
+                Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
+                for it, blob in zip(commit.offers, blobs, strict=True)
+            ],
+        )
         started = time.monotonic()
         with self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.STEPPING)

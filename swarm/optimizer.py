@@ -1,6 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-Each transition of `swarm/epoch.py` is one method here, or `LogSteps._apply`. Its docstring names the new state.
+Methods that change the state of the epoch (`swarm/epoch.py`) begin with the new one, as does `LogSteps._apply`.
 """
 
 import time
@@ -155,8 +155,9 @@ class CollaborativeOptimizer:
         self.tracker.update_epoch(self.local_epoch, may_lower=not self.tracker.present)
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples."""
-        self.state_averager.step(apply_delayed_updates=True)
+        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples.
+        In local steps, apply them to this peer's model at once."""
+        self.state_averager.step()
         if self.log_steps:
             self.log_steps.follow()
         if batch_size and self.grad_averager.is_local:
@@ -245,7 +246,7 @@ class CollaborativeOptimizer:
                 self._make_step(self.rounds.average())
         except AveragingError as e:
             if group := self.grad_averager.exchanged_group.value:
-                self.epoch.in_doubt = group.decode(), self.grad_averager.samples
+                self.epoch.unconfirmed = group.decode(), self.grad_averager.samples
             self._recover_from_failed_round(e.__cause__)
             return
         if not self.rounds.overlap:  # in the background, the optimizer may still be using the gradients
@@ -306,11 +307,11 @@ class CollaborativeOptimizer:
             self.tracker.schedule_refresh(RETRY_AFTER)
         self.epoch.enter(EpochState.ACCUMULATING)
 
-    def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
-        """SYNCING: load the newest state of the swarm. Pending gradients stay, unless it may have them or they are old.
+    def load_state_from_peers(self, min_epoch: int | None = None, contributors: Sequence[bytes] = ()) -> bool:
+        """SYNCING: load the newest state of the swarm. Pending gradients stay, unless it has them or they are old.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
-        :param donors: see StateSync.load; default: the known contributors
+        :param contributors: see StateSync.load; default: all that are known
         :returns: whether a peer has sent it; otherwise the local state stays
         """
         self.epoch.enter(EpochState.SYNCING)
@@ -319,14 +320,14 @@ class CollaborativeOptimizer:
         self.rounds.gradient_round = None
         self.rounds.finish_background(timeout)
         self.grad_averager.last_step = None
-        old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.in_doubt
+        old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.unconfirmed
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
         wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
             # a log begins with the state of one member, which the step before it does not lead to
             can_replay = is_synchronous and not (self.log_steps and wanted >= self.averaging.local_steps_from)
-            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous, can_replay)
+            how = self.sync.load(wanted, contributors or self.tracker.list_contributors(), is_synchronous, can_replay)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
             return False
@@ -334,12 +335,12 @@ class CollaborativeOptimizer:
         # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         self.epoch.is_compared = is_compared
         samples, epochs = self.grad_averager.samples, self.local_epoch - old_epoch
-        is_averaged = group and self.state_averager.lineage == lineage_with_sent
-        if is_averaged:
+        was_averaged = group and self.state_averager.lineage == lineage_with_sent
+        if was_averaged:
             self.stats.total_samples += sent
         # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
-        is_in_doubt = group and (epochs > 1 or not is_synchronous)
-        if samples and (is_averaged or is_in_doubt or epochs > MAX_STALENESS):
+        may_be_averaged = group and (epochs > 1 or not is_synchronous)
+        if samples and (was_averaged or may_be_averaged or epochs > MAX_STALENESS):
             logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
         samples = self.grad_averager.samples
@@ -360,7 +361,7 @@ class AveragingHelper(CollaborativeOptimizer):
 
     def step(self) -> None:
         """Average with the trainers when their epoch ends; the model stays as it is."""
-        self.state_averager.step(apply_delayed_updates=True)
+        self.state_averager.step()
         self._follow_trainers()
         if self.log_steps and (self._takes_local_steps or self.log_steps.rounds.offered):
             self.log_steps.follow()
@@ -395,6 +396,7 @@ class AveragingHelper(CollaborativeOptimizer):
         return False
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
+        """ACCUMULATING: try again at once, because this peer has no gradients to lose."""
         if not STOP_REQUESTED.is_set():
             self.epoch.retry_at = time.monotonic()
             self.tracker.schedule_refresh(0.0)

@@ -202,20 +202,20 @@ class PeerTracker:
         epoch = self.local_progress.epoch
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
-    def count_min_group_size(self, awaits_all: bool) -> int:
-        """Return how many peers a joint round takes, with this one: most of the swarm, or all peers at this epoch."""
-        quorum = self.trust.count_quorum(self.others, self._min_epoch)
-        return max(quorum, 1 + len(self.peers_at_epoch)) if awaits_all else quorum
+    @property
+    def quorum(self) -> int:
+        """The number of peers that a joint round takes, with this one."""
+        return self.trust.count_quorum(self.others, self._min_epoch)
 
     @property
     def lacks_quorum(self) -> bool:
         """Whether too few peers are at this epoch for a round."""
-        return 1 + len(self.peers_at_epoch) < self.count_min_group_size(awaits_all=False)
+        return 1 + len(self.peers_at_epoch) < self.quorum
 
     def has_quorum_reported(self, since: float) -> bool:
         """Return whether enough known contributors for a round have reported since this time of the DHT."""
         known = [it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= self._min_epoch]
-        return 1 + sum(record.time > since for record in known) >= self.count_min_group_size(awaits_all=False)
+        return 1 + sum(record.time > since for record in known) >= self.quorum
 
     def is_majority(self, group: Collection[bytes], min_epoch: int | None = None) -> bool:
         """Return whether this is a majority of the known contributors, with this peer: a leader may omit any. Those
@@ -224,7 +224,7 @@ class PeerTracker:
         known = {p for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= min_epoch}
         return 1 + len(known.intersection(group)) > len(known.difference(group))
 
-    def list_donors(self) -> list[bytes]:
+    def list_contributors(self) -> list[bytes]:
         """Return the known contributors, which choose the state, but no clients: these serve only peers they called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
@@ -371,16 +371,15 @@ class PeerTracker:
         expected_seconds = self.target_batch_size / known_speed if known_speed > self.performance_ema.eps else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
-        count, options = len(present) + 1, self.averaging
+        count, options, scale = len(present) + 1, self.averaging, max(1.0, len(counted) / MANY_PEERS)
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # without changes, refreshes become rare
-        period, scale = seconds_left * count / max_count, max(1.0, len(counted) / MANY_PEERS)
-        period = max(period, REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
+        soonest = max(REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
         # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
-        longest = options.max_refresh_period * (scale if has_log else 1.0)
-        period = longest if has_log and not seconds_left else min(period, longest)
-        period = period if entry else options.default_refresh_period
+        latest = options.max_refresh_period * (scale if has_log else 1.0)
+        usual = latest if has_log and not seconds_left else min(max(soonest, seconds_left * count / max_count), latest)
+        period = usual if entry else options.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 

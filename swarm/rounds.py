@@ -98,7 +98,7 @@ class Rounds:
     def expect_group(self, awaits_all: bool = True) -> None:
         """Set the peers that the averagers' next groups need: all at this epoch (`awaits_all`), or most peers."""
         others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
-        min_peers = self.tracker.count_min_group_size(awaits_all) if is_synchronous else 1
+        min_peers = max(self.tracker.quorum, 1 + len(others) if awaits_all else 1) if is_synchronous else 1
         self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
         if is_synchronous and not self.is_auxiliary:
             # a peer that makes the last step later, by download, has no part in its averaging of parameters
@@ -199,8 +199,8 @@ class Rounds:
         return now > min(self._traffic_at + timeout, self._stop_seen_at + MAX_STOP_TIMEOUT)
 
     def leave(self, timeout: float, is_excluded: bool = False) -> None:
-        """Let a round of gradients whose group has formed go on, without data of this peer, and wait for its end, these
-        seconds at most. If the group would exclude this peer, leave the round before it starts."""
+        """Cancel a search. If a group has formed, let its round go on without data of this peer, and wait for its end,
+        these seconds at most. If the group would exclude this peer, leave the round before it starts."""
         control = self.gradient_round
         if control is None or control.done():
             return

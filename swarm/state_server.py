@@ -115,8 +115,8 @@ def parse_epochs(entry: ValueWithExpiration | None, own_id: bytes) -> dict[bytes
 
 
 class StateSnapshot:
-    """A copy of a state, or of one step's gradients, that a donor keeps while peers download it, and for `hold` seconds
-    instead of a newer one: the requests of one peer from time to time must not keep that from all others."""
+    """A copy of a state, or of one step's gradients, that a donor keeps while peers download it. After `hold` seconds,
+    a newer one may replace it, even if a peer still requests blocks from time to time."""
 
     def __init__(self, metadata: dict, tensors: Sequence[torch.Tensor], infos: list[CompressionInfo], hold: float):
         self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata

@@ -22,11 +22,11 @@ class StateSync:
         self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
-    def load(self, min_epoch: int, donors: Sequence[bytes], is_synchronous: bool, can_replay: bool) -> str | None:
+    def load(self, min_epoch: int, contributors: Sequence[bytes], is_synchronous: bool, can_replay: bool) -> str | None:
         """Load the newest state of the swarm.
 
         :param min_epoch: load an earlier state only after some seconds without this one
-        :param donors: the ids of peers of which more than half have to describe the same state
+        :param contributors: the ids of peers of which more than half have to describe the same state
         :param is_synchronous: whether all peers step together; otherwise, nearly the same state is enough
         :param can_replay: whether a peer that is one step behind first tries to load the gradients of that step alone
         :returns: the first words of a log line; None if no peer has sent a state. Then silent peers no longer count
@@ -37,7 +37,7 @@ class StateSync:
             if self.tracker.view.epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
-        if loaded := self.download(min_epoch, donors, is_synchronous=is_synchronous):
+        if loaded := self.download(min_epoch, contributors, is_synchronous=is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
         if STOP_REQUESTED.is_set():
@@ -71,7 +71,7 @@ class StateSync:
     def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
         than a state; return whether a peer that started from this very state has sent them."""
-        if (loaded := self.download(0, self.tracker.list_donors(), is_step=True)) is None:
+        if (loaded := self.download(0, self.tracker.list_contributors(), is_step=True)) is None:
             return False
         metadata, gradients = loaded
         averager, grad_averager = self.state_averager, self.state_averager.grad_averager

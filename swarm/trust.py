@@ -19,9 +19,9 @@ from swarm.uplink import Uplink
 from utils import filter_plausible_records
 
 # The reasons for which a peer does not count until it reports again:
-# - It answers no request. It still counts toward the quorum for a while.
-# - It has broken a rule: also for the time of the ban.
-# - It reports, but misses rounds: for BAN_SECONDS, or until a round with it succeeds, because it may join any group.
+# - SILENT: it answers no request. It still counts toward the quorum for a while.
+# - BANNED: it has broken a rule. It does not count before the end of the ban either.
+# - LATE: it reports, but misses rounds. After BAN_SECONDS, or a round with it that succeeds, it counts again.
 SILENT, BANNED, LATE = "silent", "banned", "late"
 BAN_SECONDS = 60.0  # of the first ban, each further one takes four times as long; and of LATE
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
@@ -73,7 +73,8 @@ class PeerTrust:
         return known if known or self.active else records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
-        """Return the plausible records: any peer can sign "epoch 10**9". Attested peers count: `has_fewer_peers`."""
+        """Return the plausible records: any peer can sign "epoch 10**9". With a log, those of attested peers stay too,
+        so that `LogRounds.has_fewer_peers` sees other logs."""
         believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
         if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
@@ -109,8 +110,9 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: most of the known contributors at this epoch, and two
-        trainers. A peer that has just fallen silent still counts: the smaller part of a split swarm must not step."""
+        """Return how many peers a round takes, this one included: most of the known contributors at this epoch (for an
+        auxiliary peer, two trainers at least). A peer that has just fallen silent counts: the smaller part of a split
+        swarm must not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
         counted = self.select_present(records).keys() | just_silent & records.keys()

@@ -99,7 +99,10 @@ class Uplink:
     def __init__(self):
         self.lock = multiprocessing.Lock()
         shared = multiprocessing.RawValue
-        self._sent, self._received = shared(c_longlong), shared(c_longlong)  # bytes of rounds and states so far
+        self._sent, self._received = (
+            shared(c_longlong),
+            shared(c_longlong),
+        )  # bytes of rounds, states and the log so far
         #: the pace, and its upper bound if the user has set one
         self._rate, self._limit = shared(c_double, 0), shared(c_double, math.inf)
         #: when all data handed over so far has left; when the background may continue
@@ -111,7 +114,7 @@ class Uplink:
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
         self._rtts: deque[float] = deque(maxlen=2 * PROBES)  # the last ones, in the DHT's process
         # polls of a full uplink since the last queue; polls until it has drained; the last rates; that before a drain
-        self._calm, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
+        self._polls_since_queue, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
 
     # --- rate
 
@@ -127,7 +130,7 @@ class Uplink:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """The bytes of rounds and states that this peer has sent and received so far."""
+        """The bytes of rounds, states and the log that this peer has sent, and those of data that it has received."""
         return self._sent.value, self._received.value
 
     def compute_transfer_timeout(self, size: int) -> float:
@@ -212,7 +215,7 @@ class Uplink:
         asking: dict[PeerID, asyncio.Task] = {}
         sent, polled = self._sent.value, time.monotonic()
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
-        calm_sent, calm_at, most = sent, polled, 0.0  # when there was no queue, and the highest share since
+        empty_sent, empty_at, max_share = sent, polled, 0.0  # when there was no queue, and the highest share since
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
@@ -228,27 +231,30 @@ class Uplink:
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=POLL_INTERVAL))
-            waits = []
+            excess = []  # seconds beyond the shortest RTTs
             for peer, answer in fresh.items():
                 if answer.done() and (seconds := answer.result()) is not None:
                     # a longer route is learned in a minute; this much longer, a clock was set, or this machine slept
                     last_shortest = shortest.get(peer, seconds)
                     last_shortest = seconds if seconds > last_shortest + 2 * POLL_INTERVAL else last_shortest
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
-                    waits.append(seconds - shortest[peer])
+                    excess.append(seconds - shortest[peer])
             if has_traffic:
-                delays.append(max(0.0, min(waits, default=POLL_INTERVAL) - lag))  # busy cores are no queue
-                queue, most = min(delays[-2], delays[-1]), max(most, share)  # a lost packet makes one answer late
+                delays.append(max(0.0, min(excess, default=POLL_INTERVAL) - lag))  # busy cores are no queue
+                queue, max_share = (
+                    min(delays[-2], delays[-1]),
+                    max(max_share, share),
+                )  # a lost packet makes one answer late
                 # QUIC keeps a short queue itself, and then sends less
                 is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
-                if most < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
+                if max_share < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
                     self.adjust(queue, share)
                 else:
-                    await self.drain(node, calm_sent, calm_at)
+                    await self.drain(node, empty_sent, empty_at)
                     sent, polled = self._sent.value, time.monotonic()
                     delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
-                calm_sent, calm_at, most = sent, polled, 0.0
+                empty_sent, empty_at, max_share = sent, polled, 0.0
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
@@ -260,13 +266,13 @@ class Uplink:
         self._settling = max(0, self._settling - 1)
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
             rate = LOWER * min(self._rates)  # it began some polls ago
-            self._calm, self._settling, self._lost = 0, RATE_COOLDOWN_POLLS, FORGET * self._lost
+            self._polls_since_queue, self._settling, self._lost = 0, RATE_COOLDOWN_POLLS, FORGET * self._lost
             with self.lock:  # let it drain
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
         elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if rate < RECOVERED * self._lost else 0.85):
             most, step = (MAX_RECOVERY, RECOVERY_STEP) if rate < self._lost else (MAX_RAISE, RAISE_STEP)
-            rate *= min(most, 1 + step * self._calm)
-            self._calm += 1
+            rate *= min(most, 1 + step * self._polls_since_queue)
+            self._polls_since_queue += 1
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
@@ -288,7 +294,7 @@ class Uplink:
             if answers and (time.monotonic() < held + MAX_RESPONSE_TIMEOUT or self._received.value > received):
                 carried = await self.measure_drain(sent, max(since, self._began.value))
                 # if it was the route and not the uplink, it is faster soon
-                self._calm, self._settling, self._lost = 0, 0, max(FORGET * self._lost, self._rate.value)
+                self._polls_since_queue, self._settling, self._lost = 0, 0, max(FORGET * self._lost, self._rate.value)
                 self._rate.value = max(min(carried, LOWER * self._rate.value), MIN_RATE)
                 self._rates.clear()
         finally:

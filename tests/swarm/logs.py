@@ -73,7 +73,7 @@ class Trainer:
         """Start with all commits that this peer had, or with fewer if another peer has them."""
         network, commits = self.network, [entry.commit for entry in self.log.list_entries(-1)]
         others = [it.log for it in network.trainers.values() if it.is_alive]
-        if any(self.log.head.head in log.list_path() for log in others):
+        if any(self.log.state.head in log.list_path() for log in others):
             commits = commits[: network.random.randint(0, len(commits))]
         self.start()
         for commit in commits:
@@ -118,7 +118,7 @@ class Trainer:
         if self.state not in self.log.list_path() and not self.is_loading:
             self.is_loading = True
             network.forks += 1
-            network.post(self.peer, self.peer, self.log.head.head)
+            network.post(self.peer, self.peer, self.log.state.head)
 
     def set_state(self, head: bytes, seconds: float) -> None:
         """Continue with this state, and make an offer after these seconds."""
@@ -217,7 +217,7 @@ class Network:
 
     def check_samples(self) -> None:
         """Each sample counts once, or waits with its owner, or is lost with its process."""
-        best = max((trainer.log for trainer in self.honest), key=lambda log: log.head.epoch)
+        best = max((trainer.log for trainer in self.honest), key=lambda log: log.state.epoch)
         offers = [offer for entry in best.list_entries(-1) for offer in entry.commit.offers]
         counted = [sample for offer in offers for sample in self.samples[offer.blob]]
         assert len(counted) == len(set(counted)), "a sample counts twice"
@@ -259,13 +259,13 @@ def run_schedule(seed: int, has_liar: bool = False, forgets: bool = False, withh
         network.run(choice.choice([5, 20, 60, 150]))
     network.heal()
     network.run(120)
-    epoch = max(trainer.log.head.epoch for trainer in network.honest)
+    epoch = max(trainer.log.state.epoch for trainer in network.honest)
     network.run(120)
     logs = [trainer.log for trainer in network.honest]
-    lowest = min(logs, key=lambda log: log.head.epoch)
-    assert lowest.head.epoch > epoch or forgets, "no commit since the network healed"
-    assert all(lowest.head.head in log.list_path() for log in logs), "the chains differ"
+    lowest = min(logs, key=lambda log: log.state.epoch)
+    assert lowest.state.epoch > epoch or forgets, "no commit since the network healed"
+    assert all(lowest.state.head in log.list_path() for log in logs), "the chains differ"
     if network.is_safe:
         network.check_samples()
-    assert has_liar or not lowest.head.banned
+    assert has_liar or not lowest.state.banned
     return network

@@ -1,6 +1,7 @@
 """The outer step of a commit: the same bits on every machine, and limits to what one peer can change."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -40,7 +41,7 @@ def read_all(numbers: Numbers) -> torch.Tensor:
 
 def apply(offers: list[Contribution], sizes: tuple[int, ...] = SIZES) -> tuple[list[float], torch.Tensor]:
     anchor, momentum = make_numbers(None, sizes), make_numbers(None, sizes)
-    weights = aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.0)
+    weights = aggregate(anchor, momentum, offers, lr=1.0, outer_momentum=0.0, seed=b"")
     return weights, read_all(anchor)
 
 
@@ -49,7 +50,7 @@ def compute_digests(path: str) -> str:
     momentum, digests = Numbers([(torch.arange(size) * 11 % 1999 - 999).float() * 1e-40 for size in SIZES]), []
     for offers in json.loads(Path(path).read_text()):
         offers = [Contribution(bytes([i]), i + 5, 0, [*map(bytes.fromhex, offer)]) for i, offer in enumerate(offers)]
-        aggregate(anchor, momentum, offers, lr=0.7, outer_momentum=0.6)
+        aggregate(anchor, momentum, offers, lr=0.7, outer_momentum=0.6, seed=b"")
         digests.append(swarm.aggregation.compute_digest(anchor, momentum).hex())
     return " ".join(digests)
 
@@ -75,7 +76,7 @@ def test_aggregate_matches_numpy_in_any_order():
     offers[2] = dataclasses.replace(offers[2], epochs_late=1)
     total = np.zeros(2 * CHUNK, np.float32)
     expected, velocity = read_all(anchor).numpy(), read_all(momentum).numpy()
-    weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5)[::-1]
+    weights = aggregate(anchor, momentum, offers[::-1], lr=0.5, outer_momentum=0.5, seed=b"")[::-1]
     updates = np.zeros((3, 2 * CHUNK), np.float32)
     for update, seed in zip(updates, (1, 2, 3), strict=True):
         positions, kinds, values = decode(CODEC.compress(read_all(make_numbers(seed, sizes))), len(update))
@@ -150,20 +151,23 @@ def test_others_have_a_quarter_of_weight():
     assert apply(others)[0] == pytest.approx([1 / 7] * 7, rel=0.01)
 
 
-def test_weights_same_with_measures_of_arrival():
-    offers = [make_offer(seed) for seed in (1, 2, 3)]
-    offers += [dataclasses.replace(offers[0], peer=b"c"), dataclasses.replace(offers[1], peer=b"x", blocks=[b""])]
-    measured = [dataclasses.replace(it, summary=summarize(it.blocks, make_numbers())) for it in offers]
-    (weights, anchor), (expected, expected_anchor) = apply(measured), apply(offers)
-    assert weights == expected and weights[4] == 0 < weights[3] and anchor.equal(expected_anchor)
-
-
-def test_copy_of_momentum_has_no_weight():
-    anchor, momentum = make_numbers(), make_numbers()
-    aggregate(anchor, momentum, [make_offer(seed) for seed in (1, 2, 3)], lr=1.0, outer_momentum=0.5)
-    free_rider = Contribution(b"f", 10, 0, encode(momentum, make_numbers(), CODEC))
-    weights = aggregate(anchor, momentum, [free_rider, make_offer(4), make_offer(5)], lr=1.0, outer_momentum=0.5)
-    assert weights[0] == 0 and sum(weights) > 0.9
+def test_reversed_offer_cannot_hide():
+    """A fifth of its chunks has tiny numbers. Their signs fit the others in the hash of an earlier commit."""
+    common, size = read_all(make_numbers(50)), CHUNK * 50
+    updates = [common[:size] + read_all(make_numbers(seed))[:size] for seed in (1, 2, 3)]
+    blobs = [encode(Numbers([update]), make_numbers(None, (size,)), CODEC) for update in updates]
+    numbers, seed = make_numbers(None, (size,)), b"earlier"
+    sums = sum(summarize(blob, numbers, seed).sketch for blob in blobs)
+    factor, offset = np.frombuffer(hashlib.sha256(seed).digest()[:16], "<u8")
+    buckets = (np.arange(size, dtype=np.uint64) + offset) * (factor | np.uint64(1)) >> np.uint64(49)
+    hidden = torch.from_numpy(np.concatenate([sums, -sums])[buckets.astype(np.int64)]).float()
+    update = -sum(updates).view(-1, CHUNK)
+    update[::5] = hidden.view(-1, CHUNK)[::5] * 1e-12
+    offers = [Contribution(bytes([i]), 10, 0, blob) for i, blob in enumerate(blobs)]
+    offers.append(Contribution(b"x", 10**9, 0, encode(Numbers([update.view(-1)]), make_numbers(None, (size,)), CODEC)))
+    for seed in (b"earlier", b"this"):
+        weights = aggregate(numbers, make_numbers(None, (size,)), offers, lr=0.0, outer_momentum=0.0, seed=seed)
+        assert weights[3] == 0 and min(weights[:3]) > 0.3
 
 
 def test_check_block_refuses_scale_and_codec():

@@ -119,6 +119,24 @@ def test_exchange_of_all_blobs_includes_client(exchanges):
         assert [list(exchange.stores[0].open(name)) for name in names] == blobs
 
 
+def test_voters_replace_source_that_stalls(exchanges, monkeypatch):
+    """They have what they voted for, but an owner may send it to some of them only."""
+    monkeypatch.setattr("swarm.exchange.MIN_STALL", 60.0)
+    (owner, voter, client), blocks = exchanges, make_blocks()
+    blob = [it.stores[0].add(blocks) for it in (owner, voter)][0]
+    owner._send_block = lambda *_: asyncio.sleep(60)
+    waiting = request(client, blob, owner, {owner: 20.0})
+    with pytest.raises(TimeoutError):
+        waiting.result(1.0)
+    options = (
+        {owner.peer_id: 20.0, voter.peer_id: 0.1},
+        NUM_BLOCKS * BLOCK_BYTES,
+        FORMAT._replace(store=client.stores[0]),
+    )
+    client.fetch(blob, owner.peer_id, *options, voters=frozenset({voter.peer_id})).result(30)
+    assert waiting.cancelled() and list(client.stores[0].open(blob)) == blocks
+
+
 @pytest.mark.parametrize("fault", ["silent", "dripping", "wrong bytes"])
 def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
     async def drip(peer, number, data, writer) -> None:
@@ -185,7 +203,7 @@ def test_relay_serves_blocks_that_come_meanwhile(exchanges, monkeypatch):
 
     relay._send_block = send_late
     fetch(client, blob, owner, owner, relay)
-    assert owner._counts[blob, client.peer_id] == 0 and relay._counts[blob, client.peer_id] == NUM_BLOCKS
+    assert owner._counts["block", client.peer_id] == 0 and relay._counts["block", client.peer_id] == NUM_BLOCKS
 
 
 def test_fetch_uses_client_if_no_holder_has_blob(exchanges):

@@ -66,7 +66,7 @@ def test_anchor_move_keeps_local_progress():
     assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
-    local.taken = sent
+    local.offered = sent
     local.move_anchor([torch.full((5,), 3.0)])
     assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step
@@ -101,12 +101,12 @@ def test_step_ahead_keeps_part_of_what_offer_lacks():
     encode(Numbers(update), Numbers(residual), TopKCompression(density=0.4))  # the last two numbers
     assert residual[0].tolist()[:3] == [1.0, 2.0, 3.0]
     lacking = residual[0].clone()
-    local.take(update, residual)
+    local.mark_offered(update, residual)
     assert residual[0].equal((1 - STEP_AHEAD) * lacking)
     local.move_anchor([torch.full((5,), 10.0)])
     assert model.equal(10.0 - STEP_AHEAD * lacking)
     assert (local.measure()[0] + residual[0]).equal(lacking)  # none is lost
-    assert local.taken == []
+    assert local.offered == []
 
 
 def test_first_local_step_uses_shared_moments():

@@ -15,7 +15,7 @@ from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
 from swarm import log_records
 from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, MAX_TRAFFIC, SLOT, Action, Entry, Log, State, make_genesis, rank
-from swarm.log_records import WINDOW, Commit, Leave, Offer, Proof, Proposal, Status, Step, Vote, encode, pack, unpack
+from swarm.log_records import WINDOW, Commit, Leave, Offer, Proof, Proposal, Status, Vote, encode, pack, unpack
 
 PEERS = [name_peer(index) for index in range(40)]
 
@@ -76,7 +76,7 @@ def measure_spans(network: Network, log: Log, epochs, seconds: int = 120, act=la
     spans = []
     for epoch in epochs:
         start = network.now
-        while log.head.epoch < epoch:
+        while log.state.epoch < epoch:
             assert network.now < start + seconds
             act()
             network.run(1)
@@ -136,7 +136,7 @@ def test_two_of_five_voters_name_no_state():
 def test_withheld_updates_delay_two_commits(num_peers, withholders):
     """The withholders are voters, and lead the first attempt in some of these schedules."""
     network = Network(1, num_peers, pace=4.0)
-    run_until(network, lambda: network.honest[0].log.head.epoch == 3)
+    run_until(network, lambda: network.honest[0].log.state.epoch == 3)
     network.withholders = {PEERS[index] for index in withholders}
     spans = measure_spans(network, network.honest[-1].log, range(4, 14))
     assert max(spans[:2]) <= 2 * TIMEOUT + 7 and max(spans[2:]) <= 7
@@ -148,7 +148,7 @@ def test_withholder_that_waits_delays_few_commits():
     log = network.honest[-1].log
 
     def withhold() -> None:
-        network.withholders = {PEERS[0]} & log.head.awaited
+        network.withholders = {PEERS[0]} & log.state.awaited
 
     assert sum(span > 8 for span in measure_spans(network, log, range(1, 28), 59, withhold)) <= 6
 
@@ -162,7 +162,7 @@ def test_blobs_of_new_keys_delay_commits_once():
 
     def offer_new_keys() -> None:
         for trainer, stranger in zip(network.honest, strangers, strict=True):
-            head = trainer.log.head.head
+            head = trainer.log.state.head
             offer = make_offer(stranger, head, hashlib.sha256(stranger + head).digest())
             if (stranger, head) not in offered:
                 offered.add((stranger, head))
@@ -203,7 +203,7 @@ class OmittingLog(Log):
         if not (commit := super().make_list()):
             return None
         others = sorted(
-            (it for it in commit.offers if it.peer not in self.gang), key=lambda it: it.peer in self.head.active
+            (it for it in commit.offers if it.peer not in self.gang), key=lambda it: it.peer in self.state.active
         )
         for offer in reversed(others):
             smaller = replace(commit, offers=tuple(it for it in commit.offers if it != offer))
@@ -220,10 +220,10 @@ def test_leaders_that_omit_offers_gain_little(num_peers, liars, share):
     for peer in PEERS[:liars]:
         network.trainers[peer].log.__class__, network.trainers[peer].log.gang = OmittingLog, PEERS[:liars]
     log = network.honest[-1].log
-    run_until(network, lambda: log.head.epoch >= 30, 300)
+    run_until(network, lambda: log.state.epoch >= 30, 300)
     offers = [it for entry in log.list_entries(0) for it in entry.commit.offers]
     honest = sum(it.peer not in PEERS[:liars] for it in offers)
-    assert 1 - honest / len(offers) < share and honest > 0.8 * log.head.epoch * (num_peers - liars)
+    assert 1 - honest / len(offers) < share and honest > 0.8 * log.state.epoch * (num_peers - liars)
 
 
 class EvictingLog(Log):
@@ -233,15 +233,15 @@ class EvictingLog(Log):
     def make_list(self) -> Commit | None:
         if not (commit := super().make_list()):
             return None
-        counts = Counter(peer for peers in self.head.owners for peer in peers)
-        for peer in sorted({*self.head.voters} - {self.me}, key=lambda peer: (counts[peer], peer)):
+        counts = Counter(peer for peers in self.state.owners for peer in peers)
+        for peer in sorted({*self.state.voters} - {self.me}, key=lambda peer: (counts[peer], peer)):
             smaller = replace(commit, offers=tuple(it for it in commit.offers if it.peer != peer))
             commit = smaller if self.is_fair(smaller) else commit
-        (own,) = [it for it in commit.offers if (it.peer, it.base) == (self.me, self.head.head)] or [commit.offers[0]]
+        (own,) = [it for it in commit.offers if (it.peer, it.base) == (self.me, self.state.head)] or [commit.offers[0]]
         for number in range(20 if own.peer == self.me else 0):
             changed = self.sign(Offer, *log_records.list_fields(own)[:-2], float(number))
             spelled = replace(commit, offers=tuple(changed if it == own else it for it in commit.offers))
-            if self.head.advance(spelled).find_leader(0) == self.me:
+            if self.state.advance(spelled).find_leader(0) == self.me:
                 return spelled
         return commit
 
@@ -253,8 +253,8 @@ def test_leader_that_omits_voters_cannot_end_their_votes(num_peers):
     network.trainers[PEERS[0]].log.__class__ = EvictingLog
     log = network.honest[-1].log
     for epoch in range(1, 31):
-        run_until(network, lambda: log.head.epoch >= epoch)  # noqa: B023
-        assert len(log.head.voters) == num_peers, epoch
+        run_until(network, lambda: log.state.epoch >= epoch)  # noqa: B023
+        assert len(log.state.voters) == num_peers, epoch
 
 
 def test_list_must_have_late_offer_that_was_here_in_time():
@@ -271,7 +271,7 @@ def test_list_must_have_late_offer_that_was_here_in_time():
         log.receive(1e6, PEERS[2], encode(*offers, replace(commit, votes=votes), current[2]))
         log.holds = lambda blob: True
         log.receive(1e6, PEERS[2], encode(*current))
-        assert log.head.head == commit.hash and [log.is_fair(it) for it in lists] == [not is_here, True]
+        assert log.state.head == commit.hash and [log.is_fair(it) for it in lists] == [not is_here, True]
 
 
 def test_long_list_must_have_owner_of_late_offer():
@@ -286,7 +286,7 @@ def test_long_list_must_have_owner_of_late_offer():
     current = [make_offer(peer, commit.hash) for peer in PEERS[:12]]
     for offer in current:
         log.receive(1e6, PEERS[2], encode(offer))
-    assert log.head.head == commit.hash and log.owed == {offers[1].key}
+    assert log.state.head == commit.hash and log.owed == {offers[1].key}
     lists = current, [current[0], *current[2:]], [offers[1], current[0], *current[2:]]
     assert [log.is_fair(Commit(commit.hash, 2, tuple(it), (), ())) for it in lists] == [True, False, True]
 
@@ -318,14 +318,14 @@ class ForkingLog(Log):
 
     def lead(self) -> None:
         whole = self.make_list() if self.ready_time <= self.now and not self.memory.choice else None
-        if not whole or self.memory.promised or self.head.find_leader(0) != self.me or self.me in self.head.banned:
+        if not whole or self.memory.promised or self.state.find_leader(0) != self.me or self.me in self.state.banned:
             return super().lead()
-        honest = [peer for peer in self.head.voters if peer not in self.gang]
+        honest = [peer for peer in self.state.voters if peer not in self.gang]
         half, rest = honest[: len(honest) // 2], honest[len(honest) // 2 :]
         part = replace(whole, offers=tuple(it for it in whole.offers if it.peer != rest[-1]))
         for commit, peers in ((whole, half), (part, rest)):
-            votes = {peer: make_vote(0, 0, commit.hash, peer, self.head.head) for peer in self.gang}
-            proposal = Proposal(commit, (Step(votes[self.me], ()),))
+            votes = {peer: make_vote(0, 0, commit.hash, peer, self.state.head) for peer in self.gang}
+            proposal = Proposal(commit, votes[self.me], ())
             self.actions.append(Action("send", encode(proposal, *votes.values()), tuple(peers)))
             self.remember(replace(self.memory, choice=(proposal,)))
         self.acts += 1
@@ -346,11 +346,11 @@ def test_fork_by_liars_of_five_ends_their_votes(seed, gang):
         return len(heads) > len(dict(heads))
 
     run_until(network, has_forked)
-    epoch, acts = max(log.head.epoch for log in honest), sum(log.acts for log in liars)
-    run_until(network, lambda: all({*gang} <= {*log.head.banned} for log in honest))
-    assert max(log.head.epoch for log in honest) <= epoch + 2 and sum(log.acts for log in liars) <= acts + 2
-    run_until(network, lambda: all(log.head.epoch >= epoch + 10 for log in honest), 30 * 10)
-    assert len({log.list_path().keys() >= {honest[0].head.parent} for log in honest}) == 1 and network.forks <= 6
+    epoch, acts = max(log.state.epoch for log in honest), sum(log.acts for log in liars)
+    run_until(network, lambda: all({*gang} <= {*log.state.banned} for log in honest))
+    assert max(log.state.epoch for log in honest) <= epoch + 2 and sum(log.acts for log in liars) <= acts + 2
+    run_until(network, lambda: all(log.state.epoch >= epoch + 10 for log in honest), 30 * 10)
+    assert len({log.list_path().keys() >= {honest[0].state.parent} for log in honest}) == 1 and network.forks <= 6
 
 
 class SplittingLog(Log):
@@ -359,31 +359,31 @@ class SplittingLog(Log):
 
     acts = 0
 
-    def answer(self) -> None:
+    def promise(self) -> None:
         if not self.acts:
-            super().answer()
+            super().promise()
 
     def lead(self) -> None:
         whole = self.make_list() if self.ready_time <= self.now and not self.memory.choice else None
-        if not whole or self.memory.promised or self.head.find_leader(0) != self.me or len(whole.offers) < 4:
+        if not whole or self.memory.promised or self.state.find_leader(0) != self.me or len(whole.offers) < 4:
             return
         lists = [whole, *(replace(whole, offers=tuple(it for it in whole.offers if it != out)) for out in whole.offers)]
-        proposals = [Proposal(it, (Step(make_vote(0, 0, it.hash, self.me, self.head.head), ()),)) for it in lists[:3]]
-        for index, peer in enumerate(peer for peer in self.head.voters if peer != self.me):
+        proposals = [Proposal(it, make_vote(0, 0, it.hash, self.me, self.state.head), ()) for it in lists[:3]]
+        for index, peer in enumerate(peer for peer in self.state.voters if peer != self.me):
             self.actions.append(Action("send", encode(proposals[index], proposals[(index + 1) % 3]), (peer,)))
         self.remember(replace(self.memory, choice=tuple(proposals[:1])))
         self.acts += 1
 
 
 def test_leader_with_list_for_each_voter_delays_one_commit():
-    """No list has a quorum, and no voter would keep all three, but for the answers that name them."""
+    """No list has a quorum, and no voter would keep all three, but for the promises that name them."""
     network = Network(0, 4, pace=4.0)
     liar, honest = network.trainers[PEERS[0]].log, [network.trainers[peer].log for peer in PEERS[1:4]]
     liar.__class__ = SplittingLog
     run_until(network, lambda: liar.acts)
-    epoch = max(log.head.epoch for log in honest)
-    run_until(network, lambda: all(log.head.epoch >= epoch + 2 for log in honest))
-    assert all(PEERS[0] in log.head.banned for log in honest)
+    epoch = max(log.state.epoch for log in honest)
+    run_until(network, lambda: all(log.state.epoch >= epoch + 2 for log in honest))
+    assert all(PEERS[0] in log.state.banned for log in honest)
 
 
 def test_leader_with_quorum_of_denials_proposes_all_offers():
@@ -396,11 +396,58 @@ def test_leader_with_quorum_of_denials_proposes_all_offers():
     log.receive(1e6, PEERS[5], encode(*offers))
     log.tick(1e6 + TIMEOUT)
     commit = Commit(state.head, 1, tuple(offer for offer in offers if offer.peer != me), (), ())
-    proposal = Proposal(commit, (Step(make_vote(0, 0, commit.hash, first, state.head), ()),))
+    proposal = Proposal(commit, make_vote(0, 0, commit.hash, first, state.head), ())
     denials = [make_vote(slot - 1, -1, b"", peer, state.head) for peer in PEERS[:4] if peer not in (first, me)]
     claim = make_vote(slot - 1, 0, commit.hash, first, state.head)
     (sent,) = list_sent(log.receive(log.now, first, encode(proposal, claim, *denials)), Proposal)
-    assert sent.attempt == slot and sent.commit.offers == tuple(offers) and state.allows(sent)
+    assert sent.attempt == slot and sent.commit.offers == tuple(offers) and state.allows(sent, ())
+
+
+def test_promise_cannot_invent_proposal():
+    """A liar led attempt 0 in silence, and says that it voted for another list than its victims since then. Otherwise,
+    it could choose one list in secret and let all apply another one, without a proof."""
+    slot, state = int(1e6 // SLOT), make_state(4)
+    leader, before = state.find_leader(slot), state.find_leader(slot - 2)
+    log = make_log(state=state, index=next(i for i in range(4) if PEERS[i] not in (leader, before)))
+    chosen, other = make_commit(state, PEERS[:3]), make_commit(state, PEERS[:4])
+    first = [make_vote(slot - 3, -1, b"", peer, state.head) for peer in PEERS[:3]]
+    earlier = Proposal(chosen, make_vote(slot - 2, slot - 2, chosen.hash, before, state.head), tuple(first))
+    claims = {slot - 2: chosen, slot - 1: other}
+    proposals = {}
+    for last, commit in claims.items():
+        promises = [make_vote(slot - 1, -1, b"", peer, state.head) for peer in PEERS[:4] if peer != PEERS[0]][:2]
+        promises.append(make_vote(slot - 1, last, commit.hash, PEERS[0], state.head))
+        vote = make_vote(slot, slot, commit.hash, leader, state.head)
+        proposals[last] = Proposal(commit, vote, tuple(promises))
+    log.receive(1e6, PEERS[0], encode(*proposals.values()))
+    assert not log.select(Proposal)
+    log.receive(1e6, PEERS[0], encode(*proposals.values(), earlier))  # its attempt decides the order
+    assert log.select(Proposal) == [earlier, proposals[slot - 2]]
+
+
+def test_blobs_come_from_voters_after_first_attempt():
+    """An owner may send its update to the first leader only, which lists it."""
+    log = make_log(index=1)
+    log.holds, offer = set().__contains__, make_offer(PEERS[10], log.state.head, b"n" * 32)
+    commit = Commit(log.state.head, 1, (offer,), (), ())
+    leader = log.state.find_leader(0)
+    proposal = Proposal(commit, make_vote(0, 0, commit.hash, leader, log.state.head), ())
+    [fetch] = [it for it in log.receive(1e6, leader, encode(proposal)) if it.kind == "fetch"]
+    assert fetch == Action("fetch", offer)
+    log.ready_time = log.now
+    actions = log.tick(1e6 + TIMEOUT)
+    assert [it for it in actions if it.kind == "fetch"] == [Action("fetch", offer, (leader,))]
+    assert not [it for it in log.tick(log.now + 1) if it.kind == "fetch"]
+
+
+def test_auxiliary_peer_fetches_late_updates():
+    """It has no model that lacks them, but other peers may."""
+    log, holds = make_log(), set()
+    log.model, log.holds = bytes(32), holds.__contains__
+    commit = make_commit(log.state, PEERS[:3])
+    votes = tuple(make_vote(0, 0, commit.hash, peer, log.state.head) for peer in PEERS[:3])
+    actions = log.receive(1e6, PEERS[1], encode(replace(commit, votes=votes)))
+    assert log.state.epoch == 1 and [it.content.blob for it in actions if it.kind == "fetch"] == [bytes(32)]
 
 
 def test_false_names_do_not_stay_in_memory():
@@ -408,8 +455,8 @@ def test_false_names_do_not_stay_in_memory():
     log = make_log(4)
     for number in range(100):
         names = [b"%d %d" % (number, index) for index in range(8)]
-        log.receive(log.now, b"stranger", encode(*(make_offer(peer, log.head.head) for peer in names)))
-        log.receive(log.now, PEERS[1], encode(make_vote(number, -1, b"", parent=log.head.head)))
+        log.receive(log.now, b"stranger", encode(*(make_offer(peer, log.state.head) for peer in names)))
+        log.receive(log.now, PEERS[1], encode(make_vote(number, -1, b"", parent=log.state.head)))
         log.tick(log.now + 1.0)
     assert len(log.missing_keys) <= 8 * 5
 
@@ -417,7 +464,7 @@ def test_false_names_do_not_stay_in_memory():
 def test_many_statuses_cost_little():
     """Each costs the time of many bytes: a message of 100 is ignored, and so are more than 32 in five seconds."""
     log, status = make_log(4), encode(Status((bytes(32),), (), (), False))
-    unknown = Status((bytes([1]) * 32, log.head.head), (), (), False)
+    unknown = Status((bytes([1]) * 32, log.state.head), (), (), False)
     assert not log.receive(1e6, b"stranger", encode(*100 * [unknown]))
     log.tick(1e6 + 6)
     assert log.receive(log.now, PEERS[1], encode(unknown))
@@ -433,11 +480,11 @@ def test_strangers_leave_room_for_other_peers():
     for _ in range(100):
         log.receive(1e6, b"stranger", flood)
     names = [bytes([0, number]) for number in range(64)]
-    log.receive(1e6, b"another", encode(*(make_offer(peer, log.head.head) for peer in names)))
+    log.receive(1e6, b"another", encode(*(make_offer(peer, log.state.head) for peer in names)))
     assert log.missing_keys == {*names}
     for peer in (PEERS[1], b"new"):
         for more in ((), (Status((bytes(32),), (), (), False),)):
-            actions = log.receive(1e6, peer, encode(make_offer(peer, log.head.head), *more))
+            actions = log.receive(1e6, peer, encode(make_offer(peer, log.state.head), *more))
             assert peer in list_sent(actions, Status)[0].missing_keys
 
 
@@ -449,7 +496,7 @@ def test_strangers_leave_room_for_new_peer(count):
     for number in 4 * [*range(count)]:
         log.receive(1e6, b"%d" % number, flood)
     assert log.traffic[b""] < 4 * MAX_TRAFFIC
-    log.receive(1e6, b"new", encode(make_offer(b"new", log.head.head)))
+    log.receive(1e6, b"new", encode(make_offer(b"new", log.state.head)))
     assert b"new" in log.missing_keys
 
 
@@ -485,8 +532,8 @@ def test_log_without_faults_counts_all():
     ("first", "second", "is_lie"),
     [
         ((3, 3, b"a"), (3, 3, b"b"), True),  # two votes in one attempt
-        ((3, 3, b"a"), (4, 3, b"a"), False),  # the same vote in an answer
-        ((3, 3, b"a"), (4, -1, b""), True),  # an answer that hides a vote
+        ((3, 3, b"a"), (4, 3, b"a"), False),  # the same vote in a promise
+        ((3, 3, b"a"), (4, -1, b""), True),  # a promise that hides a vote
         ((4, -1, b""), (3, 3, b"a"), True),
         ((4, -1, b""), (5, 5, b"a"), False),  # a later vote
         ((4, -1, b""), (6, 3, b"a"), True),  # a vote after the promise not to
@@ -538,16 +585,16 @@ def test_leave_reduces_voters_at_once():
     network = Network(0, 4)
     leaving = network.trainers[PEERS[2]]
     leaving.run(leaving.log.leave(network.now))
-    run_until(network, lambda: leaving.log.head.epoch == 1)
-    assert leaving.log.head.voters == (PEERS[0], PEERS[1], PEERS[3])
-    assert advance(leaving.log.head, PEERS[:2]).voters == (PEERS[0], PEERS[1], PEERS[3])
+    run_until(network, lambda: leaving.log.state.epoch == 1)
+    assert leaving.log.state.voters == (PEERS[0], PEERS[1], PEERS[3])
+    assert advance(leaving.log.state, PEERS[:2]).voters == (PEERS[0], PEERS[1], PEERS[3])
 
 
 def test_second_offer_of_one_base_is_ignored():
     log = make_log(1)
     for blob in (b"a" * 32, b"b" * 32):
-        log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.head.head, blob)))
-    log.add_offer(1e6, make_offer(log.me, log.head.head, b"d" * 32))
+        log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], log.state.head, blob)))
+    log.add_offer(1e6, make_offer(log.me, log.state.head, b"d" * 32))
     log.tick(1e6 + 60)
     (entry,) = log.list_entries(0)
     assert [offer.blob for offer in entry.commit.offers] == [b"d" * 32, b"a" * 32]
@@ -571,13 +618,13 @@ def test_list_waits_for_voters_of_last_commits():
 
 def test_list_does_not_wait_for_offers_without_a_place():
     log = make_log(20)
-    offers = [make_offer(peer, log.head.head, blob=peer.ljust(32)) for peer in PEERS[1:20]]
+    offers = [make_offer(peer, log.state.head, blob=peer.ljust(32)) for peer in PEERS[1:20]]
     blobs = {offer.blob for offer in log.choose(offers)}
     log.holds = blobs.__contains__
     log.receive(1e6, PEERS[1], encode(*offers))
     assert log.ready_time > log.now
     log.holds = {*blobs, bytes(32)}.__contains__
-    log.receive(1e6, PEERS[1], encode(make_offer(PEERS[0], log.head.head)))
+    log.receive(1e6, PEERS[1], encode(make_offer(PEERS[0], log.state.head)))
     assert len(blobs) == 16 and log.ready_time == log.now
 
 
@@ -597,15 +644,15 @@ def test_list_waits_no_longer_than_share_of_epoch():
 
 def test_late_offer_counts_once_or_returns():
     log = make_log(1)
-    genesis, commits = log.head.head, []
+    genesis, commits = log.state.head, []
     for index in range(3):
         log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], genesis)))
-        log.add_offer(1e6, make_offer(log.me, log.head.head, bytes([index]) * 32))
+        log.add_offer(1e6, make_offer(log.me, log.state.head, bytes([index]) * 32))
         log.tick(log.now + 60)
         commits.append(log.find_next())
-        log.model = log.head.head
+        log.model = log.state.head
     assert [[offer.peer for offer in commit.offers] for commit in commits] == [PEERS[:2], PEERS[:1], PEERS[:1]]
-    for base, blob in ((genesis, b"z" * 32), (log.head.head, b"y" * 32)):
+    for base, blob in ((genesis, b"z" * 32), (log.state.head, b"y" * 32)):
         log.add_offer(log.now, make_offer(log.me, base, blob))
         log.tick(log.now + 60)
     assert [offer.blob for offer in log.returned] == [b"z" * 32]
@@ -617,19 +664,19 @@ def test_late_offer_alone_makes_no_commit():
     log = make_log(state=state)
     log.receive(1e6, PEERS[1], encode(make_offer(PEERS[1], state.parent)))
     log.tick(1e6 + 16 * TIMEOUT + 60)
-    assert log.head == state
+    assert log.state == state
     log.add_offer(log.now, make_offer(log.me, state.head, b"d" * 32))
     log.tick(log.now + TIMEOUT)
-    assert log.head.epoch == state.epoch + 1 and log.head.owners[-1] == tuple(PEERS[:2])
+    assert log.state.epoch == state.epoch + 1 and log.state.owners[-1] == tuple(PEERS[:2])
 
 
 def test_turns_reserve_room_for_voters():
     log = make_log(20)
-    log.receive(1e6, PEERS[1], encode(*(make_offer(peer, log.head.head) for peer in PEERS[:36])))
+    log.receive(1e6, PEERS[1], encode(*(make_offer(peer, log.state.head) for peer in PEERS[:36])))
     chosen = {offer.peer for offer in log.choose(log.select(Offer))}
     assert len(chosen) == 16 and len(chosen & set(PEERS[:20])) == 12
-    log.add_commit(make_commit(log.head, chosen))
-    again = {offer.peer for offer in log.choose(make_offer(peer, log.head.head) for peer in PEERS[:40])}
+    log.add_commit(make_commit(log.state, chosen))
+    again = {offer.peer for offer in log.choose(make_offer(peer, log.state.head) for peer in PEERS[:40])}
     assert set(PEERS[:20]) - chosen <= again and len(again & chosen & set(PEERS[20:])) == 0
 
 
@@ -638,23 +685,23 @@ def test_new_peer_next_to_new_keys_becomes_voter(withholds):
     """Forty new keys offer first, others in each epoch, or sixteen whose updates no peer gets in all epochs."""
     log, epoch = make_log(4), 0
     log.identity.known, log.holds = {*PEERS, b"new"}, lambda blob: blob == bytes(32)
-    while b"new" not in log.head.voters:
+    while b"new" not in log.state.voters:
         epoch += 1
         names = [b"%d %d" % (number, 0 if withholds else epoch) for number in range(16 if withholds else 40)]
         log.identity.known |= {*names}
         for peer in (*names, *PEERS[:4], b"new"):
             blob = bytes(31) + b"x" if withholds and peer in names else bytes(32)
-            log.take_offer(make_offer(peer, log.head.head, blob))
+            log.take_offer(make_offer(peer, log.state.head, blob))
         assert len(log.select(Offer)) <= 4 + 2 * MAX_POOL and epoch < 20
         log.add_commit(log.make_list())
 
 
 def test_next_leader_replaces_crashed_one():
     network = Network(1, 3)
-    leader = network.honest[0].log.head.find_leader(0)
+    leader = network.honest[0].log.state.find_leader(0)
     network.trainers[leader].crash()
     network.honest.remove(network.trainers[leader])
-    run_until(network, lambda: all(trainer.log.head.epoch == 1 for trainer in network.honest))
+    run_until(network, lambda: all(trainer.log.state.epoch == 1 for trainer in network.honest))
     votes = network.honest[0].log.list_entries(0)[0].commit.votes
     assert votes[0].attempt >= 1e6 // SLOT
 
@@ -662,32 +709,32 @@ def test_next_leader_replaces_crashed_one():
 def test_restarted_voters_choose_same_list():
     """All votes are lost but for one voter, which then starts again from its disk."""
     network = Network(2, 3)
-    leader = network.honest[0].log.head.find_leader(0)
+    leader = network.honest[0].log.state.find_leader(0)
     run_until(network, lambda: network.trainers[leader].memory)
     (memory,) = unpack(Annotated[tuple, 1, 1, log_records.Memory], network.trainers[leader].memory)
     for trainer in network.honest:
-        if not trainer.log.head.epoch:
+        if not trainer.log.state.epoch:
             trainer.crash()
     network.queue.clear()
     network.heal()
-    run_until(network, lambda: network.trainers[leader].log.head.epoch)
+    run_until(network, lambda: network.trainers[leader].log.state.epoch)
     assert memory.choice[0].commit.hash in network.trainers[leader].log.chain
 
 
 def test_restarted_voter_waits_for_its_last_epoch():
     """Its checkpoint is older than its last vote, so it has forgotten its votes in between."""
     log, memory = make_log(1), log_records.Memory(bytes(32), 3)
-    old = Log(log.head, log.identity, TIMEOUT, log.holds, 1e6, pack((memory,)))
+    old = Log(log.state, log.identity, TIMEOUT, log.holds, 1e6, pack((memory,)))
     for it in (log, old):
-        it.add_offer(1e6, make_offer(it.me, it.head.head, b"a" * 32))
+        it.add_offer(1e6, make_offer(it.me, it.state.head, b"a" * 32))
         it.tick(1e6 + 60)
-    assert log.head.epoch == 1 and old.head.epoch == 0
+    assert log.state.epoch == 1 and old.state.epoch == 0
 
 
 def test_voter_without_memory_waits_for_own_offer():
     """All commits after one that has an offer of this process are new to it."""
     network = Network(8, 3)
-    run_until(network, lambda: network.honest[2].log.head.epoch == 3)
+    run_until(network, lambda: network.honest[2].log.state.epoch == 3)
     network.trainers[PEERS[2]].crash()
     network.trainers[PEERS[2]].memory = None
     network.heal()
@@ -726,7 +773,7 @@ def test_late_peer_catches_up_and_asks_for_keys():
     late.restart()
     late.log.identity.known = {PEERS[3]}
     network.run(20)
-    assert late.state == late.log.head.head and late.log.head.epoch >= network.honest[0].log.head.epoch - 1 > 10
+    assert late.state == late.log.state.head and late.log.state.epoch >= network.honest[0].log.state.epoch - 1 > 10
 
 
 def list_messages() -> list[bytes]:
@@ -734,7 +781,7 @@ def list_messages() -> list[bytes]:
     network = Network(6, 3)
     messages, post = [], network.post
     network.post = lambda sender, receiver, content: (messages.append(content), post(sender, receiver, content))
-    leader = network.honest[0].log.head.find_leader(0)
+    leader = network.honest[0].log.state.find_leader(0)
     network.trainers[leader].crash()
     network.run(100)
     messages = [message for message in messages if isinstance(message, bytes)]
@@ -786,16 +833,16 @@ def test_worthless_messages_are_settled_once(monkeypatch):
 
 def test_forged_records_are_ignored():
     log = make_log()
-    offer = make_offer(PEERS[1], log.head.head)
+    offer = make_offer(PEERS[1], log.state.head)
     forged = replace(offer, peer=PEERS[2])
-    commit = make_commit(log.head, PEERS[:4])
-    votes = tuple(make_vote(0, 0, commit.hash, peer, log.head.head) for peer in PEERS[:3])
+    commit = make_commit(log.state, PEERS[:4])
+    votes = tuple(make_vote(0, 0, commit.hash, peer, log.state.head) for peer in PEERS[:3])
     for few in (votes[:2], (*votes[:2], votes[1]), (*votes[:2], replace(votes[2], peer=PEERS[3])), ()):
         log.receive(1e6, PEERS[3], encode(replace(commit, votes=few)))
     log.receive(1e6, PEERS[3], encode(forged, replace(offer, samples=9)))
-    log.receive(1e6, PEERS[3], encode(sign(Leave(log.head.head, PEERS[30], b""))))
+    log.receive(1e6, PEERS[3], encode(sign(Leave(log.state.head, PEERS[30], b""))))
     log.receive(1e6, PEERS[3], encode(Proof(votes[0], votes[0])))
-    assert log.head.epoch == 0 and not log.records
+    assert log.state.epoch == 0 and not log.records
 
 
 def test_flood_stays_small():
@@ -808,10 +855,10 @@ def test_flood_stays_small():
     for index in range(300):
         now += 1
         name = b"%08d" % index
-        vote = make_vote(index, index - 1, name * 4, parent=log.head.head)
-        commit = make_commit(log.head, [PEERS[1], name])
-        records = [make_offer(name, log.head.head), vote, make_offer(PEERS[1], log.head.head, name * 4)]
-        records += [Proposal(commit, ()), Status((name * 4,), (name,), (name,), False)]
+        vote = make_vote(index, index - 1, name * 4, parent=log.state.head)
+        commit = make_commit(log.state, [PEERS[1], name])
+        records = [make_offer(name, log.state.head), vote, make_offer(PEERS[1], log.state.head, name * 4)]
+        records += [Proposal(commit, vote, ()), Status((name * 4,), (name,), (name,), False)]
         actions = [it for _ in range(20) for it in log.receive(now, PEERS[1], encode(*records))]
         sent += sum(len(action.content) for action in actions if action.kind in ("send", "gossip"))
         log.tick(now)

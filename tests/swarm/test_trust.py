@@ -283,7 +283,7 @@ def test_dht_without_an_answer_changes_nothing(tracker):
     for _ in range(2):
         tracker.apply_records(None, 0.0)
         assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
-        assert tracker.view.num_peers == 4 and tracker.count_min_group_size(awaits_all=False) == 3
+        assert tracker.view.num_peers == 4 and tracker.quorum == 3
     tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
     tracker.apply_records(None, 0.0)
     assert not tracker.others and tracker.view.num_peers == 1
@@ -417,7 +417,7 @@ def test_silence_in_each_round_is_a_fault():
 
 def test_straggler_is_awaited_again_some_epochs_later(tracker):
     tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
-    assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
+    assert tracker.peers_at_epoch == [b"a", b"b"]
     tracker.stop_waiting_for_stragglers(5)
     assert tracker.peers_at_epoch == [b"b"] and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
     tracker.update_epoch(6)
