@@ -179,8 +179,7 @@ def choose_source(owner: PeerID, position: float, loads: Mapping[PeerID, float])
     :param position: of the block in its blob, from 0 to 1; the owner serves the first ones itself
     :param loads: see `plan_loads`
     """
-    # an owner that serves a share f itself sends f (n - 1) + (1 - f) = 1 + f (n - 2) copies
-    relayed = max(1, len(loads) - 2)
+    relayed = max(1, len(loads) - 2)  # an owner that serves a share f itself sends 1 + f (n - 2) copies
     direct = {peer: min(1.0, max(0.0, (load - 1) / relayed)) for peer, load in loads.items()}
     own = direct.pop(owner, 0.0)
     if position < own:
@@ -358,12 +357,15 @@ class Exchange:
                     if not 0 < count <= self.num_blocks:
                         raise ValueError("no blocks requested, or too many")
                     numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
+                closing = asyncio.create_task(reader.read(1))  # until the caller closes the stream (note 87)
+                serving = asyncio.create_task(self._serve_blocks(peer, blob, numbers, writer))
+                closing.add_done_callback(lambda _: serving.cancel())  # it may wait long for a block, or the uplink
                 async with asyncio.timeout(FETCH_TIMEOUT):
-                    await self._serve_blocks(peer, blob, numbers, writer)
+                    await serving
                     if not numbers:
-                        await reader.read(1)  # until the caller closes the stream (note 87)
+                        await closing
         finally:
-            writer.transport.abort()  # `close` would wait for a side that does not read
+            writer.transport.abort()  # `close` would wait for a side that does not read; this ends `closing`
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""

@@ -61,8 +61,7 @@ STOP_LINGER = 2.0  # the same after a stop request
 
 @dataclass(frozen=True)
 class Envelope:
-    """Messages of the log, a question for its state, or that state. A peer without a log answers messages with a
-    question; the caller answers it by a call of its own."""
+    """Messages of the log, a question for its state (also in an answer, by a peer without the log), or that state."""
 
     log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
     epoch: Number  # of the sender's model

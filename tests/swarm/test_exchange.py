@@ -253,6 +253,19 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
     wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most}, 20, "the rest")
 
 
+def test_request_ends_with_its_stream(exchanges, monkeypatch):
+    """A caller that gives up asks again. On slow uplinks, hundreds of its requests waited, each with an open file."""
+    server, _, client = exchanges
+    blob, requests = bytes(32), (REQUEST.pack(bytes(32), 1), struct.pack("<I", 0))
+    monkeypatch.setattr("swarm.exchange.UNKNOWN_BLOB_TIMEOUT", 60.0)
+    count, streams = count_files(), open_streams(client, server, 8, *requests)
+    wait_until(lambda: server._active["request", client.peer_id] == 8, 20, "all requests")
+    for _, writer in streams:
+        client._loop.call_soon_threadsafe(writer.transport.abort)
+    wait_until(lambda: not server._active and count_files() <= count, 20, "the end of all requests")
+    assert not server._find_store(blob)
+
+
 def test_stream_ends_without_reader(exchanges, monkeypatch):
     """Otherwise each stream of a peer that does not read would keep a file open. The daemon holds up to 16 MB."""
     monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 2.0)
