@@ -16,6 +16,7 @@ from processes import ROOT, Script, make_prefix, run_python
 
 # on busy cores, two threads of a small matrix product mostly wait for each other
 torch.set_num_threads(1)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the programs would ignore it as well, and so fail a test
 
 # Seconds that the quick tests of test_*.py take on two cores, next to four other parts; of files that are not named, 3.
 # The longest files are taken first, so that the parts end together.
