@@ -31,7 +31,7 @@ from swarm.sparse import TopKCompression
 JOIN_INTERVAL, ATTESTATION_INTERVAL = 3.0, 60.0  # seconds until the others' log, or the contributors, are asked again
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
-MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
+MIN_GENESIS_TIMEOUT, SLOW_MBITS = 60.0, 2.0  # seconds for the first anchor; the uplink of a slow peer that passes it on
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
@@ -119,9 +119,9 @@ class LogSteps:
         rounds.expect(state.head)  # if it comes too late, this peer loads a later state, and votes as well
         # the leader sends it once, and those that can be called pass it on to all others
         relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
-        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, relays))
-        fetching, uplink = rounds.fetch_anchor(state.parent, leader, members), self.tracker.dht.uplink
-        self._wait(fetching.done, max(MIN_GENESIS_TIMEOUT, uplink.compute_transfer_timeout(num_bytes)))
+        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, min(relays, anchor.num_blocks)))
+        seconds = max(self.tracker.dht.uplink.compute_transfer_timeout(num_bytes), 8e-6 * num_bytes / SLOW_MBITS)
+        self._wait(rounds.fetch_anchor(state.parent, leader, members).done, max(MIN_GENESIS_TIMEOUT, seconds))
         self._late = None if rounds.anchors.has(state.parent) else (state, leader)
         if self._late:
             logger.warning("the first state of the log has not arrived")
