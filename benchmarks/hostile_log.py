@@ -165,7 +165,7 @@ def drip() -> None:
 
 def propose_alone() -> None:
     """As a leader, propose this peer's offer only, at once."""
-    make_list, record_times = Log.make_list, Log.record_times
+    make_list, update_ready_time = Log.make_list, Log.update_ready_time
 
     def make_own_list(self) -> Commit | None:
         commit = make_list(self)
@@ -176,11 +176,11 @@ def propose_alone() -> None:
         return commit
 
     def take_times_early(self) -> None:
-        record_times(self)
+        update_ready_time(self)
         if is_time():
             self.ready_time = min(self.ready_time, self.now)
 
-    Log.make_list, Log.record_times = make_own_list, take_times_early
+    Log.make_list, Log.update_ready_time = make_own_list, take_times_early
 
 
 def lead_never() -> None:

@@ -257,11 +257,10 @@ class LogRounds:
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
         """Fetch the anchor with which a log begins. The leader sends each block once, to a member that passes it on."""
         self.exchange.participants = self.exchange.urgent = frozenset(map(PeerID, members))
-        size = 4 * self.numbers.total
         peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]  # it leads only clients
         usual = MIN_MBITS / MIN_SHARE  # no claim counts here
         holders = {PeerID(it): MIN_MBITS if it == leader else usual for it in filter(self.can_call, peers)}
-        return self.exchange.fetch(blob, PeerID(leader), holders, size, self._anchor_format)
+        return self.exchange.fetch(blob, PeerID(leader), holders, 4 * self.numbers.total, self._anchor_format)
 
     def leave(self) -> None:
         """Tell the others, once, that this peer leaves, and serve the updates that they lack for the last commit."""

@@ -180,7 +180,7 @@ class LonelyLog(Log):
         own = tuple(offer for offer in commit.offers if offer.peer == self.me) if commit else ()
         return replace(commit, offers=own) if own else None
 
-    def record_times(self) -> None:
+    def update_ready_time(self) -> None:
         self.ready_time = min(self.ready_time, self.now)
 
 
