@@ -123,8 +123,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time: without an answer,
-        the others would ban this peer instead of the leader."""
+        """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
+        an answer, the others would ban this peer instead of the leader."""
         request = await anext(stream)
         if request.group_id not in self._running_groups:
             with contextlib.suppress(TimeoutError):

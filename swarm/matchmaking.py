@@ -208,7 +208,7 @@ class EarlyStartMatchmaking(Matchmaking):
                 group = await super()._request_join_group(leader)
         except MaliciousPeersError:
             raise
-        except Exception:  # no answer in time, or one that cannot be decoded
+        except Exception:  # no answer in time, or one that cannot be decoded (note 104)
             is_silent = self.requested_leader is not None  # otherwise, it was excluded, or is avoided
         finally:
             unanswered.cancel()

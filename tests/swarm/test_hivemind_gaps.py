@@ -82,6 +82,10 @@ PRESENT = {
     "peer_claims_size_of_message": (P2P.receive_raw_data, "data = await reader.readexactly(content_length)"),
     "answer_holds_all_keys": (DHTProtocol.rpc_find, "enumerate(map(DHTID.from_bytes, request.keys))"),
     "sender_chooses_type_of_part": (Float16Compression.extract, "np.dtype(serialized_tensor.dtype)"),
+    "unknown_group_waits": (
+        hivemind.DecentralizedAverager.rpc_aggregate_part,
+        "await self._pending_groups_registered.wait()",
+    ),
     "dictionary_expiration_comes_from_peer": (
         DHTProtocol.call_find,
         "ValueWithExpiration(value_dictionary, result.expiration_time)",

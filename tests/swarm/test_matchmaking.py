@@ -124,6 +124,15 @@ async def test_leader_without_round_is_avoided_for_some_searches():
     assert asked_in == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
 
 
+@run_async
+async def test_hivemind_search_ends_with_undecodable_answer():
+    """Note 104; EarlyStartMatchmaking._request_join_group."""
+    follower = make_matchmaking(UselessLeader("garbage"), Matchmaking)
+    with pytest.raises(DecodeError):
+        async with follower.looking_for_group(make_step()):
+            await follower._request_join_group(LEADER)
+
+
 @pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
 @run_async
 async def test_silent_leader_is_asked_less_and_less(kind):
