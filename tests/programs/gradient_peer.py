@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--takes", type=int, default=0, help="only load the swarm's state this number of times")
     args = parser.parse_args()
     setup_logging("peer")
+    if args.waits:  # on busy cores as well
+        LogRounds._compute_timeout = lambda *_: 60.0
     log_steps.SILENCE_TIMEOUT = args.silence
     if args.dies_for_all_but:
         die_for_all_but(args.dies_for_all_but, rounds=3)
