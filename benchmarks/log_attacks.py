@@ -73,7 +73,7 @@ class AttackedRun(Run):
             blob = blobs[0] if self.kind == "copy" else encode(Numbers([zeros]), Numbers([update]), codec)
             offers.append(Contribution(bytes([100 + number]), MANY_SAMPLES, 0, blob, is_voter=self.kind != "keys"))
         self.anchor, momentum = self.anchor.clone(), Numbers([self.velocity])
-        cosines = compute_cosines([summarize(it.blocks, momentum, b"") for it in offers])
+        cosines = compute_cosines([summarize(it.blocks, momentum, b"")[1] for it in offers])
         self.cosines.append([find_agreement(cosines, i, range(len(offers))) for i in range(len(offers))])
         setting = self.setting
         anchor = Numbers([self.anchor])

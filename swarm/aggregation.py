@@ -18,7 +18,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,13 +62,6 @@ class Numbers:
         """Change the numbers of a block to these values, of shape (count,)."""
         for piece, part in zip(self.pieces[block], values.split([*map(len, self.pieces[block])]), strict=True):
             piece.copy_(part)
-
-
-class Summary(NamedTuple):
-    """The measures of an update that do not depend on others; of an invalid one, they are 0."""
-
-    norm: float
-    sketch: np.ndarray  # whole numbers, relative to the norm, of shape (BUCKETS,)
 
 
 @dataclass(frozen=True)
@@ -121,12 +113,12 @@ def check_block(data: bytes, numbers: int, codec: TopKCompression) -> None:
         raise ValueError(f"a block of {numbers} numbers has {len(positions)} entries in {len(values)} kinds")
 
 
-def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> Summary:
-    """Measure an update of as many numbers as `numbers` has.
+def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[float, np.ndarray]:
+    """Return the norm of an update of as many numbers as `numbers` has, and its sketch, of shape (BUCKETS,).
 
-    An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own.
-    A sketch holds the sum of the numbers in each bucket, where a hash of the position chooses the bucket, and whether
-    the number counts as negative (count sketch, Charikar et al., 2002).
+    An invalid one has no norm, so it does not count: its owner may have named blocks of other blobs as its own. A
+    sketch holds the sum of the numbers in each bucket, where a hash of the position chooses the bucket, and whether the
+    number counts as negative (count sketch, Charikar et al., 2002). It is rounded, relative to the norm.
 
     :param seed: of the hash. No owner knows it in time, or it could place numbers that hide the direction of the rest
     """
@@ -136,19 +128,18 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> Summary
         try:
             positions, kinds, values = decode(blocks[block], numbers.count(block))
         except (ValueError, IndexError):
-            return Summary(0.0, np.zeros(BUCKETS))
+            return 0.0, np.zeros(BUCKETS)
         of_kind = np.bincount(kinds, minlength=len(values))
         squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
         hashes = (positions.astype(np.uint64) + np.uint64(block * BLOCK) + offset) * (factor | np.uint64(1))
         sketch += np.bincount((hashes >> np.uint64(49)).astype(np.int64), values[kinds], 2 * BUCKETS)
     norm = math.sqrt(math.fsum(squares))
-    return Summary(norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0)))
+    return norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0))
 
 
-def compute_cosines(summaries: Sequence[Summary]) -> list[list[float]]:
+def compute_cosines(sketches: Sequence[np.ndarray]) -> list[list[float]]:
     """Return the cosine of each two sketches, 0 if one of them is empty."""
-    sketches = np.array([it.sketch for it in summaries]).reshape(-1, BUCKETS)
-    products = (sketches @ sketches.T).tolist()
+    products = (np.stack(sketches) @ np.stack(sketches).T).tolist()
     norms = [math.sqrt(row[i]) or math.inf for i, row in enumerate(products)]
     return [[it / (a * b) for it, b in zip(row, norms, strict=True)] for row, a in zip(products, norms, strict=True)]
 
@@ -169,10 +160,10 @@ def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, see
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
     """
-    summaries = [summarize(it.blocks, numbers, seed) for it in contributions]
-    indices, norms = range(len(contributions)), [it.norm for it in summaries]
+    norms, sketches = zip(*(summarize(it.blocks, numbers, seed) for it in contributions), strict=True)
+    indices = range(len(contributions))
     counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
-    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(summaries)
+    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(sketches)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
     if 2 * len(voters.intersection(agreed)) > len(judges):

@@ -34,6 +34,7 @@ from swarm.trust import RoundTrust
 MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
 CHECK_INTERVAL = 0.5  # seconds between two checks of a running round
 MAX_SLOWNESS = 3.0  # of a round, relative to its plan; a sender that holds up a slower one counts as late
+Parts = AsyncIterator[averaging_pb2.AveragingData]
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
 
 
@@ -120,9 +121,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _avoid_leader(self) -> None:
         self._matchmaking.avoid_leader()
 
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
         an answer, the others would ban this peer instead of the leader."""
         request = await anext(stream)
@@ -226,9 +225,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
             stalled = [it[0] for it in waits if pauses[it] > max_pause]
             late = runner.list_stragglers()
-            is_first_look = elapsed - step <= runner.settings.late_after < elapsed
-            if is_first_look and 2 * len(late) < runner.group_size:  # later, others may wait behind them
-                runner.late = late
+            if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
+                runner.late = late  # at the first look: later, others may wait behind them
             stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]]
             stragglers = stragglers or (late if elapsed > allowed else [])
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow

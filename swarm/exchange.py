@@ -53,7 +53,6 @@ MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a s
 MIN_SHARE = 1 / 400  # of the claim, which a source must send to a peer: at 1,000 Mbit/s, 15 peers share 40 of QUIC
 
 MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time
-HOLDER_STALL = 5.0  # the same for a peer that has the blob
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds for the request of a stream
 KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those of an epoch at each message
@@ -229,9 +228,7 @@ class Download:
 
     def compute_timeout(self, source: PeerID) -> float:
         """Return the seconds in which a source must begin: twice the time to send all copies from it and the owner."""
-        if source in self.voters:
-            return HOLDER_STALL
-        peers = {self.owner, source} & self.uplinks.keys()
+        peers = ({source} if source in self.voters else {source, self.owner}) & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
 
@@ -498,8 +495,7 @@ class Exchange:
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
-            slowest = max(MIN_MBITS, MIN_SHARE * download.uplinks.get(peer, 0.0))
-            timeout.reschedule(timeout.when() + 8e-6 * size / slowest)
+            timeout.reschedule(timeout.when() + 8e-6 * size / max(MIN_MBITS, MIN_SHARE * download.uplinks.get(peer, 0)))
             wanted.remove(number)
             await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)

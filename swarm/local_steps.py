@@ -39,9 +39,8 @@ class OuterOptimizer(Optimizer):
         if self.contributions is None:
             self.inner.step()
             return
-        anchor, momentum = Numbers(list_params(self)), Numbers(self.list_momenta())
-        options = dict(lr=self.lr, outer_momentum=self.momentum, seed=self.seed)
-        self.weights = aggregate(anchor, momentum, self.contributions, **options)
+        state = Numbers(list_params(self)), Numbers(self.list_momenta())
+        self.weights = aggregate(*state, self.contributions, lr=self.lr, outer_momentum=self.momentum, seed=self.seed)
         self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
 
     def list_momenta(self) -> list[torch.Tensor]:

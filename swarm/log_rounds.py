@@ -35,7 +35,7 @@ from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm import SwarmError, logger
 from swarm.aggregation import BLOCK, Numbers, check_block
-from swarm.exchange import MAX_MESSAGE_BYTES, MIN_MBITS, MIN_SHARE, BlobStore, Exchange, Format, InvalidBlobError
+from swarm.exchange import MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
 from swarm.progress import PeerTracker
@@ -255,11 +255,10 @@ class LogRounds:
         return None
 
     def fetch_anchor(self, blob: bytes, leader: bytes, members: Sequence[bytes]) -> concurrent.futures.Future:
-        """Fetch the anchor with which a log begins. The leader sends each block once, to a member that passes it on."""
+        """Fetch the first anchor. The leader sends each block once, to a member that passes it on. No claims count."""
         self.exchange.participants = self.exchange.urgent = frozenset(map(PeerID, members))
         peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]  # it leads only clients
-        usual = MIN_MBITS / MIN_SHARE  # no claim counts here
-        holders = {PeerID(it): MIN_MBITS if it == leader else usual for it in filter(self.can_call, peers)}
+        holders = {PeerID(it): MIN_MBITS if it == leader else 200.0 for it in filter(self.can_call, peers)}
         return self.exchange.fetch(blob, PeerID(leader), holders, 4 * self.numbers.total, self._anchor_format)
 
     def leave(self) -> None:

@@ -297,13 +297,11 @@ class LogSteps:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
         outer, averager.next_lineage = optimizer.opt, commit.hash.hex()
-        outer.seed, outer.contributions = (
-            commit.hash,
-            [
-                Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
-                for it, blob in zip(commit.offers, blobs, strict=True)
-            ],
-        )
+        outer.seed = commit.hash
+        outer.contributions = [
+            Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
+            for it, blob in zip(commit.offers, blobs, strict=True)
+        ]
         started = time.monotonic()
         with self.tracker.pause_updates():
             optimizer.epoch.enter(EpochState.STEPPING)

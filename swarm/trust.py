@@ -73,8 +73,7 @@ class PeerTrust:
         return known if known or self.active else records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
-        """Return the plausible records: any peer can sign "epoch 10**9". With a log, those of attested peers stay too,
-        so that `LogRounds.has_fewer_peers` sees other logs."""
+        """Return the plausible records: any peer can sign "epoch 10**9". `has_fewer_peers` needs all attested ones."""
         believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
         if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
@@ -110,9 +109,8 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: most of the known contributors at this epoch (for an
-        auxiliary peer, two trainers at least). A peer that has just fallen silent counts: the smaller part of a split
-        swarm must not step."""
+        """Return how many peers a round takes, this one included: most of the known contributors at this epoch, and two
+        trainers at least with an auxiliary peer. One that just fell silent counts: the smaller half must not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
         counted = self.select_present(records).keys() | just_silent & records.keys()

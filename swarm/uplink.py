@@ -99,10 +99,7 @@ class Uplink:
     def __init__(self):
         self.lock = multiprocessing.Lock()
         shared = multiprocessing.RawValue
-        self._sent, self._received = (
-            shared(c_longlong),
-            shared(c_longlong),
-        )  # bytes of rounds, states and the log so far
+        self._sent, self._received = shared(c_longlong), shared(c_longlong)  # bytes so far, see `traffic`
         #: the pace, and its upper bound if the user has set one
         self._rate, self._limit = shared(c_double, 0), shared(c_double, math.inf)
         #: when all data handed over so far has left; when the background may continue
@@ -215,7 +212,7 @@ class Uplink:
         asking: dict[PeerID, asyncio.Task] = {}
         sent, polled = self._sent.value, time.monotonic()
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
-        empty_sent, empty_at, max_share = sent, polled, 0.0  # when there was no queue, and the highest share since
+        empty_sent, empty_at, peak = sent, polled, 0.0  # when there was no queue, and the highest share since
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
@@ -241,20 +238,17 @@ class Uplink:
                     excess.append(seconds - shortest[peer])
             if has_traffic:
                 delays.append(max(0.0, min(excess, default=POLL_INTERVAL) - lag))  # busy cores are no queue
-                queue, max_share = (
-                    min(delays[-2], delays[-1]),
-                    max(max_share, share),
-                )  # a lost packet makes one answer late
+                queue, peak = min(delays[-2], delays[-1]), max(peak, share)  # a lost packet makes one answer late
                 # QUIC keeps a short queue itself, and then sends less
                 is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
-                if max_share < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
+                if peak < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
                     self.adjust(queue, share)
                 else:
                     await self.drain(node, empty_sent, empty_at)
                     sent, polled = self._sent.value, time.monotonic()
                     delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
-                empty_sent, empty_at, max_share = sent, polled, 0.0
+                empty_sent, empty_at, peak = sent, polled, 0.0
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the

@@ -157,7 +157,7 @@ def test_reversed_offer_cannot_hide():
     updates = [common[:size] + read_all(make_numbers(seed))[:size] for seed in (1, 2, 3)]
     blobs = [encode(Numbers([update]), make_numbers(None, (size,)), CODEC) for update in updates]
     numbers, seed = make_numbers(None, (size,)), b"earlier"
-    sums = sum(summarize(blob, numbers, seed).sketch for blob in blobs)
+    sums = sum(summarize(blob, numbers, seed)[1] for blob in blobs)
     factor, offset = np.frombuffer(hashlib.sha256(seed).digest()[:16], "<u8")
     buckets = (np.arange(size, dtype=np.uint64) + offset) * (factor | np.uint64(1)) >> np.uint64(49)
     hidden = torch.from_numpy(np.concatenate([sums, -sums])[buckets.astype(np.int64)]).float()

@@ -94,11 +94,12 @@ async def search_quickly(leader: UselessLeader) -> AsyncIterator[EarlyStartMatch
         yield follower
 
 
+@pytest.mark.parametrize("kind, error", [("redirects", RecursionError), ("garbage", DecodeError)])
 @run_async
-async def test_hivemind_follows_redirects_until_stack_is_full():
-    """Note 97; EarlyStartMatchmaking._request_join_group."""
-    follower = make_matchmaking(UselessLeader("redirects"), Matchmaking)
-    with pytest.raises(RecursionError):
+async def test_hivemind_search_ends_with_leaders_fault(kind, error):
+    """Notes 97 and 104; EarlyStartMatchmaking._request_join_group."""
+    follower = make_matchmaking(UselessLeader(kind), Matchmaking)
+    with pytest.raises(error):
         async with follower.looking_for_group(make_step()):
             await follower._request_join_group(LEADER)
 
@@ -122,15 +123,6 @@ async def test_leader_without_round_is_avoided_for_some_searches():
         if leader.requests > requests:
             asked_in.append(number)
     assert asked_in == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
-
-
-@run_async
-async def test_hivemind_search_ends_with_undecodable_answer():
-    """Note 104; EarlyStartMatchmaking._request_join_group."""
-    follower = make_matchmaking(UselessLeader("garbage"), Matchmaking)
-    with pytest.raises(DecodeError):
-        async with follower.looking_for_group(make_step()):
-            await follower._request_join_group(LEADER)
 
 
 @pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
