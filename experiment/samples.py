@@ -40,7 +40,8 @@ def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     count = min(MAX_NEW_TOKENS, find_longest_sequence(model) - ids.shape[1])
     if count < 1:
         return prompt
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):  # each length would compile again
+    devices = [model.device] if model.device.type == "cuda" else []  # by default all GPUs, with a warning
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):  # each length would compile again
         torch.manual_seed(0)
         options = dict(do_sample=True, temperature=0.8, top_k=40, pad_token_id=tokenizer.pad_token_id or 0)
         mask = torch.ones_like(ids)

@@ -1,7 +1,6 @@
 """Endless batches of sequences of similar length, from a stored split or a stream of text."""
 
 import hashlib
-import json
 import logging
 import math
 import threading
@@ -12,9 +11,10 @@ import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
+from common.files import read_json
 from text.collators import DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows
 from text.instances import KINDS, PAIRS, Sequences
-from text.streams import Position, TrainingDataset, stream_documents
+from text.streams import TrainingDataset, stream_documents
 from text.tokenization import join_parts
 from text.workers import prepare_in_workers
 
@@ -217,15 +217,7 @@ class StreamedBatches:
 
 
 def load_stream_state(path: Path) -> dict | None:
-    """Load the state of StreamedBatches that the callback saved; return None if it is missing or damaged."""
-    if not path.exists():
-        return None
-    try:
-        state = json.loads(path.read_text())
-        count, positions, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
-        [Position(*position) for position in positions.values()]
-        logger.info(f"{path}: continuing after document {count:,}")
-        return state
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        logger.warning(f"{path} is damaged ({type(e).__name__}): starting over at the beginning of the text")
-        return None
+    """Load the state of StreamedBatches that the callback saved, or return None if there is none."""
+    if state := read_json(path):
+        logger.info(f"{path}: continuing after document {state['documents']:,}")
+    return state or None
