@@ -480,12 +480,9 @@ class Log:
 
     def list_unapplied(self) -> list[Commit]:
         """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
-        commits, entry = [], self.chain[self.state.head]
-        while entry.commit and entry.state.head != self.model:  # from the newest one, because few are missing
-            commits.append(entry.commit)
-            if (entry := self.chain.get(entry.state.parent)) is None:
-                return []
-        return commits[::-1] if entry.state.head == self.model else []
+        path = self.list_path()
+        own = path.get(self.model)
+        return [entry.commit for entry in path.values() if entry.state.epoch > own.state.epoch] if own else []
 
     def find_next(self) -> Commit | None:
         """Return the commit that the model needs next, if all blobs are here."""

@@ -141,7 +141,6 @@ class LogRounds:
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
         self.helpers: dict[bytes, float] = {}  # the Mbit/s of auxiliary peers; 0 of those that are not initial peers
-        self._wanted: frozenset[bytes] = frozenset()  # the blobs of `Log.fetching`
         self._unsaved = b""  # the commit whose next vote is not on disk
         self._next_search = self._next_poll = 0.0
         self.offered: dict[bytes, tuple[bytes, State]] = {}  # by client: its log, for an auxiliary peer
@@ -324,9 +323,7 @@ class LogRounds:
                 self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.state.head
             elif kind == "fetch":
                 self._fetch(content, peers)
-        if self.log and self._wanted != (wanted := frozenset(self.log.fetching)):
-            self._wanted = wanted
-            self.exchange.keep(wanted, self._update_format)
+        self.exchange.keep(frozenset(self.log.fetching), self._update_format)
         self._wake.set()
 
     def _list_participants(self) -> set[bytes]:

@@ -6,23 +6,38 @@ import copy
 import hashlib
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
-from hivemind.utils import MPFuture, nested_map, nested_pack
+from hivemind.utils import MPFuture, nested_map
 
 from common.memory import collect_garbage
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import STATE, StateServer, copy_flat, dump_moments
+from swarm.state_server import STATE, StateServer, copy_flat
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all parameters in the order of the optimizer's groups, in which peers exchange them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def list_state(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[CompressionInfo]]:
+    """Return the tensors of a state in the order in which peers exchange them: the parameters, then for each of them
+    the optimizer's values in the order of their names. A number is a tensor, too: LAMB's trust ratio is either."""
+    tensors = [(param, "parameter", TensorRole.PARAMETER) for param in list_params(optimizer)]
+    for param in list_params(optimizer):
+        for name, value in sorted(optimizer.state.get(param, {}).items()):
+            is_number = not isinstance(value, torch.Tensor) or not value.ndim
+            value = torch.as_tensor(value, dtype=torch.float64) if is_number else value
+            # no codec compresses this role: all peers must have the outer momentum to the last bit
+            tensors.append((value, name, TensorRole.UNSPECIFIED if name == "outer_momentum" else TensorRole.OPTIMIZER))
+    infos = [CompressionInfo.from_tensor(tensor, key=name, role=role) for tensor, name, role in tensors]
+    return [tensor for tensor, _, _ in tensors], infos
 
 
 @torch.no_grad()
@@ -89,19 +104,17 @@ class StateAverager(TrainingStateAverager, StateServer):
         if self._wanted.value == STATE:
             # a step holds this lock while it changes all of these; an averaging of parameters may go on for seconds
             with self.lock_optimizer:
-                values, moments = dump_moments(self.optimizer)
-                tensors = [*((param, TensorRole.PARAMETER) for param in list_params(self.optimizer)), *moments]
-                infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in tensors]
+                tensors, infos = list_state(self.optimizer)
                 # hivemind's local_epoch is ahead of the parameters until the step is made
-                metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
-                return metadata, copy_flat([tensor for tensor, _ in tensors], infos), infos
+                metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage}
+                return metadata, copy_flat(tensors, infos), infos
         last_step = self.grad_averager and self.grad_averager.last_step
         if last_step is None or self._wanted.value != self.make_step_key(last_step[1]).encode():  # a copy takes long
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
             # the next round, in another thread, ends the last step
             epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-            infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
+            infos = [CompressionInfo.from_tensor(it, key="gradient", role=TensorRole.GRADIENT) for it in gradients]
             metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
             return metadata, copy_flat(gradients, infos), infos
 
@@ -123,7 +136,10 @@ class StateAverager(TrainingStateAverager, StateServer):
     async def _download(self, future: MPFuture, is_step: bool, request: tuple, **options) -> None:
         """Run a download in the averager's process; the future's result is None if the download fails."""
         result, self.download_progress.elements = None, 0
-        download = StateDownload(self, list_params(self.optimizer), None if is_step else self.optimizer, **options)
+        infos = list_state(self.optimizer)[1]
+        if is_step:
+            infos = [replace(it, role=TensorRole.GRADIENT) for it in infos if it.role == TensorRole.PARAMETER]
+        download = StateDownload(self, infos, **options)
         try:
             result = await (download.fetch_step if is_step else download.fetch_state)(*request)
         finally:
@@ -134,11 +150,15 @@ class StateAverager(TrainingStateAverager, StateServer):
     def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace this peer's state by a downloaded one, see `start_download`."""
         params = len(list_params(self.optimizer))
-        # clones, because torch keeps the tensors it loads, and each of them the memory of the whole download
-        moments = [tensor.clone() for tensor in tensors[params:]]
-        items = metadata["optimizer_metadata"]
-        values = [item["value"] if "value" in item else moments[item["index"]] for item in items]
-        state = nested_pack(values, self.optimizer.state_dict())["state"]
+        values, own = iter(tensors[params:]), self.optimizer.state_dict()["state"]
+        # copies, because torch keeps the tensors it loads, and each of them the memory of the whole download
+        state = {
+            i: {
+                name: next(values).to(copy=True, dtype=it.dtype) if torch.is_tensor(it) else next(values).item()
+                for name, it in sorted(own[i].items())
+            }
+            for i in sorted(own)
+        }
         self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
 
     def _replace_state(self, parameters: Sequence[torch.Tensor], state: dict, epoch: int, lineage: str) -> None:
@@ -160,7 +180,6 @@ class StateAverager(TrainingStateAverager, StateServer):
             return {
                 "parameters": [param.detach().clone() for param in list_params(self.optimizer)],
                 "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-                "scheduler": copy.deepcopy(self.scheduler.state_dict()),
                 "local_epoch": self.scheduler.last_epoch,
                 "lineage": self.lineage,
             }
@@ -176,6 +195,5 @@ class StateAverager(TrainingStateAverager, StateServer):
         parameters, moments = state["parameters"], state["optimizer"]["state"]
         if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
             raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
-        self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
         # a copy, because torch keeps the tensors it loads and changes them in place
         self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

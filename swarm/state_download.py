@@ -21,12 +21,11 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.p2p import PeerID
-from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
 from swarm import logger, state_server
 from swarm.dht import ping_peers
-from swarm.state_server import NUM_SUMS, StateRequest, StateServer, allocate_flat, digest, dump_moments, list_blocks
+from swarm.state_server import NUM_SUMS, StateRequest, StateServer, allocate_flat, describe_tensors, digest, list_blocks
 from swarm.trust import MAX_LEAD
 
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
@@ -46,11 +45,6 @@ MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of 
 # Of peers that step in different groups: the same for parameters, and the ratio of the RMS of moments. Measured between
 # models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
 NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
-
-MOMENTS = TensorRole.OPTIMIZER, TensorRole.UNSPECIFIED  # see dump_moments
-NUMBER, SETTING = (int, float), (str, type(None))  # types of the values in an optimizer's state that are no tensors
-# dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
-NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
 
 class DownloadProgress(ctypes.Structure):
@@ -80,31 +74,25 @@ class Donor:
     peer: PeerID
     metadata: dict
     infos: list[CompressionInfo]
-    digests: torch.Tensor  # a row for each block, then for each value of the optimizer: the number, or 0
+    digests: torch.Tensor  # a row for each block
     rank: tuple = ()  # a larger tuple is better
     elements: int = 0  # elements received
     silence: asyncio.Timeout | None = None  # the end of the wait for the next message
 
     def __post_init__(self):
-        """Compute the RMS of the numbers of each kind: the parameters, each of the moments, and single numbers such as
-        counts of steps. With it, compute the difference of each digest that does not matter: the gradients of some
-        biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates."""
-        params = [info for info in self.infos if info.role not in MOMENTS]
-        moments = [i for i, info in enumerate(self.infos) if info.role in MOMENTS and info.descriptor.shape]
-        per_param = max(1, len(moments) // max(1, len(params)))
-        kinds = ["parameter" if info.role not in MOMENTS else "number" for info in self.infos]
-        for place, i in enumerate(moments):
-            kinds[i] = self.infos[i].descriptor.dtype, place % per_param
+        """Compute the RMS of the parameters, and of each kind of moments by its name. With it, compute the difference
+        of each digest that does not matter: the gradients of some biases, as of attention keys, are only rounding
+        errors, which Adam turns into full-size updates."""
         blocks, squares, counts = list_blocks(self.infos), Counter(), Counter()
-        for (i, start, stop), norm in zip(blocks, self.digests[:, 0].tolist(), strict=False):
-            squares[kinds[i]] += norm**2
-            counts[kinds[i]] += stop - start
+        for (i, start, stop), norm in zip(blocks, self.digests[:, 0].tolist(), strict=True):
+            squares[self.infos[i].key] += norm**2
+            counts[self.infos[i].key] += stop - start
         self.rms = {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
-        self.num_param_blocks = len(list_blocks(params))
-        self.floors = torch.zeros(len(self.digests))
+        self.num_param_blocks = sum(self.infos[i].role == TensorRole.PARAMETER for i, _, _ in blocks)
+        self.floors = torch.zeros(len(blocks))
         for number, (i, start, stop) in enumerate(blocks):
             floor = MATRIX_FLOOR if len(self.infos[i].descriptor.shape) > 1 else VECTOR_FLOOR
-            self.floors[number] = floor * self.rms[kinds[i]] * (stop - start) ** 0.5
+            self.floors[number] = floor * self.rms[self.infos[i].key] * (stop - start) ** 0.5
 
     @property
     def key(self) -> tuple[int, str]:
@@ -113,13 +101,13 @@ class Donor:
 
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state; of those that do, the metadata of one is used."""
-        own, others = ((it.key, *map(it.metadata.get, ("tensors", "group")), it.digests.shape) for it in (self, other))
+        own, others = ((it.key, it.metadata.get("group")) for it in (self, other))
         return own == others and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
         """Return how much the parameters of another donor differ, as a share of the limit for peers of one swarm that
         do not step together; infinity if they are not at about the same epoch, with moments of similar size."""
-        if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.metadata["tensors"] != other.metadata["tensors"]:
+        if abs(self.key[0] - other.key[0]) > MAX_LEAD:
             return math.inf
         pairs = [(self.rms[kind], other.rms[kind]) for kind in self.rms]
         if any(max(pair) > MAX_NEAR_RATIO * min(pair) for pair in pairs):
@@ -170,8 +158,7 @@ class StateDownload:
     """The search for a state or step, and its download from all peers with it (note 25); in the averager's process."""
 
     averager: StateServer
-    params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes
-    optimizer: torch.optim.Optimizer | None  # of this peer; the donors' state must match it. None to download a step
+    infos: list[CompressionInfo]  # of this peer's tensors; the donors' must have the same shapes and types
     # ids of known contributors, most of which must describe the state; if none serves one, the largest group decides
     contributors: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
@@ -260,7 +247,7 @@ class StateDownload:
                     message = await anext(self.averager.request_state(peer, request), None)
                 if message is None:
                     raise ValueError("the peer sent no description")
-                if len(message.metadata) > 2**17 + sum(2**10 + param.numel() // 2**7 for param in self.params):
+                if len(message.metadata) > 2**17 + sum(2**10 + it.descriptor.numel() // 2**7 for it in self.infos):
                     raise ValueError("the description is too long")  # digests have 36 bytes for 65,536 numbers
                 metadata = self.averager.serializer.loads(message.metadata)
                 if donor := self.parse_description(peer, metadata, request.epoch):
@@ -294,38 +281,15 @@ class StateDownload:
             raise ValueError("the description has no valid epoch and lineage")
         if epoch < min_epoch:
             return None
-        expected = [(param, TensorRole.PARAMETER if self.optimizer else TensorRole.GRADIENT) for param in self.params]
-        own, moments = dump_moments(self.optimizer) if self.optimizer else ([], [])
-        plain = torch.zeros(()), TensorRole.OPTIMIZER
-        theirs, numbers = metadata.get("optimizer_metadata", []), []
-        if not isinstance(theirs, list) or len(theirs) != len(own):
-            raise ValueError("the optimizer's state differs from this peer's")
-        for item, own_item in zip(theirs, own, strict=True):
-            own_moment = moments[own_item["index"]] if own_item["type"] == "tensor" else plain
-            kinds = NUMBER if isinstance(own_item.get("value", 0), NUMBER) else SETTING
-            if item == {"type": "tensor", "index": len(expected) - len(self.params)} and type(item["index"]) is int:
-                expected.append(own_moment)
-            elif own_moment[0].ndim or set(item) != {"type", "value"} or not isinstance(item["value"], kinds):
-                raise ValueError("the optimizer's state differs from this peer's")
-            numbers.append([float(item["value"]) if isinstance(item.get("value"), NUMBER) else 0.0] * (1 + NUM_SUMS))
-        descriptions = metadata.get("tensors")
-        if not isinstance(descriptions, list) or len(descriptions) != len(expected):
-            raise ValueError(f"the state does not have {len(expected)} tensors, as this peer's has")
-        infos = []
-        for index, ((tensor, role), (name, *shape)) in enumerate(zip(expected, descriptions, strict=True)):
-            types = {str(tensor.dtype).removeprefix("torch."): tensor.dtype} | (NUMBER_TYPES if not shape else {})
-            if shape != list(tensor.shape) or name not in types:
-                described, own = [name, *shape][:9], [*types, *tensor.shape]
-                raise ValueError(f"tensor {index} is {str(described)[:100]}, not {own}")
-            infos.append(CompressionInfo(index, TensorDescriptor(tensor.shape, types[name]), role))
-        digests, blocks = metadata["digests"], list_blocks(infos)
+        if metadata["tensors"] != describe_tensors(info.descriptor for info in self.infos):
+            raise ValueError("its tensors have other shapes or types than this peer's")
+        digests, blocks = metadata["digests"], list_blocks(self.infos)
         if type(digests) is not bytes or len(digests) != 4 * (1 + NUM_SUMS) * len(blocks):
             raise ValueError(f"the description does not have digests for {len(blocks)} blocks")
         digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
-        digests = torch.cat((digests, torch.tensor(numbers).view(-1, 1 + NUM_SUMS)))
         if not digests.isfinite().all():
             raise ValueError("the state is not finite")
-        return Donor(peer, metadata, infos, digests, self.rank(peer))
+        return Donor(peer, metadata, self.infos, digests, self.rank(peer))
 
     def record_failure(self, peer: PeerID, error: Exception) -> None:
         """Count the failure of a peer, and log it."""

@@ -12,18 +12,17 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not know that of collections.abc)
 
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
-from hivemind.optim.state_averager import dump_optimizer_state
+from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
-from hivemind.utils import ValueWithExpiration
+from hivemind.utils import TensorDescriptor, ValueWithExpiration
 from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.streaming import split_for_streaming
 
@@ -47,15 +46,6 @@ MIN_HOLD = 60.0  # seconds, or the time of all its bytes at a tenth of the uplin
 MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
 
 
-def dump_moments(optimizer: torch.optim.Optimizer) -> tuple[list[dict], list[tuple[torch.Tensor, TensorRole]]]:
-    """Return the optimizer's state as hivemind dumps it, and its tensors, each with the role by which the codec
-    compresses it, or does not: all peers must have the outer momentum to the last bit."""
-    values, moments = dump_optimizer_state(optimizer)
-    exact = {state["outer_momentum"].data_ptr() for state in optimizer.state.values() if "outer_momentum" in state}
-    roles = (TensorRole.UNSPECIFIED if it.data_ptr() in exact else TensorRole.OPTIMIZER for it in moments)
-    return values, list(zip(moments, roles, strict=True))
-
-
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     """Allocate zeros as views of one buffer per dtype: each buffer shared with another process takes an open file."""
     pieces = {}
@@ -71,6 +61,11 @@ def copy_flat(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo])
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
     return copies
+
+
+def describe_tensors(tensors: Iterable[torch.Tensor | TensorDescriptor]) -> list[list]:
+    """Return the type and the shape of each tensor."""
+    return [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
 
 
 def list_blocks(infos: Sequence[CompressionInfo]) -> list[tuple[int, int, int]]:
@@ -124,7 +119,7 @@ class StateSnapshot:
         self.taken = self.last_request = time.monotonic()
         self.hold, self.used = hold, {}  # by peer: the time of its last download
         self.description = metadata | {
-            "tensors": [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors],
+            "tensors": describe_tensors(tensors),
             "digests": torch.stack([digest(self.read(*block)) for block in self.blocks]).numpy().tobytes(),
         }
 

@@ -44,7 +44,7 @@ class BadStateAverager(StateAverager):
         if self.kind == "infinite" and tensors:
             tensors[0][7] = float("inf")
         if self.kind == "metadata":
-            metadata["optimizer_metadata"] = [{"type": "tensor", "index": 99}]
+            metadata["epoch"] = "1000"
         return metadata, tensors, infos
 
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
