@@ -117,14 +117,12 @@ class Authority:
 
     @contextlib.contextmanager
     def open_run(self, prefix: str) -> Iterator[dict]:
-        """Lock the member list, yield a run's entry for changes, and write the list if it changed. An entry holds the
+        """Lock the member list, yield a run's entry for changes, and write the list. An entry holds the
         run's members by peer id, and its signed revocation list in hexadecimal."""
         with locked(self.path.with_suffix(".lock")):
             runs = self.read_members()
-            before = json.dumps(runs)
             yield runs.setdefault(prefix, {"members": {}, "revocations": ""})
-            if json.dumps(runs) != before:
-                write_private("authority_key", self.member_list, json.dumps(runs, indent=2))
+            write_private("authority_key", self.member_list, json.dumps(runs, indent=2))
 
     def revoke(self, prefix: str, username: str) -> int:
         """Revoke all credentials of this member and return their number, or raise a SwarmError if there are none."""

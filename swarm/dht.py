@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
+import time
 
 import hivemind
 import numpy
@@ -23,7 +24,7 @@ from swarm.uplink import Uplink
 from utils import RecordValidator, find_peer_id
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
-TOUCHES = 60  # pings until a lost peer is given up
+LOST_AFTER = 600.0  # seconds without a peer until it is given up
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:
@@ -34,17 +35,12 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     """Ping lost peers, which hivemind drops, until they answer (note 64). Runs in the DHT's process, forever."""
-    touches = dict.fromkeys(node.initial_ids, 0)  # of each known peer since it was last there
+    seen: dict[PeerID, float] = {}  # when each peer was last there
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
-        present = set(node.protocol.routing_table.peer_id_to_uid)
-        touches |= dict.fromkeys(present, 0)
-        lost = touches.keys() - present
-        answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
-        for peer, answer in zip(lost, answers, strict=True):
-            touches[peer] += 1
-            if answer is None and touches[peer] >= TOUCHES and peer not in node.initial_ids:
-                del touches[peer]
+        now, present = time.monotonic(), node.protocol.routing_table.peer_id_to_uid.keys()
+        seen = {peer: at for peer, at in seen.items() if at > now - LOST_AFTER} | dict.fromkeys(present, now)
+        await asyncio.gather(*map(node.protocol.call_ping, {*seen, *node.initial_ids} - present))
 
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:

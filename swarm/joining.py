@@ -17,7 +17,7 @@ from common.files import raise_file_limit
 from swarm import SwarmError, attestation, reachability
 from swarm.addresses import is_relayed, list_shareable_maddrs
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
+from swarm.contract import RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
@@ -25,7 +25,6 @@ from utils import MAX_WORKERS, make_validators
 
 logger = logging.getLogger("joining")
 
-PUBLISH_TIMEOUT = 30.0  # seconds to wait for this peer's contract, which is published again later
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
 PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0  # seconds; an initial peer may ping this peer's killed process meanwhile
 NO_ANSWER_PAUSE = 60.0  # seconds until initial peers that are gone are asked again, which takes seconds
@@ -89,21 +88,13 @@ class Swarm:
 
     def agree_on(self, contract: RunContract, lifetime: float) -> None:
         """Compare this peer's contract with the run's, and publish it, or raise a ContractMismatch. The first peers
-        of a run compare again, and at least one of two sees the other. Only peers that joined earlier count.
+        of a run compare again after an epoch, see `recheck_contract`.
 
         :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
         """
-        require_same(self.prefix, contract, self.list_contracts())
-        self.contract, published = contract, self.publish_contract(contract, lifetime)
-        if self.dht.attestation and self.dht.attestation.contract:  # all that start now compare with this one
-            return
-        concurrent.futures.wait([published], PUBLISH_TIMEOUT)
-        try:
-            others = [other for other in self.list_contracts() if other.joined < contract.joined]
-            require_same(self.prefix, contract, others)
-        except ContractMismatch:
-            concurrent.futures.wait([self.publish_contract(None, lifetime)], PUBLISH_TIMEOUT)
-            raise
+        self.compare_contract(contract)
+        self.contract = contract
+        self.publish_contract(contract, lifetime)
 
     def recheck_contract(self) -> None:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""

@@ -20,17 +20,10 @@ loss, delay, crash or restart. Clocks matter for progress only. A voter saves it
 a restart it votes from the last epoch that they name. A voter that has lost them votes again once a commit has an offer
 of this process: it cannot have voted on what follows.
 
-**Byzantine voters.** One that is in two quorums can cause a fork. Votes and promises are signed. Two that contradict
-each other are a proof, which enters the next commit and ends the vote of its peer. A proposal holds the promises that
-allow it. Voters accept a list of an earlier attempt only if they have that proposal: no promise can invent one. They
-vote for a new list once they hold the updates of most voters and of all that are *awaited*, or after a deadline that
-follows from the usual time between commits. A voter is awaited if it has offers in
-all but one of the last WINDOW commits. So one late update does not exclude it from the next ones. A voter that
-withholds its updates delays two commits in nine, and new keys delay none. Leaders are *active*, with an offer in one of
-the last two commits. The list must have two thirds of the voters' offers that they hold. The next list must have the
-others, or newer ones of their owners. In a fork, the branch with offers of more voters wins, or else the one with the
-smaller first hash. A peer's votes in the certificates of both are a proof. A leave record counts from the commit that
-holds it, so a leaving peer votes until then. If half of the voters are gone, the log ends.
+**Byzantine voters.** One that is in two quorums can cause a fork. Two votes that contradict each other are a proof,
+which ends the vote of its peer. `State.allows` believes no invented promise, `is_fair` keeps leaders from omitting
+voters, `update_ready_time` limits the wait for a voter, and `rank` chooses between the branches of a fork
+(docs/security.md). A leave record counts from the commit that holds it. If half of the voters are gone, the log ends.
 
 **Gossip.** A `Status` names the commits, offers and votes that a peer has. It goes to a few random peers, which answer
 with all that this peer lacks. So lost messages repeat, late peers catch up, and clients, which cannot be called, take

@@ -44,6 +44,7 @@ from swarm.state_server import RELAY, parse_epochs
 from utils import RecordValidator, find_peer_id
 
 TICK = 0.5  # seconds between two calls of `Log.tick`
+EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 RECENT = 30.0  # seconds for which a peer's message tells its log
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
@@ -125,8 +126,7 @@ class LogRounds:
         self.initial_peers = {peer.to_bytes() for peer in self.dht.initial_ids}
         self.log: Log | None = None
         self.log_id = b""
-        #: the epoch of this peer's model; the seconds that the exchange of all blobs may take. Set by the optimizer
-        self.epoch, self.exchange_seconds = 0, 0.0
+        self.epoch = 0  # of this peer's model; set by the optimizer
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
@@ -457,7 +457,8 @@ class LogRounds:
         holders |= {PeerID(it.peer): it.mbits if it.accepts_connections else None for it in offers}
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
-        options = offer.num_bytes, self._update_format, self.exchange_seconds, map(PeerID, voters)
+        seconds = EXCHANGE_SHARE * self.dht.uplink.timeouts.epoch_seconds
+        options = offer.num_bytes, self._update_format, seconds, map(PeerID, voters)
         fetching = self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options)
         self._when_done(fetching, self._take_blob, offer)
 

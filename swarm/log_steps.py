@@ -22,7 +22,7 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.log import State, make_genesis
-from swarm.log_records import Commit, Offer
+from swarm.log_records import Commit, Leave, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
@@ -32,7 +32,6 @@ JOIN_INTERVAL, ATTESTATION_INTERVAL = 3.0, 60.0  # seconds until the others' log
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
 MIN_GENESIS_TIMEOUT, SLOW_MBITS = 60.0, 2.0  # seconds for the first anchor; the uplink of a slow peer that passes it on
-EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -212,14 +211,23 @@ class LogSteps:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
         self._stuck_at = 0.0 if head == newest.head else self._stuck_at or now + STUCK_TIMEOUT
         is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
-        if log.num_ticks * TICK > longest:  # a clock that stands still while this process does
-            logger.warning(f"no commit for {longest:.0f} s: leaving the log")
-            self._ended = self.rounds.log_id, newest.head
-            self._close()
+        gone = {it.peer for it in log.select(Leave)} - self.tracker.present.keys()
+        if 2 * len(gone.intersection(newest.voters)) >= len(newest.voters):
+            self._end("too few voters have stayed")
+        elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
+            self._end(f"no commit for {longest:.0f} s")
         elif head in log.chain and head not in log.list_path():
             self._load_state("the log has forked")
         elif head != newest.head and (0 < self._stuck_at < now or is_far):
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
+
+    def _end(self, reason: str) -> None:
+        """Leave a log that can have no further commit. A peer that is alone begins another one with its own updates."""
+        logger.warning(f"{reason}: leaving the log")
+        self._ended = self.rounds.log_id, self.rounds.log.state.head
+        self._close()
+        if not self.tracker.present and not self.optimizer.is_auxiliary:
+            self.begin(self._ended[1], [self.rounds.identity.peer])
 
     def _close(self) -> None:
         """Leave the log; updates that no commit contains stay pending."""
@@ -228,7 +236,9 @@ class LogSteps:
         self._next_join = self._stuck_at = 0.0
 
     def _load_state(self, reason: str) -> None:
-        """Load a state of this log, and continue with it once its commit is known."""
+        """Load a state of this log, unless that has just failed, and continue with it once its commit is known."""
+        if time.monotonic() < self.optimizer.sync.backoff.not_before:
+            return
         logger.warning(f"{reason}: loading the swarm's state")
         self._stuck_at = 0.0
         self.optimizer.load_state_from_peers()
@@ -272,7 +282,6 @@ class LogSteps:
             return
         optimizer.local.mark_offered(update, grad_averager.unsent)
         samples, grad_averager.samples = grad_averager.samples, 0
-        self.rounds.exchange_seconds = EXCHANGE_SHARE * self.tracker.dht.uplink.timeouts.epoch_seconds
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))
         try:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)

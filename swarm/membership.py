@@ -148,7 +148,7 @@ class Membership:
             try:
                 run = self.issuer.read_members().get(self.prefix, {})
                 self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
-            except SwarmError as e:
+            except (SwarmError, ValueError) as e:  # a member list that was edited by hand
                 logger.warning(str(e))
 
     async def exchange_revocations(self, p2p: P2P, peers: list[PeerID]) -> None:
@@ -200,11 +200,6 @@ class AuthenticatedP2PClient(p2pclient.Client):
         await super().add_unary_handler(proto + OF_MEMBERS, handle, balanced)
         await super().add_unary_handler(proto, reject, balanced)
 
-    async def remove_unary_handler(self, proto):
-        """Remove both handlers of these calls."""
-        await super().remove_unary_handler(proto + OF_MEMBERS)
-        await super().remove_unary_handler(proto)
-
     async def stream_handler(self, proto, handler_cb, balanced=False):
         """Add a handler of members' streams, and one that rejects those of other peers with an error message."""
 
@@ -228,11 +223,6 @@ class AuthenticatedP2PClient(p2pclient.Client):
 
         await super().stream_handler(proto + OF_MEMBERS, handle, balanced)
         await super().stream_handler(proto, handle, balanced)
-
-    async def remove_stream_handler(self, proto):
-        """Remove both handlers of these streams."""
-        await super().remove_stream_handler(proto + OF_MEMBERS)
-        await super().remove_stream_handler(proto)
 
     async def call_unary_handler(self, peer_id, proto, data):
         """Call a peer as a member; a peer of an open run does not know the call."""

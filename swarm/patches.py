@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import threading
-from uuid import UUID
+import weakref
 
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
@@ -34,20 +34,12 @@ CALL_STREAM_HANDLER, DECODE_EXTENSION = P2P.iterate_protobuf_handler, MSGPackSer
 NESTING = threading.local()  # the depth of the value that this thread decodes
 
 
-class HandlerTasks(dict):
-    """The tasks that answer requests, while they run; hivemind keeps those that the caller cancels (note 96)."""
-
-    def __setitem__(self, call_id: UUID, task: asyncio.Task) -> None:
-        super().__setitem__(call_id, task)
-        task.add_done_callback(lambda _: self.pop(call_id, None))
-
-
 class ResilientControlClient(p2pclient.ControlClient):
     """A connection to the daemon that survives the cancellation of a request whose answer just arrives (note 80)."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._handler_tasks = HandlerTasks()
+        self._handler_tasks = weakref.WeakValueDictionary()  # hivemind keeps those that the caller cancels (note 96)
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         while not reader.at_eof():

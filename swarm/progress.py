@@ -168,6 +168,8 @@ class PeerTracker:
                 yield
             finally:
                 if self.local_progress is not own:
+                    with self.lock:  # most others may still have been at the epoch before
+                        self.view = replace(self.view, epoch=max(self.view.epoch, own.epoch))
                     self.local_progress = self._make_record(own.epoch, own.samples_accumulated)
                     self.announce()
                     self.schedule_refresh(0.0)

@@ -177,6 +177,20 @@ def test_remaining_half_begins_new_log(start, are_clients, seconds):
     assert common >= last + 6 and lines[0][common]["digest"] == lines[1][common]["digest"]
 
 
+@pytest.mark.parametrize("silence, seconds", [(600, 100), pytest.param(70, 200, marks=pytest.mark.slow)])
+def test_last_peer_continues_with_its_updates(start, silence, seconds):
+    """The other one of two leaves, or dies, and is missed after 60 s. One of two voters is no quorum."""
+    swarm = Peers(start, *[("--silence", silence)] * 2)
+    one, two = swarm.all
+    last = swarm.wait(one, two, more=2)
+    stop(two) if silence == 600 else two.kill()
+    swarm.wait(one, more=5, seconds=seconds)
+    stop(one)
+    before, after = epochs(one)[last], epochs(one)[last_epoch(one)]
+    computed, counted = (after[name] - before[name] for name in ("steps", "total_samples"))
+    assert 16 * computed - counted <= 2 * 48 * 4  # at most an epoch's samples, before or after, are pending
+
+
 @pytest.mark.slow
 def test_clients_commit_through_aux_peer(start):
     swarm = Peers(start)
