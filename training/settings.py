@@ -183,7 +183,7 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
             maddr = f"/{protocol}/{host}/tcp/{port}"
         host_maddrs.append(maddr)
         if protocol == f"ip{ip.version}":
-            announced.append(f"/{protocol}/{ip}/tcp/{port}")
+            announced.append(maddr.replace(host, str(ip), 1))
     if not announced:
         raise UserError(
             f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"

@@ -37,10 +37,11 @@ with clean_end():
 
 def test_public_address_uses_listening_port():
     with serve(send(b"HTTP/1.0 200 OK\r\n\r\n203.0.113.7\n")) as url:
-        fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"]), url)
+        maddrs = ["/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/udp/31338/quic-v1"]
+        fixed = announce_public_address(SwarmArguments("run", host_maddrs=maddrs), url)
         free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
-    assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
-    assert fixed.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
+    assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337", "/ip4/203.0.113.7/udp/31338/quic-v1"]
+    assert fixed.host_maddrs == maddrs
     [announced] = free.announce_maddrs
     listened = {protocol: port for protocol, _, port in map(get_host_port, free.host_maddrs)}
     assert get_host_port(announced) == ("ip4", "203.0.113.7", listened["ip4"]) and listened["ip4"] > 0
