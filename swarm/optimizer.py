@@ -323,8 +323,7 @@ class CollaborativeOptimizer:
         old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.unconfirmed
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
         wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
-        has_log = self.log_steps is not None and self.log_steps.exists  # its states have the same bits
-        is_synchronous = has_log or self.rounds.is_synchronous()
+        is_synchronous = self.rounds.is_synchronous()
         with self.tracker.performance_ema.pause():
             # a log begins with the state of one member, which the step before it does not lead to
             can_replay = is_synchronous and not (self.log_steps and wanted >= self.averaging.local_steps_from)
