@@ -40,6 +40,14 @@ def list_state(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], li
     return [tensor for tensor, _, _ in tensors], infos
 
 
+def convert_like(own: object, value: torch.Tensor) -> object:
+    """Return a value of `list_state` as this optimizer keeps it, with the type of `own`."""
+    if isinstance(own, torch.Tensor):
+        return value.to(own.dtype, copy=True)  # torch keeps the tensor, and with it the memory of the whole download
+    number = value.item()
+    return int(number) if isinstance(own, int) and number.is_integer() else number
+
+
 @torch.no_grad()
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target."""
@@ -150,15 +158,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace this peer's state by a downloaded one, see `start_download`."""
         params = len(list_params(self.optimizer))
-        values, own = iter(tensors[params:]), self.optimizer.state_dict()["state"]
-        # copies, because torch keeps the tensors it loads, and each of them the memory of the whole download
-        state = {
-            i: {
-                name: next(values).to(copy=True, dtype=it.dtype) if torch.is_tensor(it) else next(values).item()
-                for name, it in sorted(own[i].items())
-            }
-            for i in sorted(own)
-        }
+        values, own = iter(tensors[params:]), sorted(self.optimizer.state_dict()["state"].items())
+        state = {i: {name: convert_like(it, next(values)) for name, it in sorted(of_i.items())} for i, of_i in own}
         self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
 
     def _replace_state(self, parameters: Sequence[torch.Tensor], state: dict, epoch: int, lineage: str) -> None:
