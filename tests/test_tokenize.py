@@ -197,8 +197,8 @@ def test_blocks_drop_only_last_incomplete(blocks, written):
     dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, KINDS[objective])
     assert corpus["objective"] == objective and corpus["documents"] == {"train": 38, "validation": 2}
     joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
-    args = TokenizeArguments(objective=objective)
-    for name, documents in tokenization.split_documents(read_documents(written / "documents.jsonl"), args).items():
+    read = read_documents(written / "documents.jsonl", kind=KINDS[objective])
+    for name, documents in tokenization.split_documents(read, TokenizeArguments(objective=objective)).items():
         split, texts = dataset[name], [joint.join(paragraphs) for paragraphs in documents]
         tokens = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
         if objective == "clm":

@@ -17,6 +17,7 @@ import lzma
 import random
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import jinja2
 import numpy as np
 
 from common.console import UserError, first_line
-from text.instances import IGNORED_LABEL, TEXT, Columns, Documents, InstanceKind, Sequences
+from text.instances import IGNORED_LABEL, PAIRS, Columns, Documents, InstanceKind, Sequences
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -59,12 +60,19 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
-def split_paragraphs(text: str) -> list[str]:
-    """Split text into paragraphs: at blank lines, or at every line break if most of it is not hard-wrapped."""
-    lines = text.split("\n")
+def split_paragraphs(text: str, kind: InstanceKind = PAIRS) -> list[str]:
+    """Split text into paragraphs: at blank lines, or at every line break if most of it is not hard-wrapped.
+
+    A causal model learns line breaks and indents as well, so for that, each line is a paragraph.
+    """
+    lines = text.replace("\r\n", "\n").strip("\n").split("\n")
+    if not kind.is_masked:
+        return lines if any(map(str.strip, lines)) else []
     is_wrapped = sum(len(line) for line in lines if len(line) > 200) * 2 <= len(text)
     blocks = re.split(r"\n\s*\n", text) if is_wrapped else lines
-    return [" ".join(block.split()) for block in blocks if block and not block.isspace()]
+    # without blank lines, each line is a sentence or a record
+    parts = [part for block in blocks for part in (block.split("\n") if len(block) > PART_CHARACTERS else [block])]
+    return [" ".join(part.split()) for part in parts if part and not part.isspace()]
 
 
 def split_articles(lines: list[str]) -> Documents:
@@ -99,7 +107,7 @@ def split_chapters(text: str) -> Documents:
     return chapters
 
 
-def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKind = TEXT) -> Documents:
+def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKind = PAIRS) -> Documents:
     """Read the documents of a user's file, which may be compressed (.gz, .xz); raise a UserError if it is invalid.
 
     Each line of .jsonl (.json) is a document, and each row of .csv and .tsv, whose first row names the columns. A file
@@ -115,9 +123,10 @@ def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKi
         documents = []
         for number, record in read_records(path):
             try:
-                documents.append(
-                    take_conversation(record) if kind.has_turns else split_paragraphs(take_text(record, text_column))
-                )
+                if kind.has_turns:
+                    documents.append(take_conversation(record))
+                else:
+                    documents.append(split_paragraphs(take_text(record, text_column), kind))
             except ValueError as e:
                 cure = "see docs/data.md" if kind.has_turns else "give another --text_column"
                 raise UserError(f"{path}, line {number} {e}: {cure}") from None
@@ -125,12 +134,22 @@ def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKi
     text = read_text(path)
     if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
         return split_articles(text.split("\n"))
-    return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
+    return [paragraphs] if (paragraphs := split_paragraphs(text, kind)) else []
 
 
 def find_kinds(path: str | Path) -> set[str]:
     """Return the last two suffixes of a file, which show its format and compression."""
     return {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+
+
+def has_quoted_cells(text: str, delimiter: str) -> bool:
+    """Return whether quotation marks are those of CSV. In many TSV files, as those of GLUE, they belong to the text,
+    and as marks of CSV, they would join rows."""
+    try:
+        deque(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), maxlen=0)
+    except csv.Error:
+        return delimiter != "\t"
+    return True
 
 
 def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[int, object]]:
@@ -142,7 +161,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
     if kinds & {".csv", ".tsv"}:
         csv.field_size_limit(2**31 - 1)
         delimiter = "\t" if ".tsv" in kinds else ","
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=is_strict)
+        quoting = csv.QUOTE_MINIMAL if is_strict or has_quoted_cells(text, delimiter) else csv.QUOTE_NONE
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=is_strict)
         try:
             for row in rows:
                 if is_strict and None in row:

@@ -471,7 +471,9 @@ class TrainingDataset(ChunkEncoder):
 
     def __getitem__(self, key: tuple[dict | None, list]) -> tuple:
         state, chunk = key
-        documents = [(number, split_paragraphs(text), self.sources[index].language) for number, index, text in chunk]
+        documents = [
+            (number, split_paragraphs(text, self.kind), self.sources[index].language) for number, index, text in chunk
+        ]
         encoded = super().__getitem__(("stream", documents))
         if not self.kind.has_pairs:
             encoded = cut_blocks(encoded, self.seq_length, self.kind, self.tokenizer, keep_rest=True)

@@ -236,5 +236,5 @@ def load_hub_splits(
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)
         else:
-            splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text))]
+            splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text, kind))]
     return "/".join(name), splits

@@ -76,6 +76,23 @@ def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
         assert documents.read_documents(tmp_path / f"{name}{suffix}", "body") == expected
 
 
+def test_unquoted_tsv_keeps_its_rows(tmp_path):
+    """Quotation marks of the text would open cells, which end rows later."""
+    texts = ['"Stop," he said.', "One.", 'She said: "No."', '"Yes."']
+    (tmp_path / "a.tsv").write_text("\n".join(["id\ttext", *(f"{i}\t{text}" for i, text in enumerate(texts))]))
+    assert documents.read_documents(tmp_path / "a.tsv") == [[text] for text in texts]
+
+
+def test_causal_text_keeps_its_lines(tmp_path):
+    code = "def f(x):\n    if x:\n        return 1\n\n    return 2"
+    (tmp_path / "a.txt").write_bytes(f"\r\n{code}\n".replace("\n", "\r\n").encode())
+    [lines] = documents.read_documents(tmp_path / "a.txt", kind=TEXT)
+    assert "\n".join(lines) == code
+    assert documents.split_paragraphs(" \n\n", TEXT) == [] != documents.split_paragraphs(code)
+    lines = ["a short line without a point"] * 5000  # with no blank line, all of them would be one paragraph
+    assert documents.split_paragraphs("\n".join(lines)) == lines
+
+
 def test_records_replace_half_of_surrogate_pair(tmp_path):
     """Tokenizers refuse it; a whole pair is one character."""
     (tmp_path / "a.jsonl").write_text('{"a": "x \\ud83d y", "b": ["\\uD83D\\uDE00", 1]}\n{"a": "\\u00e9"}\n')
