@@ -309,7 +309,7 @@ class TrainerArguments(PrecisionArguments):
         None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU.", ge=1
     )
     sharded: bool = flag(
-        False, "Divide the model among the devices, if one cannot hold it. The host's memory holds it whole."
+        False, "Divide the model among the devices; the host holds it whole. Not with --fp16.", excludes="fp16"
     )
     torch_compile: bool = flag(
         False, "Compile the model: faster steps, half a minute to start. Needs a C++ compiler, on GPUs also triton."

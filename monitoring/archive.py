@@ -18,7 +18,7 @@ import jinja2
 import torch
 
 from arguments import SHARED_ARGS, OptimizerArguments, SwarmArguments
-from common.console import UserError, first_line
+from common.console import UserError
 from common.files import lock_folder
 from common.flags import list_shared, list_values
 from experiment.model import find_objective, make_model
@@ -138,6 +138,7 @@ class CheckpointHandler:
         averager.apply_downloaded_state(metadata, tensors)
         # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
         state = checkpoint.collect_state(self.model, self.optimizer, self.settings)
+        state["tokenizer"] = tokenizer_fingerprint(self.tokenizer)
         # an aux peer that averages continues at its previous epoch
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
@@ -189,15 +190,6 @@ class CheckpointHandler:
             logger.info(f"{folder} is not on the Hub yet. To upload it: hf upload {self.args.repo_url} {folder} .")
 
 
-def make_texts(model: torch.nn.Module, tokenizer) -> list[str]:
-    """Return sample texts by the model's present weights; none if the model cannot make them."""
-    try:
-        return [" ".join(text.split()) for text in sample_texts(model, tokenizer)]
-    except Exception as e:  # many types, of any model; an upload matters more
-        logger.warning(f"the card has no sample texts ({first_line(e)})")
-        return []
-
-
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
     """Return the README.md of a checkpoint, from card.md; `place` is the model's name for from_pretrained."""
     settings, text = stamp["settings"], CARD.read_text(encoding="utf-8")
@@ -213,7 +205,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokeniz
         samples_per_second=statistics.median(entry["samples_per_second"] for entry in history),
         optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
         precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
-        texts=make_texts(model, tokenizer),
+        texts=[" ".join(text.split()) for text in sample_texts(model, tokenizer)],
         code=checkpoint.write_code(model, place),
         has_heads=model.objective.kind.has_pairs and checkpoint.is_known(model),
         place=place,

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import hashlib
 import multiprocessing
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -96,8 +97,9 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch and its learning rate, also to an earlier epoch (note 63)."""
-        self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
-        self.scheduler.step()
+        self.scheduler._step_count = epoch
+        with warnings.catch_warnings(action="ignore"):  # torch advises against a jump, but most schedules allow it
+            self.scheduler.step(epoch)
         self.local_epoch = self.state_sharing_priority = epoch
 
     def _apply_optimizer_parameters_(self) -> None:

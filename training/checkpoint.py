@@ -65,8 +65,8 @@ def save_model(
         disable_progress_bar()  # "Writing model shards" would clutter the log at each checkpoint
         write_weights(model, state and state["model"], unfinished)
         if state is not None:
-            weights = state["model"]
-            stored = weights.keys() & load_weights(unfinished).keys()
+            weights, written = state["model"], load_weights(unfinished).keys()
+            stored = {name for name in weights if find_plain_name(name) in written}
             # by address, because safetensors keeps only one of the names of tied weights
             places = {weights[name].data_ptr() for name in stored}
             others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
@@ -95,8 +95,13 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
         # save the base model along with its adapters, so that the folder is complete
         with torch.device("meta"):
             plain = type(model)(model.config)
-        adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+        adapted = {find_plain_name(name): tensor for name, tensor in weights.items()}
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
+
+
+def find_plain_name(name: str) -> str:
+    """Return the name of a weight in the files of a model without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,7 +195,8 @@ def load_state(path: str | Path) -> dict:
     check_files(path)
     state, weights = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True), load_weights(path)
     # states of earlier versions have no list of stored names: all files' weights count
-    state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
+    stored = {name: weights[find_plain_name(name)] for name in state.pop("stored", weights)}
+    state["model"] = stored | state.get("model", {})
     return {**state, "path": path}
 
 
@@ -209,13 +215,16 @@ def check_files(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a model but no training state")
 
 
-def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
+def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str, tokenizer: str) -> Path | None:
     """Return the path of the state to resume from, or None to start at epoch 0.
+
+    A command with --resume_from_checkpoint PATH that is started again resumes from its own newest checkpoint.
 
     The result is a path because helper processes, which are forked later, would keep the memory of a loaded state.
     Checkpoints of later epochs are moved away, because a later restart would resume from the newest one.
 
-    :raises UserError: if the state belongs to a different model or run, or the given path holds no state
+    :param tokenizer: its fingerprint
+    :raises UserError: if the state belongs to a different model, tokenizer or run, or the given path holds no state
     """
     output_dir = Path(args.output_dir)
     state = None
@@ -226,9 +235,13 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             if state and found != experiment_prefix:
                 raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
         elif args.resume_from_checkpoint != "none":
-            state = load_state(Path(args.resume_from_checkpoint))
+            state = find_newest_state(output_dir)
+            if not state or state.get("arguments", {}).get("resume_from_checkpoint") != args.resume_from_checkpoint:
+                state = load_state(Path(args.resume_from_checkpoint))
         if state:
             check_weights(state, model)
+            if state.get("tokenizer", tokenizer) != tokenizer:
+                raise CheckpointError(f"{state['path']} belongs to a different tokenizer (see --tokenizer_path)")
     except CheckpointError as e:
         raise UserError(
             f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another state, another "

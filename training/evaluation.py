@@ -91,7 +91,8 @@ class Evaluator:
             result = evaluate(state.model, batches, state.model.device, state.tokenizer)
             if STOP_REQUESTED.is_set() and not at_end:
                 return None
-            self.texts = sample_texts(state.model, state.tokenizer)
+            # with other weights, drawing a token could end the device's process
+            self.texts = sample_texts(state.model, state.tokenizer) if math.isfinite(result["loss"]) else []
         return result
 
     def measure(self, at_end: bool = False) -> Evaluation | None:

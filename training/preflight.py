@@ -91,7 +91,8 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         show(Check("dataset", f"{size} for {name}"))
     model = make_trainable_model(model_args, args, tokenizer)
     show(Check("model", f"{model.num_parameters():,} parameters, {describe_architecture(model)}"))
-    show(*check_machine(model.num_parameters(), args, averaging.local_steps))
+    trained = model.num_parameters(only_trainable=True)
+    show(*check_machine(trained, args, averaging.local_steps, model.num_parameters() - trained))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
 
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)

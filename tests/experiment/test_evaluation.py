@@ -62,6 +62,14 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
         assert text.startswith(before) and text.endswith(after) and len(text) > len(before + after)
 
 
+def test_model_without_samples_is_evaluated(tiny_data, monkeypatch, caplog):
+    """As one of the user's own class, which cannot generate."""
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model = make_model(ModelArguments(config_path="configs/demo.json"), tokenizer)
+    monkeypatch.setattr(model, "forward", None)
+    assert sample_texts(model, tokenizer) == [] and model.training and "no sample texts" in caplog.text
+
+
 def test_metrics_record_bounds_its_evaluation():
     (schema, _), subkey = make_validators("run")
     key, subkey = DHTID.generate(source="run_metrics").to_bytes(), MSGPackSerializer.dumps(subkey)

@@ -74,6 +74,25 @@ def test_checkpoint_restores_renamed_weights(tmp_path, tiny_data, name):
         assert all(weights[name].equal(tensor) for name, tensor in model.state_dict().items())
 
 
+def test_checkpoint_stores_frozen_weights_once(tmp_path, tiny_data):
+    """Adapters rename the matrices below them."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    make_model(ModelArguments(str(tmp_path / "config.json")), len(tokenizer)).save_pretrained(tmp_path / "base")
+    adapters = dict(model_name_or_path=str(tmp_path / "base"), lora_r=4, lora_target_modules=["q_proj", "down_proj"])
+    model, other = (make_model(ModelArguments(**adapters), len(tokenizer)) for _ in range(2))
+    for name, tensor in model.state_dict().items():
+        if "lora_" in name:
+            tensor.fill_(0.5)
+    state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": 2}
+    assert checkpoint.save_checkpoint(model, tokenizer, tmp_path, state, {}, 2)
+    frozen = 4 * sum(tensor.numel() for name, tensor in model.state_dict().items() if "lora_" not in name)
+    assert (tmp_path / "checkpoint-2" / "training_state.pt").stat().st_size < frozen / 2
+    loaded = check_weights(load_state(tmp_path / "checkpoint-2"), other)
+    assert all(loaded[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
 def test_checkpoint_weights_must_match_model(saved):
     """Peers do not send frozen weights. Earlier versions have another digest, or none."""
     model, save = saved
@@ -96,9 +115,9 @@ def saved(tmp_path, tiny_data):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
 
-    def save(epoch: int, folder: Path = tmp_path, model=model, limit: int = 3) -> dict:
+    def save(epoch: int, folder: Path = tmp_path, model=model, limit: int = 3, **arguments) -> dict:
         state = {"model": model.state_dict(), "optimizer": {"state": {}}, "scheduler": {}, "local_epoch": epoch}
-        state["arguments"] = {"experiment_prefix": "a"}
+        state |= {"arguments": {"experiment_prefix": "a", **arguments}, "tokenizer": "own"}
         assert checkpoint.save_checkpoint(model, tokenizer, folder, state, {}, limit)
         return state
 
@@ -125,7 +144,7 @@ def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, kind):
     else:
         content[content.index(b"sha256") if name == "training_state.json" else len(content) // 2] ^= 1
         victim.write_bytes(content)
-    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a")
+    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a", "own")
     state = load_state(path)
     assert path == tmp_path / "checkpoint-2" and state["local_epoch"] == 2
     assert all(state["model"][key].equal(model.state_dict()[key]) for key in state["model"])
@@ -140,16 +159,27 @@ def test_later_checkpoints_are_set_aside(saved, tmp_path):
     for epoch in (2, 4, 6):
         save(epoch)
     arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert choose_state(arguments, model, "another").name == "checkpoint-4"  # a PATH may begin another run
+    assert choose_state(arguments, model, "another", "own").name == "checkpoint-4"  # a PATH may begin another run
     assert list_names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     arguments.resume_from_checkpoint = "none"
-    assert choose_state(arguments, model, "a") is None
+    assert choose_state(arguments, model, "a", "own") is None
     assert list_names(tmp_path) == [] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
     for epoch in (3, 5, 7):
         save(epoch, limit=2)
     assert list_names(tmp_path) == ["checkpoint-5", "checkpoint-7"]
     save(1, limit=2)  # a swarm that has gone back
     assert list_names(tmp_path) == ["checkpoint-1"] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 5
+
+
+def test_restarted_command_resumes_its_newest_checkpoint(saved, tmp_path):
+    """Also one that began with a state from another folder, as that of an archive."""
+    model, save = saved
+    save(7, tmp_path / "archive")
+    path = str(tmp_path / "archive" / "checkpoint-7")
+    arguments = TrainerArguments(output_dir=str(tmp_path / "own"), resume_from_checkpoint=path)
+    assert choose_state(arguments, model, "a", "own") == Path(path)
+    save(90, tmp_path / "own", resume_from_checkpoint=path)
+    assert choose_state(arguments, model, "a", "own").name == "checkpoint-90"
 
 
 def test_wrong_checkpoint_is_one_line(saved, tmp_path):
@@ -169,7 +199,10 @@ def test_wrong_checkpoint_is_one_line(saved, tmp_path):
     ):
         arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
         with expect_user_error("cannot resume", *words):
-            choose_state(arguments, model, prefix)
+            choose_state(arguments, model, prefix, "own")
+    arguments = TrainerArguments(output_dir=str(small))
+    with expect_user_error("cannot resume", "a different tokenizer", "--tokenizer_path"):
+        choose_state(arguments, model, "a", "another")
 
 
 def test_killed_removal_leaves_new_folder(tmp_path, monkeypatch):
