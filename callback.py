@@ -71,8 +71,8 @@ class CollaborativeCallback:
             self.start_loss = evaluation.loss
         if tracker.present and tracker.view.epoch > optimizer.local_epoch:
             others = format_count(len(tracker.present), "other peer")
-            logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
-            optimizer.load_state_from_peers()
+            logger.info(f"catching up with {others} at epoch {tracker.view.epoch}")
+            optimizer.catch_up()
         self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:

@@ -118,6 +118,12 @@ class GradientAverager(VerifyingAverager):
         if self.local:
             self.local.drop_pending()
 
+    def copy_update(self) -> tuple[list[torch.Tensor], int]:
+        """Return the pending update of local steps with all that it has left, and the samples."""
+        self.local.move_anchor(self.local.anchor)  # an offered update is in `unsent` again
+        pairs = zip(self.local.measure(), self.unsent, strict=True)
+        return [update + rest for update, rest in pairs], self.samples
+
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members with the same epoch and lineage as most others, which differ after a partition, or on a
         peer that stepped alone; the rest must load that state. Of three or more peers, one with other parameters is

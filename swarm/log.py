@@ -180,8 +180,8 @@ class State:
 def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) -> State:
     """Return the state with which a log begins, after a dense round. All its members are the first voters, and count as
     owners of offers in the commits before. The parent is the blob of one member's anchor. The momentum is zero."""
-    head = compute_hash("genesis", (run, epoch, blob, members))
     voters = tuple(sorted(set(members)))[: log_records.MAX_VOTERS]
+    head = compute_hash("genesis", (run, epoch, blob, voters))
     return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
 
 
@@ -228,7 +228,11 @@ class Log:
         self.me, self.now = identity.peer, now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         self.model = state.head
-        memories = log_records.unpack(Annotated[tuple, 0, MAX_COMMITS, log_records.Memory], memory) if memory else ()
+        memories, kind = (), Annotated[tuple, 0, MAX_COMMITS, log_records.Memory]
+        try:
+            memories = log_records.unpack(kind, memory) if memory else ()
+        except ValueError:
+            memory = None  # another version has written it
         self.memories = {item.parent: item for item in memories}
         #: the first epoch for whose commit this peer knows all votes that it has given
         self.voting_epoch = math.inf if memory is None else max((item.epoch for item in memories), default=0)
@@ -327,7 +331,7 @@ class Log:
 
     def select(self, kind: type) -> list:
         """Return the records of a kind."""
-        return [record for record in self.records.values() if isinstance(record, kind)]
+        return [record for record in list(self.records.values()) if isinstance(record, kind)]  # threads may add some
 
     def add_record(self, record: object) -> None:
         """Keep a valid record for the next commit, and tell others."""

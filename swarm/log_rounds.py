@@ -46,6 +46,7 @@ from utils import RecordValidator, find_peer_id
 TICK = 0.5  # seconds between two calls of `Log.tick`
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 RECENT = 30.0  # seconds for which a peer's message tells its log
+TIE_EPOCHS = 16  # of two logs with as many peers, the one ahead by more stays: the other one's peers were asleep
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
@@ -231,14 +232,16 @@ class LogRounds:
 
     def has_fewer_peers(self) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
-        its id is smaller, and this log has a commit; before, other members may open this log later."""
+        it is more epochs ahead than a short cut costs, or its id is smaller, and this log has a commit; before, other
+        members may open this log later."""
         oldest, trust = time.monotonic() - RECENT, self.tracker.trust
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (trust.partners | trust.attested)
         with self._lock:
-            logs = Counter(log for peer, (log, _, at) in self._seen.items() if at > oldest and peer in known)
-        logs[self.log_id] += 1
-        first = min(logs, key=lambda it: (-logs[it], it))
+            seen = [(log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in known]
+        seen = sorted([*seen, (self.log_id, self.epoch)])
+        logs, epochs = Counter(log for log, _ in seen), dict(seen)  # the last epoch of a log is the highest one
+        first = min(logs, key=lambda it: (-logs[it], -(epochs[it] // TIE_EPOCHS), it))
         return first != self.log_id and 2 * logs[first] > len(known) + (len(self.log.chain) == 1)
 
     def take_offered(self) -> tuple[bytes, State, bytes] | None:
@@ -246,10 +249,11 @@ class LogRounds:
         which its id proves, or a later one from more than half of the known contributors."""
         with self._lock:
             offered, self.offered = self.offered, {}
-        num_known = len(self.tracker.trust.select_known(self.tracker.present))
+        known = self.tracker.trust.select_known(self.tracker.present).keys()
         for (log_id, state), count in Counter(offered.values()).most_common():
             first = make_genesis(self.tracker.prefix, state.epoch, state.parent, state.voters)
-            if 2 * count > num_known or state == first and state.head == log_id:
+            has_most = 2 * len(known & {*state.voters}) > len(known)  # a stranger may begin a log with itself
+            if 2 * count > len(known) or has_most and state == first and state.head == log_id:
                 return log_id, state, next(peer for peer, it in offered.items() if it == (log_id, state))
         return None
 

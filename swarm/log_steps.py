@@ -66,7 +66,7 @@ class LogSteps:
         #: leaders whose first state has not arrived, and the last such state, with its leader
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
-        self._next_join = self._stuck_at = 0.0
+        self._next_join = self._next_offer = self._stuck_at = 0.0
         self.counted: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
     # --- the state
@@ -160,7 +160,7 @@ class LogSteps:
             if not state.counted:  # the log begins, and clients get the anchor here
                 self.rounds.fetch_anchor(state.parent, client, state.voters)
         else:  # in a run of clients, the auxiliary peers
-            head = NEWEST if self._ended[0] else self.head
+            head = NEWEST if self._ended[0] or self.optimizer.is_auxiliary else self.head
             log_id, state = self.rounds.find(peers or [*self.rounds.helpers], head) or (b"", None)
         # not a log that this peer has left, and that has no commit since
         if log_id and (log_id != self._ended[0] or state and state.head != self._ended[1]):
@@ -172,6 +172,7 @@ class LogSteps:
         """Take part in a log, or load its newest state first if this peer's model is another one."""
         if log_id == self._ended[0]:
             self.optimizer.grad_averager.drop_pending()  # it may have counted updates since this peer has left it
+            self.optimizer.parked = None
         self._ended = b"", b""
         if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
             if self._take_genesis(*self._late):
@@ -263,7 +264,7 @@ class LogSteps:
         """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
         head = self.head
         is_done = self._last_offer is not None and self._last_offer.base == head
-        if is_done or not self.optimizer.grad_averager.samples:
+        if is_done or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         if self.tracker.ready_to_update_epoch or self.rounds.has_most_offers(head):
             started = time.monotonic()
@@ -287,6 +288,7 @@ class LogSteps:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
+            self._next_offer = time.monotonic() + STUCK_TIMEOUT
             restore(blocks, Numbers(grad_averager.unsent))
             optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
             grad_averager.samples += samples

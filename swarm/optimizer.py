@@ -21,7 +21,7 @@ from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
-from swarm.optimizer_state import StateAverager, list_params
+from swarm.optimizer_state import StateAverager, copy_tensors, list_params
 from swarm.plan import count_bits
 from swarm.processes import exit_if_process_dies
 from swarm.progress import PING_DELAY, PeerTracker
@@ -92,6 +92,7 @@ class CollaborativeOptimizer:
         self.sync = StateSync(self.tracker, self.state_averager)
         self.local: LocalSteps | None = None
         self.log_steps: LogSteps | None = None
+        self.parked: tuple[list[torch.Tensor], int] | None = None  # the update and samples that no log has taken yet
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
@@ -153,6 +154,11 @@ class CollaborativeOptimizer:
             self.local.load_inner_state(state["local"])
         # without others, an epoch that this peer was at before no longer counts
         self.tracker.update_epoch(self.local_epoch, may_lower=not self.tracker.present)
+
+    def catch_up(self) -> None:
+        """Join the others' log, whose commits this peer replays if its state is in it; or load the swarm's state."""
+        if not (self._takes_local_steps and self.log_steps.join()):
+            self.load_state_from_peers()
 
     def step(self, batch_size: int = 0) -> None:
         """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples.
@@ -289,8 +295,12 @@ class CollaborativeOptimizer:
         samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
         self.tracker.set_target(samples - self.averaging.batch_size_lead)
         if is_local != averager.is_local:
+            parked, self.parked = self.parked, averager.copy_update() if averager.is_local else None
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
+            if is_local and parked:
+                copy_tensors(averager.unsent, parked[0])
+                averager.samples = parked[1]
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""

@@ -148,13 +148,12 @@ class Rounds:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
         self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
-        self.stats.members = result.members
+        self.stats.members, self.state_averager.group_id = result.members, result.group_id
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         if not self.is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()
             return
-        self.state_averager.group_id = result.group_id
         self.expect_group()
         self.tracker.record_round(self.stats.last_group, wait.waited_since)
 

@@ -219,6 +219,8 @@ class StateDownload:
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
+        if not witnesses and any(peer.to_bytes() in self.contributors for peer in declared):
+            return {}  # they have failed, but strangers must not decide; dead ones soon count no longer
         if averager.client_mode and not relays:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one

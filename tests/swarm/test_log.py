@@ -1,6 +1,7 @@
 """The replicated log: each rule, and random faults. `python tests/swarm/test_log.py 1000` runs more of them."""
 
 import hashlib
+import math
 import statistics
 import sys
 import tracemalloc
@@ -505,6 +506,7 @@ def test_log_of_many_members_has_bounded_state():
     members = tuple(bytes([number]) for number in range(70))
     state = make_genesis("run", 3, bytes(32), members)
     assert len(state.voters) == log_records.MAX_VOTERS and unpack(State, pack(state)) == state
+    assert make_genesis("run", 3, bytes(32), members[::-1]) == state  # an auxiliary peer knows only the voters
 
 
 @pytest.mark.parametrize(
@@ -729,6 +731,12 @@ def test_restarted_voter_waits_for_its_last_epoch():
         it.add_offer(1e6, make_offer(it.me, it.state.head, b"a" * 32))
         it.tick(1e6 + 60)
     assert log.state.epoch == 1 and old.state.epoch == 0
+
+
+def test_memory_of_another_version_counts_as_lost():
+    log = make_log(1)
+    other = Log(log.state, log.identity, TIMEOUT, log.holds, 1e6, pack(("another", "version")))
+    assert other.voting_epoch == math.inf and not other.memories
 
 
 def test_voter_without_memory_waits_for_own_offer():

@@ -89,6 +89,24 @@ def test_one_claim_closes_no_new_log(tmp_path):
         assert results == [False, False, True]
 
 
+def test_log_ahead_stays_of_two_equal_ones(tmp_path):
+    """Of two peers, one was asleep while the other one continued alone, for nine or for a thousand epochs."""
+    with run_rounds(tmp_path, say_nothing) as (rounds, (peer,), (dht,)), contextlib.ExitStack() as stack:
+        other = make_tracker(dht, "run", 64)
+        stack.callback(other.shutdown)
+        other.report_local_progress(3, 8)
+        rounds.tracker.trust.partners.add(peer)
+        wait_until(lambda: rounds.tracker.refresh_now() or rounds.tracker.present, 30, "the other's record")
+        own, state = bytes([100]) * 32, make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer))
+        rounds.open(own, state)
+        rounds.log.chain[bytes(32)] = rounds.log.chain[state.head]  # in place of a commit
+        for other_log in (bytes(32), bytes([200]) * 32):
+            for epoch, other_epoch, stays in ((3, 12, other_log > own), (3, 1000, False), (1000, 3, True)):
+                rounds.epoch = epoch
+                rounds._read(peer, Envelope(other_log, other_epoch))
+                assert rounds.has_fewer_peers() != stays
+
+
 def test_peers_that_refuse_count_against_claim(tmp_path):
     """Strangers may have asked them so often that they answer no other one; then one claim must not decide."""
 
@@ -121,6 +139,9 @@ def test_auxiliary_peer_believes_no_single_client(tmp_path):
         assert offer(false) is None and offer(false, later, later) is None
         assert offer(false, later, later, later) == (first.head, later, clients[1])
         assert offer(first) == (first.head, first, clients[0])
+        alone = make_genesis("run", 3, bytes(32), (b"stranger",))
+        rounds._read(clients[1], Envelope(alone.head, 3, state=pack(alone)))
+        assert rounds.take_offered() is None  # a log that its only voter has begun
 
 
 def test_vote_is_sent_only_if_on_disk(tmp_path):

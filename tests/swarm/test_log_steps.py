@@ -175,6 +175,9 @@ def test_remaining_half_begins_new_log(start, are_clients, seconds):
     assert {of[max(of)]["averaged_with"] for of in lines} <= ({1, 2} if are_clients else {2})
     common = max(lines[0].keys() & lines[1].keys())
     assert common >= last + 6 and lines[0][common]["digest"] == lines[1][common]["digest"]
+    for of in lines:
+        computed, counted = (of[max(of)][name] - of[last][name] for name in ("steps", "total_samples"))
+        assert 16 * computed - counted <= 2 * 48 * 4  # also of the time without a commit
 
 
 @pytest.mark.parametrize("silence, seconds", [(600, 100), pytest.param(70, 200, marks=pytest.mark.slow)])

@@ -141,6 +141,17 @@ def test_state_needs_more_than_half_of_the_known(states, chosen):
 
 
 @run_async
+async def test_failed_contributors_leave_no_choice_to_others():
+    """They are there, but too slow, twice: otherwise a stranger's state would be loaded."""
+    slow, stranger = PeerID(b"slow"), PeerID(b"stranger")
+    averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value={slow: 5.0, stranger: 6.0}), client_mode=True)
+    download = StateDownload(averager, [], contributors=[slow.to_bytes()])
+    assert await download.find_peers(5) == {slow: 5.0, stranger: 6.0}
+    download.failures[slow] = 2
+    assert await download.find_peers(5) == {}
+
+
+@run_async
 async def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     """Without known contributors: as many untrusted peers as are asked at once claim an epoch, and describe none."""
     most, honest, ask = state_download.MAX_DONORS, PeerID(b"honest"), AsyncMock(return_value=[])
