@@ -121,6 +121,14 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _avoid_leader(self) -> None:
         self._matchmaking.avoid_leader()
 
+    def end_rounds(self) -> None:
+        """End the running rounds for all peers; hivemind cancels only the search for a group."""
+        self._send("_end_rounds")
+
+    async def _end_rounds(self) -> None:
+        for running in filter(asyncio.Future.done, list(self._running_groups.values())):
+            running.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
+
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
         an answer, the others would ban this peer instead of the leader."""

@@ -39,7 +39,8 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
         now, present = time.monotonic(), node.protocol.routing_table.peer_id_to_uid.keys()
-        seen = {peer: at for peer, at in seen.items() if at > now - LOST_AFTER} | dict.fromkeys(present, now)
+        if present:  # otherwise, this peer's own line is down
+            seen = {peer: at for peer, at in seen.items() if at > now - LOST_AFTER} | dict.fromkeys(present, now)
         await asyncio.gather(*map(node.protocol.call_ping, {*seen, *node.initial_ids} - present))
 
 
@@ -49,9 +50,9 @@ async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
     if dht.membership:
         jobs.append(maintain_revocations(dht, node))
     jobs, daemon = asyncio.gather(*jobs), find_helpers()  # a reference: asyncio holds tasks weakly (note 81)
-    while all(map(is_alive, daemon)):
+    while all(map(is_alive, daemon)) and not jobs.done():
         await asyncio.sleep(1.0)
-    if node.is_alive:  # the daemon has died, and no call would ever be answered: `exit_if_process_dies` notices the end
+    if node.is_alive:  # without the daemon, no call would ever be answered: `exit_if_process_dies` notices the end
         signal.raise_signal(signal.SIGKILL)
 
 

@@ -74,8 +74,8 @@ class GradientAverager(VerifyingAverager):
             samples = self.samples + self._behind[self._next_partition]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
         self._in_mean = max(1, samples)
-        self.residual.zero_()
-        with self.get_tensors() as averaged:
+        with self.get_tensors() as averaged:  # a round that was cancelled may still write to them
+            self.residual.zero_()
             for mean, total in zip(averaged, self._in_flight[0], strict=True):
                 mean.copy_(total).div_(self._in_mean)
         return samples

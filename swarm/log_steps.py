@@ -9,6 +9,7 @@ without the log, or with a lost state, loads a state and joins.
 
 import contextlib
 import hashlib
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
 JOIN_INTERVAL, ATTESTATION_INTERVAL = 3.0, 60.0  # seconds until the others' log, or the contributors, are asked again
+OFFER_PAUSE = 10.0  # seconds after an update that could not be stored, until the next one is encoded
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
 MIN_GENESIS_TIMEOUT, SLOW_MBITS = 60.0, 2.0  # seconds for the first anchor; the uplink of a slow peer that passes it on
@@ -203,8 +205,8 @@ class LogSteps:
 
     def _check_progress(self, head: bytes) -> None:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
-        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * self.tracker.dht.uplink.timeouts.epoch_seconds)
         log, newest, now = self.rounds.log, self.rounds.log.state, time.monotonic()
+        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_low(log.spans or (0.0,)))
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()
@@ -288,7 +290,7 @@ class LogSteps:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
-            self._next_offer = time.monotonic() + STUCK_TIMEOUT
+            self._next_offer = time.monotonic() + OFFER_PAUSE
             restore(blocks, Numbers(grad_averager.unsent))
             optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
             grad_averager.samples += samples

@@ -47,11 +47,12 @@ MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any ca
 
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
-    """Allocate zeros as views of one buffer per dtype: each buffer shared with another process takes an open file."""
+    """Allocate zeros as views of one buffer per dtype: each buffer shared with another process takes an open file. They
+    are shared at once: if /dev/shm is full, sending the result to another process would end hivemind's thread."""
     pieces = {}
     for dtype in {info.descriptor.dtype for info in infos}:
         sizes = [info.descriptor.numel() for info in infos if info.descriptor.dtype == dtype]
-        pieces[dtype] = iter(torch.zeros(sum(sizes), dtype=dtype).split(sizes))
+        pieces[dtype] = iter(torch.zeros(sum(sizes), dtype=dtype).share_memory_().split(sizes))
     return [next(pieces[info.descriptor.dtype]).view(info.descriptor.shape) for info in infos]
 
 

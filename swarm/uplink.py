@@ -227,13 +227,15 @@ class Uplink:
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
-            lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=POLL_INTERVAL))
+            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # on a slow way back, there is no queue
+            lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=patience))
             excess = []  # seconds beyond the shortest RTTs
             for peer, answer in fresh.items():
-                if answer.done() and (seconds := answer.result()) is not None:
-                    # a longer route is learned in a minute; this much longer, a clock was set, or this machine slept
+                if answer.done() and answer.result():
+                    seconds, rtt = answer.result()
+                    # a longer route is learned in a minute; if it is longer by more than the RTT, a clock was set
                     last_shortest = shortest.get(peer, seconds)
-                    last_shortest = seconds if seconds > last_shortest + 2 * POLL_INTERVAL else last_shortest
+                    last_shortest = seconds if seconds > last_shortest + rtt else last_shortest
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
                     excess.append(seconds - shortest[peer])
             if has_traffic:
@@ -306,15 +308,15 @@ class Uplink:
         drained = (self._sent.value - sent) / max(POLL_INTERVAL, now - POLL_INTERVAL - since)
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 
-    async def measure_delay(self, node: DHTNode, peer: PeerID) -> float | None:
-        """Return a ping's seconds one way, apart from a constant of each peer; None without an answer."""
+    async def measure_delay(self, node: DHTNode, peer: PeerID) -> tuple[float, float] | None:
+        """Return a ping's seconds one way, apart from a constant of each peer, and its RTT; None without an answer."""
         start = time.monotonic()  # this machine's wall clock may be set
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
             # with this node's id, by which a peer that has restarted finds the others again
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(peer=node.protocol.node_info))
             answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
-            self.record_rtt(time.monotonic() - start)
-            return answer.dht_time - start if math.isfinite(answer.dht_time) else None
+            self.record_rtt(rtt := time.monotonic() - start)
+            return (answer.dht_time - start, rtt) if math.isfinite(answer.dht_time) else None
         return None
 
 

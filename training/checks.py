@@ -24,7 +24,7 @@ logger = logging.getLogger("checks")
 ENOUGH_FILES = 4096
 # measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, send and restore
 HOST_BYTES_PER_PARAMETER = 79
-SHARED_BYTES_PER_PARAMETER = 12  # of these in /dev/shm
+SHARED_BYTES_PER_PARAMETER = 24  # of these in /dev/shm, with a state for a joining peer
 FROZEN_BYTES_PER_PARAMETER = 8  # of weights that are not trained: the model, and a copy that is written or compared
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
 LOCAL_STATE_BYTES_PER_PARAMETER = 24  # with local steps also the outer momentum, and this peer's own moments
