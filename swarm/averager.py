@@ -82,6 +82,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
         self._limit: asyncio.Timeout | None = None
+        self._round: asyncio.Future | None = None  # the running one's all-reduce
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -121,13 +122,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _avoid_leader(self) -> None:
         self._matchmaking.avoid_leader()
 
-    def end_rounds(self) -> None:
-        """End the running rounds for all peers; hivemind cancels only the search for a group."""
-        self._send("_end_rounds")
+    def end_round(self) -> None:
+        """End the running round, if any, for all peers; hivemind cancels only the search for a group."""
+        self._send("_end_round")
 
-    async def _end_rounds(self) -> None:
-        for running in filter(asyncio.Future.done, list(self._running_groups.values())):
-            running.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
+    async def _end_round(self) -> None:
+        if self._round and self._round.done():
+            self._round.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
 
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
@@ -148,7 +149,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
         group_info = self.select_group(group_info)
-        running = self._running_groups[group_info.group_id]
+        running = self._round = self._running_groups[group_info.group_id]
         running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
         try:
@@ -160,6 +161,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 await self._check_failed_round(running.result(), watch)
             raise
         finally:
+            self._round = None
             watch.cancel()
             # a finished round and its tensors form a reference cycle (note 79)
             asyncio.get_running_loop().call_later(1.0, collect_garbage)

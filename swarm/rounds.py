@@ -162,7 +162,7 @@ class Rounds:
         self._ban_malicious_peers(control)
         if not control.done():
             control.cancel()
-            self.grad_averager.end_rounds()
+            self.grad_averager.end_round()
         self.grad_averager.restore_pending()
         self.stats.failed += 1
         self.stats.failed_in_a_row += 1
@@ -220,8 +220,8 @@ class Rounds:
         if not all(update.done() for update in pending):
             for control in filter(None, (self.gradient_round, self.parameter_round)):
                 control.cancel()
-            self.grad_averager.end_rounds()
-            self.state_averager.end_rounds()
+            self.grad_averager.end_round()
+            self.state_averager.end_round()
             concurrent.futures.wait(pending, 1.0)  # they end with their round
         self.state_averager.step()
 
