@@ -133,11 +133,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
         an answer, the others would ban this peer instead of the leader."""
-        request = await anext(stream)
-        if request.group_id not in self._running_groups:
+        request, running = await anext(stream), self._running_groups
+        if request.group_id not in running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
-        if request.group_id not in self._running_groups:
+        # a group that has formed may wait for a long batch of this peer
+        if request.group_id not in running and request.group_id != self._matchmaking.group_id:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             return
         async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):

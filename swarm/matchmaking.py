@@ -120,6 +120,7 @@ class EarlyStartMatchmaking(Matchmaking):
         #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
         self.requested_leader: PeerID | None = None
         self.leader: PeerID | None = None  # of the last group
+        self.group_id = b""  # of the last search, if it has found a group
         self.request_limit: asyncio.Timeout | None = None
         self.num_searches = self.num_redirects = 0
         #: for how many searches each leader that had begun no round was not asked, and the last of them
@@ -135,7 +136,7 @@ class EarlyStartMatchmaking(Matchmaking):
         """Look for a group with timeouts that follow the network."""
         self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
         self.num_searches += 1
-        self.leader = self.peer_id
+        self.leader, self.group_id = self.peer_id, b""
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
@@ -148,8 +149,10 @@ class EarlyStartMatchmaking(Matchmaking):
         try:
             group = await super().look_for_group(step)
             # members to which the leader has shown different groups must not exchange data, and ban each other for it
-            view = group and (group.group_id, [peer.to_bytes() for peer in group.peer_ids], group.gathered)
-            return group and replace(group, group_id=compute_hash(view)[:20])
+            if group:
+                view = group.group_id, [peer.to_bytes() for peer in group.peer_ids], group.gathered
+                self.group_id = compute_hash(view)[:20]
+            return group and replace(group, group_id=self.group_id)
         finally:
             for helper in helpers:
                 helper.cancel()

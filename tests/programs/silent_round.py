@@ -1,4 +1,8 @@
-"""Two peers average once; in a second round one of them is in the group, and sends nothing. Print their states."""
+"""Two peers average once; in a second round one of them is in the group, and sends nothing. Print their states.
+
+With "end" as the last word, the other one gives up the second round as soon as it has begun. With "late", the silent
+one begins after five seconds, as during a long batch.
+"""
 
 import json
 import multiprocessing
@@ -70,6 +74,13 @@ with clean_end():
     while control.stage == AveragingStage.LOOKING_FOR_GROUP:
         time.sleep(0.01)
     start = time.monotonic()
+    if sys.argv[-1] == "end":
+        while not averagers[0].exchanged_group.value:
+            time.sleep(0.01)
+        averagers[0].end_round()
+    if sys.argv[-1] == "late":
+        time.sleep(5)
+        averagers[1].begin(controls[1])
     facts["failure"] = str(control.exception(60))
     facts["seconds"] = time.monotonic() - start
     controls[1].cancel()

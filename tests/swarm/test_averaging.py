@@ -134,6 +134,15 @@ def test_next_chunk_timeout_and_min_vector_size_apply(start):
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9) and 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
+@pytest.mark.parametrize("kind, failure", [("end", "given up"), ("late", "None")])
+def test_round_waits_for_long_batch_and_ends_if_given_up(start, kind, failure):
+    """hivemind cancels only the search for a group; the exchange would go on for the 30 s of a silent peer."""
+    script = start("rounds", "-m", "tests.programs.silent_round", make_prefix(), '{"next_chunk_timeout": 30}', kind)
+    script.assert_clean_end(120)
+    (facts,) = script.json_lines()
+    assert failure in facts["failure"] and facts["seconds"] < 15 and facts["runners"] == 0
+
+
 def test_peer_counting_fewer_samples_joins_round(start, prefix):
     """A peer that knows too few samples of the others would make a complete group wait."""
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
