@@ -41,7 +41,8 @@ with clean_end():
         facts[role] = {"names": names, "shapes": shapes, "matrices": at}
         optimizers.append(optimizer)
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0})), unk_token="[UNK]")
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
 
     class MemoryHog(Evaluator):
         def compute(self, at_end):
