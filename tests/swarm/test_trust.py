@@ -367,7 +367,7 @@ def test_commit_does_not_raise_speed(dhts):
 
 def test_aux_peer_excludes_unresponsive_peers(tracker):
     tracker.others, tracker.trust.is_auxiliary = {name: make_record(name, ago=1.0) for name in NAMES}, True
-    rounds = Rounds(tracker, None, SimpleNamespace(restore_pending=lambda: None))
+    rounds = Rounds(tracker, None, SimpleNamespace(restore_pending=lambda: None, end_round=lambda: None))
     rounds._put_back(MPFuture(), 5, PeersSilentError([b"a", b"b"]))
     assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
 
@@ -386,7 +386,8 @@ def test_step_needs_most_contributors(tracker, monkeypatch, group, behind, is_st
     tracker.others, tracker.trust.attested = {it: make_record(it) for it in (*NAMES, b"new", b"newer")}, {*NAMES}
     tracker.others |= {name: make_record(name, epoch=4) for name in map(bytes, zip(behind))}
     result, ignore = RoundResult(b"group", (), 1, 0, {}), lambda *_, **__: 1
-    averager = SimpleNamespace(set_expected_peers=ignore, restore_pending=ignore, finish=ignore, samples=1)
+    names = ("set_expected_peers", "restore_pending", "end_round", "finish")
+    averager = SimpleNamespace(samples=1, **dict.fromkeys(names, ignore))
     rounds = Rounds(tracker, averager, averager)
     monkeypatch.setattr("swarm.rounds.RoundWait.run", lambda _: {PeerID(name): result for name in group})
     with contextlib.nullcontext() if is_step else pytest.raises(AveragingError):
