@@ -485,7 +485,7 @@ async def count_cancelled(client: ControlClient, requests: int) -> int:
 
 @pytest.mark.parametrize(("kind", "kept"), [(ControlClient, 20), (ResilientControlClient, 0)])
 def test_hivemind_keeps_cancelled_requests(kind, kept):
-    """Note 96; HandlerTasks in swarm/patches.py."""
+    """Note 96; ResilientControlClient in swarm/patches.py."""
     assert asyncio.run(count_cancelled(kind(None, _initialized_with_create=True), 20)) == kept
 
 
