@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/rehearsal_in_process.py outputs/rehearsal/begin/model --peers 1
     OMP_NUM_THREADS=1 python benchmarks/rehearsal_in_process.py outputs/rehearsal/begin/model --shared_data
 
-Twelve peers with the batches of LINES train by Muon and wsd, and make 25 outer steps of 48 samples each in an epoch, as
-on the log. With --peers 1, one process trains on the same number of samples. It prints the validation loss of every
-second epoch.
+Twelve peers with the batches of LINES train by Muon and wsd. As on the log, an epoch takes 25 batches of 48 samples,
+and ends with one outer step. With --peers 1, one process trains on the same number of samples. It prints the validation
+loss after every second epoch.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--outer_rate", type=float, default=1.0)
     parser.add_argument("--equal", action="store_true", help="four samples in each batch")
     parser.add_argument(
-        "--shared_data", action="store_true", help="the same, all from one shuffled pass after the other"
+        "--shared_data", action="store_true", help="the same, and all peers share each shuffled pass over the data"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

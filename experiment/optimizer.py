@@ -202,8 +202,8 @@ def learning_rate_factor(epoch: int, args: OptimizerArguments) -> float:
 
 
 def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the learning rate's schedule, in epochs of the swarm. Its `step(epoch)` must be able to jump to any epoch,
-    because peers join late. torch's SequentialLR, for one, cannot."""
+    """Return the learning rate's schedule, in epochs of the swarm. Because peers join late, its `step(epoch)` must be
+    able to jump to any epoch. torch's SequentialLR, for example, cannot do so."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, args=args))
 
 

@@ -138,7 +138,6 @@ class CheckpointHandler:
         averager.apply_downloaded_state(metadata, tensors)
         # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
         state = checkpoint.collect_state(self.model, self.optimizer, self.settings)
-        state["tokenizer"] = tokenizer_fingerprint(self.tokenizer)
         # an aux peer that averages continues at its previous epoch
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]

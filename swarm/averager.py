@@ -82,7 +82,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
         self._limit: asyncio.Timeout | None = None
-        self._round: asyncio.Future | None = None  # the running one's all-reduce
+        self._round: asyncio.Future | None = None  # has the runner of the running round
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -137,7 +137,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         if request.group_id not in running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
-        # a group that has formed may wait for a long batch of this peer
+        # a group that has formed waits until this peer ends its batch
         if request.group_id not in running and request.group_id != self._matchmaking.group_id:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             return

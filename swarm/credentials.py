@@ -117,8 +117,8 @@ class Authority:
 
     @contextlib.contextmanager
     def open_run(self, prefix: str) -> Iterator[dict]:
-        """Lock the member list, yield a run's entry for changes, and write the list. An entry holds the
-        run's members by peer id, and its signed revocation list in hexadecimal."""
+        """Lock the member list, yield a run's entry for changes, and write the list. An entry holds the run's members
+        by peer id, and its signed revocation list in hexadecimal."""
         with locked(self.path.with_suffix(".lock")):
             runs = self.read_members()
             yield runs.setdefault(prefix, {"members": {}, "revocations": ""})

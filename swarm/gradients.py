@@ -119,8 +119,8 @@ class GradientAverager(VerifyingAverager):
             self.local.drop_pending()
 
     def copy_update(self) -> tuple[list[torch.Tensor], int]:
-        """Return the pending update of local steps with all that it has left, and the samples."""
-        self.local.move_anchor(self.local.anchor)  # an offered update is in `unsent` again
+        """Return the pending update of local steps plus the residual, and its samples."""
+        self.local.move_anchor(self.local.anchor)  # takes out an offered update, which is in the residual again
         pairs = zip(self.local.measure(), self.unsent, strict=True)
         return [update + rest for update, rest in pairs], self.samples
 

@@ -331,7 +331,7 @@ class Log:
 
     def select(self, kind: type) -> list:
         """Return the records of a kind."""
-        return [record for record in list(self.records.values()) if isinstance(record, kind)]  # threads may add some
+        return [record for record in list(self.records.values()) if isinstance(record, kind)]  # other threads add some
 
     def add_record(self, record: object) -> None:
         """Keep a valid record for the next commit, and tell others."""

@@ -46,7 +46,7 @@ from utils import RecordValidator, find_peer_id
 TICK = 0.5  # seconds between two calls of `Log.tick`
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 RECENT = 30.0  # seconds for which a peer's message tells its log
-TIE_EPOCHS = 16  # of two logs with as many peers, the one ahead by more stays: the other one's peers were asleep
+TIE_EPOCHS = 16  # by which one of two logs with equally many peers is ahead if the peers of the other were asleep
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
@@ -232,8 +232,8 @@ class LogRounds:
 
     def has_fewer_peers(self) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
-        it is more epochs ahead than a short cut costs, or its id is smaller, and this log has a commit; before, other
-        members may open this log later."""
+        this log has a commit (before, other members may still open it), and the other log is TIE_EPOCHS ahead, or not
+        behind and with the smaller id."""
         oldest, trust = time.monotonic() - RECENT, self.tracker.trust
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (trust.partners | trust.attested)
@@ -252,7 +252,7 @@ class LogRounds:
         known = self.tracker.trust.select_known(self.tracker.present).keys()
         for (log_id, state), count in Counter(offered.values()).most_common():
             first = make_genesis(self.tracker.prefix, state.epoch, state.parent, state.voters)
-            has_most = 2 * len(known & {*state.voters}) > len(known)  # a stranger may begin a log with itself
+            has_most = 2 * len(known & {*state.voters}) > len(known)  # a stranger may begin a log of its own
             if 2 * count > len(known) or has_most and state == first and state.head == log_id:
                 return log_id, state, next(peer for peer, it in offered.items() if it == (log_id, state))
         return None

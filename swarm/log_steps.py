@@ -23,7 +23,7 @@ from swarm.aggregation import Contribution, Numbers, compute_digest, encode, res
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.log import State, make_genesis
-from swarm.log_records import Commit, Leave, Offer
+from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
@@ -214,8 +214,7 @@ class LogSteps:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
         self._stuck_at = 0.0 if head == newest.head else self._stuck_at or now + STUCK_TIMEOUT
         is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
-        gone = {it.peer for it in log.select(Leave)} - self.tracker.present.keys()
-        if 2 * len(gone.intersection(newest.voters)) >= len(newest.voters):
+        if 2 * len(self.tracker.withdrawn.intersection(newest.voters)) >= len(newest.voters):
             self._end("too few voters have stayed")
         elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
             self._end(f"no commit for {longest:.0f} s")
@@ -225,7 +224,7 @@ class LogSteps:
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
 
     def _end(self, reason: str) -> None:
-        """Leave a log that can have no further commit. A peer that is alone begins another one with its own updates."""
+        """Leave a log that can have no further commit. A peer that is alone begins another with its pending update."""
         logger.warning(f"{reason}: leaving the log")
         self._ended = self.rounds.log_id, self.rounds.log.state.head
         self._close()

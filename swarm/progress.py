@@ -62,6 +62,7 @@ class PeerTracker:
         self.local_progress = self._make_record(0, 0)
         #: the newest plausible records of the other peers, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}
+        self.withdrawn: set[bytes] = set()  # the peers that have left lately, and have withdrawn their records
         #: pings in flight, and the last request for attestations: without a reference, MPFuture forgets the callbacks
         self.pings: list[MPFuture] = []
         self._attestations: MPFuture | None = None
@@ -347,7 +348,8 @@ class PeerTracker:
         newest = {record.peer_id: record for record in sorted(plausible, key=lambda record: record.time)}
         newest.pop(self.dht.peer_id.to_bytes(), None)
         last, self.others = self.others, self.trust.select_believable(newest, self.local_progress.epoch)
-        for peer_id in withdrawn & last.keys() - self.others.keys():
+        self.withdrawn = withdrawn - self.others.keys()
+        for peer_id in self.withdrawn & last.keys():
             logger.info(f"peer {PeerID(peer_id)} left")
         self.trust.update(self.others)
 

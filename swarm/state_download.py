@@ -220,7 +220,7 @@ class StateDownload:
         witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if not witnesses and any(peer.to_bytes() in self.contributors for peer in declared):
-            return {}  # they have failed, but strangers must not decide; dead ones soon count no longer
+            return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count
         if averager.client_mode and not relays:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one

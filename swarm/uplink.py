@@ -227,13 +227,13 @@ class Uplink:
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in asking}
             asking |= fresh
-            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # on a slow way back, there is no queue
+            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # a slow return path is no queue
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=patience))
             excess = []  # seconds beyond the shortest RTTs
             for peer, answer in fresh.items():
                 if answer.done() and answer.result():
                     seconds, rtt = answer.result()
-                    # a longer route is learned in a minute; if it is longer by more than the RTT, a clock was set
+                    # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
                     last_shortest = shortest.get(peer, seconds)
                     last_shortest = seconds if seconds > last_shortest + rtt else last_shortest
                     shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))

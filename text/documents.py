@@ -70,7 +70,7 @@ def split_paragraphs(text: str, kind: InstanceKind = PAIRS) -> list[str]:
         return lines if any(map(str.strip, lines)) else []
     is_wrapped = sum(len(line) for line in lines if len(line) > 200) * 2 <= len(text)
     blocks = re.split(r"\n\s*\n", text) if is_wrapped else lines
-    # without blank lines, each line is a sentence or a record
+    # in a long text without blank lines, each line is a sentence or a record
     parts = [part for block in blocks for part in (block.split("\n") if len(block) > PART_CHARACTERS else [block])]
     return [" ".join(part.split()) for part in parts if part and not part.isspace()]
 
@@ -142,13 +142,13 @@ def find_kinds(path: str | Path) -> set[str]:
     return {suffix.lower() for suffix in Path(path).suffixes[-2:]}
 
 
-def has_quoted_cells(text: str, delimiter: str) -> bool:
-    """Return whether quotation marks are those of CSV. In many TSV files, as those of GLUE, they belong to the text,
-    and as marks of CSV, they would join rows."""
+def has_quoted_cells(text: str) -> bool:
+    """Return whether the quotation marks of a TSV file follow the rules of CSV. In many files, such as those of GLUE,
+    they belong to the text. Read by those rules, they would join rows."""
     try:
-        deque(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), maxlen=0)
+        deque(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True), maxlen=0)
     except csv.Error:
-        return delimiter != "\t"
+        return False
     return True
 
 
@@ -161,7 +161,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
     if kinds & {".csv", ".tsv"}:
         csv.field_size_limit(2**31 - 1)
         delimiter = "\t" if ".tsv" in kinds else ","
-        quoting = csv.QUOTE_MINIMAL if is_strict or has_quoted_cells(text, delimiter) else csv.QUOTE_NONE
+        is_plain = not is_strict and delimiter == "\t" and not has_quoted_cells(text)
+        quoting = csv.QUOTE_NONE if is_plain else csv.QUOTE_MINIMAL
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=is_strict)
         try:
             for row in rows:

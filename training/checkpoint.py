@@ -28,6 +28,7 @@ from arguments import TrainerArguments
 from common.console import UserError
 from common.files import describe_file, write_whole
 from models.build import describe_architecture
+from text.tokenizers import tokenizer_fingerprint
 
 logger = logging.getLogger("checkpoint")
 
@@ -71,7 +72,8 @@ def save_model(
             places = {weights[name].data_ptr() for name in stored}
             others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
             with open(unfinished / "training_state.pt", "wb") as file:
-                torch.save({**state, "model": others, "stored": sorted(stored)}, file)
+                own = {"model": others, "stored": sorted(stored), "tokenizer": tokenizer_fingerprint(tokenizer)}
+                torch.save({**state, **own}, file)
         tokenizer.save_pretrained(unfinished)
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
         files = {name: describe_file(unfinished / name) for name in names}

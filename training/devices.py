@@ -161,8 +161,8 @@ def find_peak(name: str, is_half: bool) -> float | None:
 def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> int:
     """Return the FLOP of the matrix products in a forward and a backward pass, with those that are recomputed.
 
-    It takes no more memory than a step in half precision: the precision and the kernel of a GPU do not change the
-    count. The counter does not know the CPU's fused attention.
+    It takes the memory of a step in half precision: neither the precision nor a GPU's attention kernel changes the
+    count. The counter does not know the fused attention of the CPU.
     """
     counter, autocast = FlopCounterMode(display=False), torch.autocast(device.type)
     kernel = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()

@@ -91,7 +91,7 @@ class Evaluator:
             result = evaluate(state.model, batches, state.model.device, state.tokenizer)
             if STOP_REQUESTED.is_set() and not at_end:
                 return None
-            # with other weights, drawing a token could end the device's process
+            # sampling from NaN probabilities can end the process on a GPU
             self.texts = sample_texts(state.model, state.tokenizer) if math.isfinite(result["loss"]) else []
         return result
 

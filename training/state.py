@@ -15,7 +15,6 @@ from common.flags import list_values
 from swarm.joining import Swarm
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
-from text.tokenizers import tokenizer_fingerprint
 from training.checkpoint import CheckpointError, apply_state, collect_state, load_state, save_checkpoint
 from training.devices import all_finite
 from training.progress import RECENT_EPOCHS
@@ -125,8 +124,7 @@ class TrainerState:
         """Return a copy of all that a restart needs, see training/checkpoint.py."""
         counters = {name: getattr(self.stats, name) for name in TOTALS}
         counters["failed_rounds"] = self.optimizer.stats.failed
-        state = collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
-        return state | {"tokenizer": tokenizer_fingerprint(self.tokenizer)}
+        return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
     @property
     def save_period(self) -> int:

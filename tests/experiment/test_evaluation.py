@@ -63,7 +63,7 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
 
 
 def test_model_without_samples_is_evaluated(tiny_data, monkeypatch, caplog):
-    """As one of the user's own class, which cannot generate."""
+    """A model of the user's own class may be unable to generate text."""
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     model = make_model(ModelArguments(config_path="configs/demo.json"), tokenizer)
     monkeypatch.setattr(model, "forward", None)

@@ -90,7 +90,7 @@ def test_one_claim_closes_no_new_log(tmp_path):
 
 
 def test_log_ahead_stays_of_two_equal_ones(tmp_path):
-    """Of two peers, one was asleep while the other one continued alone, for nine or for a thousand epochs."""
+    """One of two peers was asleep, while the other one continued alone for nine or for a thousand epochs."""
     with run_rounds(tmp_path, say_nothing) as (rounds, (peer,), (dht,)), contextlib.ExitStack() as stack:
         other = make_tracker(dht, "run", 64)
         stack.callback(other.shutdown)

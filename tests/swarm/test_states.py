@@ -142,7 +142,7 @@ def test_state_needs_more_than_half_of_the_known(states, chosen):
 
 @run_async
 async def test_failed_contributors_leave_no_choice_to_others():
-    """They are there, but too slow, twice: otherwise a stranger's state would be loaded."""
+    """They are present, but were too slow twice. Otherwise, a stranger's state would be loaded."""
     slow, stranger = PeerID(b"slow"), PeerID(b"stranger")
     averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value={slow: 5.0, stranger: 6.0}), client_mode=True)
     download = StateDownload(averager, [], contributors=[slow.to_bytes()])

@@ -411,8 +411,8 @@ def test_degraded_uplink_drains_queue_first(monkeypatch, seconds, received, sent
     ids=["busy cores", "queue", "slow way back", "clock set"],
 )
 def test_uplink_without_queue_keeps_rate(change, is_lowered):
-    """Issue 42: late answers on busy cores lowered the rate of 24 Mbit/s to 1.8 within ten seconds. A full downlink, a
-    satellite or the clock of a peer did as well."""
+    """Issue 42: late answers on busy cores lowered the rate of 24 Mbit/s to 1.8 within ten seconds. A slow return path,
+    as with a satellite or a full downlink, did as well, and so did the clock of the only other peer."""
     uplink, node = Uplink(), BusyNode()
     uplink.set_bandwidth(20, is_fixed=False)
 

@@ -77,7 +77,7 @@ def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
 
 
 def test_unquoted_tsv_keeps_its_rows(tmp_path):
-    """Quotation marks of the text would open cells, which end rows later."""
+    """By the rules of CSV, the quotation marks would open cells that end rows later."""
     texts = ['"Stop," he said.', "One.", 'She said: "No."', '"Yes."']
     (tmp_path / "a.tsv").write_text("\n".join(["id\ttext", *(f"{i}\t{text}" for i, text in enumerate(texts))]))
     assert documents.read_documents(tmp_path / "a.tsv") == [[text] for text in texts]

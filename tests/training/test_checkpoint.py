@@ -25,7 +25,7 @@ from common.console import UserError
 from common.files import lock_folder, write_whole
 from experiment.model import make_model
 from models.build import describe_architecture
-from text.tokenizers import load_tokenizer
+from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training import checkpoint
 from training.checkpoint import CheckpointError, check_weights, choose_state, find_checkpoints, load_state
 from training.figures import SwarmMetrics
@@ -95,7 +95,7 @@ def test_checkpoint_stores_frozen_weights_once(tmp_path, tiny_data):
 
 def test_checkpoint_weights_must_match_model(saved):
     """Peers do not send frozen weights. Earlier versions have another digest, or none."""
-    model, save = saved
+    model, save, _ = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
     state = save(2)
     assert check_weights(state, other).keys() == state["model"].keys()
@@ -111,17 +111,17 @@ def test_checkpoint_weights_must_match_model(saved):
 
 @pytest.fixture
 def saved(tmp_path, tiny_data):
-    """A model, and a function that saves states of it, or of another one, to a folder."""
+    """A model, a function that saves states of it, or of another one, to a folder, and the tokenizer's fingerprint."""
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
 
     def save(epoch: int, folder: Path = tmp_path, model=model, limit: int = 3, **arguments) -> dict:
         state = {"model": model.state_dict(), "optimizer": {"state": {}}, "scheduler": {}, "local_epoch": epoch}
-        state |= {"arguments": {"experiment_prefix": "a", **arguments}, "tokenizer": "own"}
+        state["arguments"] = {"experiment_prefix": "a", **arguments}
         assert checkpoint.save_checkpoint(model, tokenizer, folder, state, {}, limit)
         return state
 
-    return model, save
+    return model, save, tokenizer_fingerprint(tokenizer)
 
 
 def list_names(folder: Path) -> list[str]:
@@ -131,7 +131,7 @@ def list_names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", ["cut model.safetensors", "flip tokenizer.json", "flip training_state.json", "remove"])
 def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, kind):
     """The next older one is loaded, and the damaged one is moved away."""
-    model, save = saved
+    model, save, own = saved
     for epoch in (2, 4):
         save(epoch)
     damage, _, name = kind.partition(" ")
@@ -144,7 +144,7 @@ def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, kind):
     else:
         content[content.index(b"sha256") if name == "training_state.json" else len(content) // 2] ^= 1
         victim.write_bytes(content)
-    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a", "own")
+    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a", own)
     state = load_state(path)
     assert path == tmp_path / "checkpoint-2" and state["local_epoch"] == 2
     assert all(state["model"][key].equal(model.state_dict()[key]) for key in state["model"])
@@ -155,14 +155,14 @@ def test_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, kind):
 
 def test_later_checkpoints_are_set_aside(saved, tmp_path):
     """Otherwise a later restart would load them."""
-    model, save = saved
+    model, save, own = saved
     for epoch in (2, 4, 6):
         save(epoch)
     arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert choose_state(arguments, model, "another", "own").name == "checkpoint-4"  # a PATH may begin another run
+    assert choose_state(arguments, model, "another", own).name == "checkpoint-4"  # a PATH may begin another run
     assert list_names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     arguments.resume_from_checkpoint = "none"
-    assert choose_state(arguments, model, "a", "own") is None
+    assert choose_state(arguments, model, "a", own) is None
     assert list_names(tmp_path) == [] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
     for epoch in (3, 5, 7):
         save(epoch, limit=2)
@@ -172,18 +172,18 @@ def test_later_checkpoints_are_set_aside(saved, tmp_path):
 
 
 def test_restarted_command_resumes_its_newest_checkpoint(saved, tmp_path):
-    """Also one that began with a state from another folder, as that of an archive."""
-    model, save = saved
+    """A command that began with a state from another folder, such as an archive, does so as well."""
+    model, save, own = saved
     save(7, tmp_path / "archive")
     path = str(tmp_path / "archive" / "checkpoint-7")
     arguments = TrainerArguments(output_dir=str(tmp_path / "own"), resume_from_checkpoint=path)
-    assert choose_state(arguments, model, "a", "own") == Path(path)
+    assert choose_state(arguments, model, "a", own) == Path(path)
     save(90, tmp_path / "own", resume_from_checkpoint=path)
-    assert choose_state(arguments, model, "a", "own").name == "checkpoint-90"
+    assert choose_state(arguments, model, "a", own).name == "checkpoint-90"
 
 
 def test_wrong_checkpoint_is_one_line(saved, tmp_path):
-    model, save = saved
+    model, save, own = saved
     small, big = tmp_path / "small", tmp_path / "big"
     save(2, small)
     config = json.loads((ROOT / "configs/demo.json").read_text()) | {"hidden_size": 64, "num_attention_heads": 2}
@@ -199,7 +199,7 @@ def test_wrong_checkpoint_is_one_line(saved, tmp_path):
     ):
         arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
         with expect_user_error("cannot resume", *words):
-            choose_state(arguments, model, prefix, "own")
+            choose_state(arguments, model, prefix, own)
     arguments = TrainerArguments(output_dir=str(small))
     with expect_user_error("cannot resume", "a different tokenizer", "--tokenizer_path"):
         choose_state(arguments, model, "a", "another")
@@ -241,7 +241,7 @@ def small_disk(tmp_path):
 
 
 def test_checkpoint_full_disk_is_one_warning(saved, small_disk, caplog):
-    (_, save), disk = saved, small_disk(6000)
+    (_, save, _), disk = saved, small_disk(6000)
     room = disk / "filler"
     save(1, disk)
     size = sum(path.stat().st_size for path in (disk / "checkpoint-1").iterdir()) // 1024
