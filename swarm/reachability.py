@@ -32,7 +32,7 @@ MEASURE_BYTES = 2**17
 MEASURE_TIME = 0.5  # seconds; no new batch of requests starts after this time
 MEASURE_REQUESTS = 8  # maximum number of concurrent requests
 MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower connection does not matter
-DEFAULT_BANDWIDTH, MIN_BANDWIDTH = 100.0, 0.1  # Mbit/s
+DEFAULT_BANDWIDTH, USUAL_BANDWIDTH, MIN_BANDWIDTH = 100.0, 5.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -85,24 +85,24 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
-    """Return the highest rate of several batches of requests to the first of the initial peers that answers, in Mbit/s;
-    MIN_BANDWIDTH if all are too slow. Each batch is twice the last one, so that a slow connection needs few."""
-    request, slowest = BytesValue(value=bytes(MEASURE_BYTES)), None
+    """Return the highest rate of several batches of requests to initial peers, in Mbit/s; MIN_BANDWIDTH if all are too
+    slow. A slow peer may be busy itself, so the next one is asked until a rate is at least USUAL_BANDWIDTH. Each batch
+    is twice the last one, so that a slow connection needs few."""
+    request, best = BytesValue(value=bytes(MEASURE_BYTES)), None
     for peer_id in node.initial_ids:
-        requests, best, start = 1, 0.0, time.monotonic()
+        requests, start = 1, time.monotonic()
         try:
             while time.monotonic() < start + MEASURE_TIME:
                 batch_start = time.monotonic()
                 calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
                 await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
-                best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
-                requests = min(2 * requests, MEASURE_REQUESTS)
+                rate = 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start)
+                best, requests = max(best or MIN_BANDWIDTH, rate), min(2 * requests, MEASURE_REQUESTS)
         except REQUEST_ERRORS as e:  # among them, TimeoutError
-            slowest = MIN_BANDWIDTH if isinstance(e, TimeoutError) else slowest
-            if not best:
-                continue
-        return best
-    return slowest
+            best = best or (MIN_BANDWIDTH if isinstance(e, TimeoutError) else None)
+        if best and best >= USUAL_BANDWIDTH:
+            break
+    return best
 
 
 async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:
