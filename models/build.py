@@ -100,8 +100,8 @@ def copy_special_tokens(
         value = getattr(config if isinstance(tokenizer, int) else tokenizer, name)
         if isinstance(tokenizer, int) and isinstance(value, int) and value >= vocab_size:
             value = None
-        if name == "pad_token_id" and is_causal and value == getattr(config, "eos_token_id", None):
-            value = None  # the embedding of padding gets no gradient, but that of the end token needs one
+        if name == "pad_token_id" and is_causal:
+            value = None  # its embedding would get no gradient, as an end token needs, and may not exist yet
         try:
             setattr(config, name, value)
         except StrictDataclassError:  # the field must be a number

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import SafetensorError
+from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer
 
 from common.console import UserError, first_line
@@ -37,12 +38,19 @@ def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or id; the errors are those of from_pretrained."""
+    """Load the tokenizer of a folder or id, which separates the texts of a pair; the errors are from_pretrained's."""
     names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
     # AutoTokenizer would replace the normalizer of RuLeanALBERT by that of AlbertTokenizer
     is_ruleanalbert = [(Path(name) / file).is_file() for file in names] == [True, True, False]
     kind = transformers.PreTrainedTokenizerFast if is_ruleanalbert else AutoTokenizer
-    return kind.from_pretrained(name, trust_remote_code=False)
+    tokenizer = kind.from_pretrained(name, trust_remote_code=False)
+    if tokenizer.is_fast and tokenizer.eos_token and not tokenizer.num_special_tokens_to_add(pair=True):
+        # GPT-2's: the texts of a pair would be one text
+        end = (tokenizer.eos_token, tokenizer.eos_token_id)
+        pairs = TemplateProcessing(single="$A", pair=f"$A {end[0]} $B:1", special_tokens=[end])
+        backend = tokenizer.backend_tokenizer
+        backend.post_processor = Sequence([it for it in (backend.post_processor, pairs) if it])
+    return tokenizer
 
 
 def load_old_checkpoint(path: Path) -> Pretrained:

@@ -36,7 +36,7 @@ from training.figures import SwarmMetrics, TrainingSchedule
 
 logger = logging.getLogger("archive")
 
-FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this process
+FINAL_WAIT = 60.0  # seconds to wait for the last checkpoint at the end of this process
 REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
 MAX_SHOWN = 10  # checkpoints on the status page
 CARD = Path(__file__).with_name("card.md")

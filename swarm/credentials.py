@@ -104,9 +104,9 @@ class Authority:
         """Write an invitation that is valid for `lifetime` seconds, and add its peer to the member list."""
         key, expires = RSAPrivateKey(), get_dht_time() + lifetime
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
-        with self.open_run(prefix) as run:
-            Invitation(key, self.issue(prefix, peer_id, username, expires), self.public_key).save(path)
+        with self.open_run(prefix) as run:  # first, because only listed invitations can be revoked
             run["members"][str(PeerID(peer_id))] = {"username": username, "expires": expires, "revoked": False}
+        Invitation(key, self.issue(prefix, peer_id, username, expires), self.public_key).save(path)
 
     def read_members(self) -> dict[str, dict]:
         """Read the member list without locking it; see `open_run` for its format."""

@@ -52,6 +52,7 @@ def test_flags_have_help_and_are_read():
         ("--reuse_grad_buffers", ["--reuse_grad_buffers"]),  # RuLeanALBERT's, which docs/models.md explains
         ("--initial_sequence_length 128", ["--max_sequence_length", "--sequence_length_warmup_steps"]),
         ("--objective nsp", ["--objective", "mlm_sop"]),
+        ("--local_steps 25 --total_steps 5000", ["--local_steps 25", "5000", "--warmup_steps"]),
         ("--compression sparse", ["--compression sparse", "--local_steps 25"]),
         ("--validation_file b", ["--validation_file", "--train_file"]),
     ],

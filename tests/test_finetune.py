@@ -14,16 +14,20 @@ from mains import expect_user_error, refuse, run_main
 from processes import wait_until
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, matthews_corrcoef
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import ByteLevel as Processor
+from tokenizers.trainers import BpeTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import finetune_mlm
 import predict_on_lidirus
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import FinetuneArguments, encode, load_pretrained, make_task_model
 from models.lean_albert import LeanAlbertForPreTraining
-from models.pretrained import Pretrained, check_tokenizer
+from models.pretrained import Pretrained, check_tokenizer, load_tokenizer
 from models.ruleanalbert import MODULES
 
 CPU = torch.device("cpu")
@@ -211,6 +215,23 @@ def test_finetune_starts_from_saved_model(toy_model):
     for task in ("terra", "parus", "russe", "rucos"):
         _, model = prepare(task, checkpoint=toy_model)
         assert_begins_with(model, weights)
+
+
+def test_causal_tokenizer_separates_texts_of_pair(tmp_path):
+    """GPT-2's adds no special tokens, so the words at the boundary could belong to either text."""
+    tokenizer = Tokenizer(BPE(unk_token=None))
+    tokenizer.pre_tokenizer, tokenizer.post_processor = ByteLevel(add_prefix_space=False), Processor(trim_offsets=False)
+    trainer = BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["the house and friends"], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    pairs = [("the house", "and friends"), ("the houseand", " friends")]
+    first, second = (loaded(*pair).input_ids for pair in pairs)
+    assert first != second and first.count(loaded.eos_token_id) == 1
+    loaded.save_pretrained(tmp_path / "tuned")
+    again = load_tokenizer(tmp_path / "tuned")
+    assert again(*pairs[0]).input_ids == first and again("the house").input_ids == loaded("the house").input_ids
+    assert loaded.eos_token_id not in loaded("the house").input_ids
 
 
 def test_finetune_accepts_other_model(minilm, tmp_path):

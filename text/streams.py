@@ -211,8 +211,8 @@ class Source:
     def open(self, index: int) -> Iterator[tuple[list, Callable]]:
         """Open a file; yield its parts, and a function that yields the records of a part as the file holds them."""
         if self.format == "hub":
-            shard = self.dataset.shard(num_shards=len(self.files), index=index)
-            yield [shard], read_examples
+            parts = self.dataset.shard(num_shards=len(self.files), index=index).reshard()  # row groups of parquet files
+            yield [parts.shard(parts.num_shards, number) for number in range(parts.num_shards)], read_examples
             return
         path = self.files[index]
         with open_file(path) as file:

@@ -212,6 +212,8 @@ def find_batch_size(
     """
     best, best_seconds, size = 0, float("inf"), 1
     at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
+    # local steps will need the pending update, the anchor and two moments, of which loading a state makes new ones
+    later = [torch.empty_like(it) for it in model.parameters() if it.requires_grad for _ in range(6)]
     with leave_no_trace(model, device):
         while size <= max(1, largest_step):
             try:
@@ -230,6 +232,7 @@ def find_batch_size(
             if best and (used > MAX_MEMORY_SHARE or seconds > MAX_PASS_SECONDS or (seconds > 0.25 and not is_faster)):
                 break
             best, best_seconds, size = size, seconds, 2 * size
+        del later
     if not best:
         raise UserError("one sample does not fit into this device's memory: use another device or a smaller model")
     return best, max(1, min(round(1 / best_seconds), largest_step // best))

@@ -160,8 +160,8 @@ class RankGroup:
         """Return whether all ranks continue."""
         if self.count == 1:
             return goes_on
-        if self.device.type == "cuda":
-            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout
+        if self.device.type == "cuda" and type(self) is RankGroup:
+            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout; shards wait for NCCL
             torch.cuda.current_stream(self.device).synchronize()
         stopping = torch.tensor([float(not goes_on)])
         with self.exchange():

@@ -176,13 +176,14 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
     host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:
         protocol, host, port = get_host_port(maddr)
-        if protocol == f"ip{ip.version}" and port == 0:
+        is_shown = protocol == f"ip{ip.version}" and not ipaddress.ip_address(host).is_loopback
+        if is_shown and port == 0:
             # Choose a free port now: it must be known before the start to be announced.
             with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
                 port = free.getsockname()[1]
             maddr = f"/{protocol}/{host}/tcp/{port}"
         host_maddrs.append(maddr)
-        if protocol == f"ip{ip.version}":
+        if is_shown:
             announced.append(maddr.replace(host, str(ip), 1))
     if not announced:
         raise UserError(

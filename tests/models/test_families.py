@@ -164,6 +164,15 @@ def test_model_that_joins_documents_is_known(write, name, is_apart):
     assert compute_losses(model, move_batch(batch, CPU))["loss"].isfinite()
 
 
+def test_padding_token_beyond_pretrained_rows_is_added(write, tmp_path):
+    """The embeddings were made with the index of a row that they get later."""
+    tokenizer = make_word_tokenizer()
+    make_model(ModelArguments(write("llama")), len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    model = make_model(ModelArguments(str(tmp_path / "model"), objective="clm"), tokenizer)
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) == tokenizer.pad_token_id + 1
+
+
 def test_albert_large_has_published_size():
     for name in ("albert-large", "lean-albert"):
         with torch.device("meta"):

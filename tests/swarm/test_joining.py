@@ -37,7 +37,7 @@ with clean_end():
 
 def test_public_address_uses_listening_port():
     with serve(send(b"HTTP/1.0 200 OK\r\n\r\n203.0.113.7\n")) as url:
-        maddrs = ["/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/udp/31338/quic-v1"]
+        maddrs = ["/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/udp/31338/quic-v1", "/ip4/127.0.0.1/udp/0/quic-v1"]
         fixed = announce_public_address(SwarmArguments("run", host_maddrs=maddrs), url)
         free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*")), url)
     assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337", "/ip4/203.0.113.7/udp/31338/quic-v1"]

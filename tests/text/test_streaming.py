@@ -282,13 +282,28 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
         assert sum("b.jsonl.gz: " in message and "the rest of it" in message for message in caplog.messages) == 1
 
 
+def test_stream_of_one_hub_file_differs_between_peers(tmp_path):
+    """All peers would read the same documents in the same order."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": RECORDS}), tmp_path / "train.parquet", row_group_size=100)
+    first, second = (read_pass(Source(path=str(tmp_path), name="texts"), seed=seed) for seed in (1, 2))
+    assert first != second and sorted(first) == sorted(second) == sorted(RECORDS)
+
+
 class ShakyDataset:
     """A dataset on the Hub, whose server is down for a while; `datasets` gives up after its own retries."""
 
     def __init__(self):
         self.failures = [100, 200]  # the number of records before each, last first
 
-    def shard(self, num_shards: int, index: int) -> Iterator[dict]:
+    num_shards = 1
+
+    def reshard(self) -> "ShakyDataset":
+        return self
+
+    def shard(self, num_shards: int, index: int) -> "ShakyDataset":
+        return self
+
+    def __iter__(self) -> Iterator[dict]:
         for number, text in enumerate(RECORDS):
             if number in self.failures[-1:]:
                 self.failures.pop()
