@@ -93,6 +93,7 @@ class CollaborativeOptimizer:
         self.local: LocalSteps | None = None
         self.log_steps: LogSteps | None = None
         self.parked: tuple[list[torch.Tensor], int] | None = None  # the update and samples that no log has taken yet
+        self.oldest_epoch = 0  # that the pending gradients began in
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
@@ -166,6 +167,8 @@ class CollaborativeOptimizer:
         self.state_averager.step()
         if self.log_steps:
             self.log_steps.follow()
+        if batch_size and not self.grad_averager.samples:
+            self.oldest_epoch = self.local_epoch
         if batch_size and self.grad_averager.is_local:
             self.local.step()
             self.grad_averager.samples += batch_size
@@ -350,7 +353,7 @@ class CollaborativeOptimizer:
             self.stats.total_samples += sent
         # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
         may_be_averaged = group and (epochs > 1 or not is_synchronous)
-        if samples and (was_averaged or may_be_averaged or epochs > MAX_STALENESS):
+        if samples and (was_averaged or may_be_averaged or self.local_epoch - self.oldest_epoch > MAX_STALENESS):
             logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
         samples = self.grad_averager.samples

@@ -28,7 +28,7 @@ FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next 
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
-MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
+MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
 # of a few samples is mostly noise. A single round proves nothing: an honest gradient can point away from all others.
@@ -81,10 +81,12 @@ class PeerTrust:
         return believable | {peer: records[peer] for peer in records.keys() & self.attested if self.active}
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the highest epoch that this peer or more than half of the known contributors have reached. New peers,
-        at epoch 0, have no say. A single peer, which could serve an invented state, cannot raise it."""
-        epochs = sorted((record.epoch for record in self.select_known(present).values() if record.epoch), reverse=True)
-        return max(own_epoch, epochs[len(epochs) // 2] if epochs else 0)
+        """Return the highest epoch that this peer or more than half of the known contributors have reached; without a
+        log, that of most peers if this one is alone far ahead of them, as after a cut. New peers, at epoch 0, have no
+        say. A single peer, which could serve an invented state, cannot raise it."""
+        others = [record.epoch for record in self.select_known(present).values() if record.epoch]
+        middle = sorted([own_epoch, *others], reverse=True)[len(others) // 2]
+        return middle if own_epoch > middle + MAX_LEAD and not self.active else max(own_epoch, middle)
 
     @staticmethod
     def find_max_speed(records: Sequence[LocalTrainingProgress]) -> float:
@@ -176,18 +178,18 @@ class RoundTrust:
 
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
-        #: rounds that each peer has broken since one with it succeeded in time, and rounds with it that succeeded
+        #: rounds that each peer has broken, less those with it that succeeded in time; and those that succeeded at all
         self.broken_rounds, self.rounds = Counter(), Counter()
 
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
-        """Record a round that has succeeded, though some were late. Return those that were so for several rounds."""
+        """Record a round that has succeeded, though some were late. Return those that were so too often."""
         for peer in peers:
             self.rounds[peer] += 1
-            self.broken_rounds[peer] = self.broken_rounds[peer] + 1 if peer in late else 0
+            self.broken_rounds[peer] = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
         return {peer: "delays all rounds" for peer in peers if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
 
     def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
-        """Record a round that has failed, which may be chance; raise MaliciousPeersError after several in a row. Of two
+        """Record a round that has failed, which may be chance; raise MaliciousPeersError after several of them. Of two
         suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other."""
         if not suspects:
             return
@@ -195,7 +197,7 @@ class RoundTrust:
         self.broken_rounds[peer] += 1
         if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS:
             self.broken_rounds.clear()
-            raise MaliciousPeersError({peer: f"has broken {MAX_BROKEN_ROUNDS} rounds in a row"})
+            raise MaliciousPeersError({peer: f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"})
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
         """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average:

@@ -1,11 +1,14 @@
 """The states of an epoch, by a clock of the test's own."""
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 import swarm.epoch
 from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, TRANSITIONS, Epoch, EpochInputs, EpochState, SyncBackoff
+from swarm.optimizer import MAX_STALENESS, CollaborativeOptimizer
 
 FACTS = dict(has_batch=False, has_others=True, has_group=False, lacks_quorum=False, is_searching=False)
 #: a swarm of several peers in the middle of epoch 5, in which this one is as well
@@ -69,6 +72,29 @@ def test_failed_download_pauses_the_next():
     backoff.record_failure(100.0)
     assert not epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
     assert epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD)
+
+
+def test_gradients_of_missed_rounds_become_too_old(monkeypatch):
+    """A peer that makes each step of the others with their gradients keeps its own, but not for hours."""
+    optimizer = CollaborativeOptimizer.__new__(CollaborativeOptimizer)
+    pending, averager, ignore = SimpleNamespace(samples=0, is_local=False), SimpleNamespace(local_epoch=7), MagicMock()
+    averager.lineage = averager.extend_lineage = ignore
+    averager.step, pending.accumulate = ignore, lambda samples: vars(pending).update(samples=pending.samples + samples)
+    pending.drop_pending = lambda: vars(pending).update(samples=0)
+    optimizer.grad_averager, optimizer.state_averager, optimizer.log_steps = pending, averager, None
+    optimizer.tracker = optimizer.rounds = optimizer.uplink = optimizer.stats = optimizer.averaging = ignore
+    optimizer.sync = SimpleNamespace(check_staleness=ignore, backoff=ignore)
+    optimizer.sync.load = lambda *_: vars(averager).update(local_epoch=averager.local_epoch + 1) or "made the step to"
+    monkeypatch.setattr(CollaborativeOptimizer, "begin_epoch", lambda it: setattr(it, "epoch", Epoch(it.local_epoch)))
+    monkeypatch.setattr(CollaborativeOptimizer, "_collect_inputs", ignore)
+    monkeypatch.setattr(Epoch, "compare_with_swarm", lambda *_: True)
+    monkeypatch.setattr(CollaborativeOptimizer, "_takes_local_steps", False)
+    optimizer.begin_epoch()
+    kept = []
+    for _ in range(3 * MAX_STALENESS):
+        optimizer.step(100)
+        kept.append(pending.samples)
+    assert max(kept) == 100 * MAX_STALENESS and kept.count(0) == 2
 
 
 def test_stale_download_backs_off():

@@ -94,6 +94,13 @@ def test_swarm_epoch_needs_more_than_half(epochs, expected):
     assert make_trust().find_swarm_epoch(records, own_epoch=0) == expected
 
 
+@pytest.mark.parametrize("own, others, expected", [(9, "55", 5), (7, "55", 7), (9, "5", 9), (9, "559", 9), (5, "59", 5)])
+def test_peer_far_ahead_of_most_goes_back(own, others, expected):
+    """It has trained alone while it was cut off, and would never meet the others again."""
+    records = {bytes([number]): SimpleNamespace(epoch=int(epoch)) for number, epoch in enumerate(others)}
+    assert make_trust().find_swarm_epoch(records, own) == expected
+
+
 @pytest.mark.parametrize("speeds, most", [([5], math.inf), ([2, 1], 8), ([1, 2, 3], 12), ([1, 2, 3, 4, 5, 1e6], 16)])
 def test_speed_is_limited_by_median(speeds, most):
     records = [SimpleNamespace(samples_per_second=speed) for speed in (*speeds, 1e6)]
@@ -148,9 +155,8 @@ def test_peer_breaking_rounds_is_banned():
     trust.record_round([old], [])
     for _ in range(MAX_BROKEN_ROUNDS - 1):
         trust.record_broken_round([old, new])  # one blames the other
-    trust.record_round([new], [])
-    for _ in range(MAX_BROKEN_ROUNDS - 1):
-        trust.record_broken_round([new])
+    trust.record_round([new], [])  # one in time makes up for one broken round
+    trust.record_broken_round([new])
     with pytest.raises(MaliciousPeersError) as caught:
         trust.record_broken_round([new])
     assert list(caught.value.args[0]) == [new]
@@ -159,7 +165,7 @@ def test_peer_breaking_rounds_is_banned():
 
 def test_peer_that_delays_rounds_in_a_row_is_named():
     trust, slow, other = RoundTrust(), PeerID(b"slow"), PeerID(b"other")
-    late = [[slow]] * (MAX_BROKEN_ROUNDS - 1) + [[other]] + [[slow]] * MAX_BROKEN_ROUNDS
+    late = [[slow]] * (MAX_BROKEN_ROUNDS - 1) + [[other]] + [[slow]] * 2
     named = [[*trust.record_round([slow, other], each)] for each in late]
     assert named == [[]] * (len(late) - 1) + [[slow]]
     with pytest.raises(MaliciousPeersError):
@@ -177,6 +183,20 @@ def test_late_sender_of_parameters_is_not_banned(are_parameters):
     for _ in range(MAX_BROKEN_ROUNDS):
         result = VerifyingAverager._check_round(averager, runner)[late]
     assert result.violations.keys() == (set() if are_parameters else {late})
+
+
+def test_round_counts_for_auxiliary_peer():
+    """It sends no gradients. Without rounds, each third failure in its life, and each blame, would have banned it."""
+    own, peer, aux = map(PeerID, (b"own", b"peer", b"aux"))
+    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust())
+    runner = SimpleNamespace(ordered_peer_ids=[own, peer, aux], sender_peer_ids=[own, peer], banned_senders=set())
+    runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
+    runner.late, runner.violations = [], {}
+    for _ in range(2 * MAX_BROKEN_ROUNDS):
+        VerifyingAverager._check_round(averager, runner)
+        averager._trust.record_broken_round([aux])
+        VerifyingAverager._check_round(averager, runner)
+    assert averager._trust.rounds[aux] == averager._trust.rounds[peer] and not runner.violations
 
 
 def test_averages_without_own_gradients_are_detected():
