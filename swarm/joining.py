@@ -15,7 +15,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from common.console import format_number
 from common.files import raise_file_limit
 from swarm import SwarmError, attestation, reachability
-from swarm.addresses import is_relayed, list_shareable_maddrs
+from swarm.addresses import list_shareable_maddrs
 from swarm.config import SwarmConfig
 from swarm.contract import RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions
@@ -28,7 +28,6 @@ logger = logging.getLogger("joining")
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
 PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0  # seconds; an initial peer may ping this peer's killed process meanwhile
 NO_ANSWER_PAUSE = 60.0  # seconds until initial peers that are gone are asked again, which takes seconds
-RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
 class Swarm:
@@ -148,7 +147,8 @@ def start_dht(config: SwarmConfig, validators: list, membership: Membership | No
     options |= dict(wait_timeout=PING_TIMEOUT, bootstrap_timeout=STRAGGLER_TIMEOUT)
     options |= dict(initial_peers=config.initial_peers, host_maddrs=config.host_maddrs, use_ipfs=config.use_ipfs)
     options |= dict(identity_path=config.identity_path, use_relay=config.use_relay, membership=membership)
-    options |= dict(announce_maddrs=config.announce_maddrs or None, record_validators=[*validators, *of_members])
+    options = {"announce_maddrs": config.announce_maddrs or None, **options}
+    options |= dict(record_validators=[*validators, *of_members])
     try:
         dht = DHT(start=True, **options)
     except (ValidationError, P2PDaemonError, RuntimeError, OSError, ValueError) as e:
@@ -183,15 +183,11 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
             outlook = f"its gradients count once a reachable trainer joins ({why})"
         logger.log(logging.INFO if averagers else logging.WARNING, f"{reason}: continuing in client mode, {outlook}")
         return start_dht(config, validators, dht.membership, client_mode=True, **options)
-    logger.info(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
-    options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
+    places = [f"{relay}/p2p-circuit" for relay in relays]
+    logger.info(f"{reason}, and no peer that averages can be reached directly: others reach it through {places[0]}")
+    options |= dict(client_mode=False, force_reachability="private", announce_maddrs=places)
     dht = start_dht(config, validators, dht.membership, strict=False, **options)
-    for _ in range(5 * RELAY_TIMEOUT):  # five per second
-        if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
-            logger.info(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
-            return dht
-        time.sleep(0.2)
-    logger.warning("no relay has accepted this peer: others cannot reach it until one does")
+    dht.reservations = dht.run_coroutine(partial(reachability.keep_reservations, relays), return_future=True)
     return dht
 
 

@@ -102,7 +102,7 @@ class CollaborativeOptimizer:
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(list_params(self.opt), compressions["gradients"])
             seconds = 2 * bits / (self.uplink.mbits * 1e6)
-            self.uplink.expect_round(seconds, own_seconds=seconds)
+            self.uplink.expect_round(seconds)
             logger.info(f"a round: up to {bits / 4e6:.3g} MB each way, at most {self.uplink.timeouts.averaging:.0f} s")
 
     # --- for the training loop

@@ -157,8 +157,6 @@ def install() -> None:
     """Replace classes and settings of this process and its helpers; must be called before the first connection."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # With relay discovery, p2pd waits three minutes for a fourth relay (note 30); it contacts fixed relays at once.
-    P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
     P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60  # seconds, see note 13
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide

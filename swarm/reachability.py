@@ -36,6 +36,7 @@ DEFAULT_BANDWIDTH, USUAL_BANDWIDTH, MIN_BANDWIDTH = 100.0, 5.0, 0.1  # Mbit/s
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
+RESERVE_PERIOD = 10.0  # seconds
 # Errors of a request to a peer that has left, is too slow, runs other software, or sends invalid data.
 REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError, DecodeError)
 
@@ -50,6 +51,9 @@ def find_reachability(dht: hivemind.DHT) -> tuple[list[str], bool | None]:
     """Ask peers to dial back through a new connection; a ping in return, as in hivemind, passes every firewall (note
     47). Return the IP addresses at which others see this peer, and whether they can reach it (None: no answer)."""
     answers = dht.run_coroutine(partial(ask_to_dial_back, find_ports(dht)))
+    # An IP version without an address here was not tested, if there is a public address of the other one.
+    own = {ip.version for maddr in dht.get_visible_maddrs() if (ip := get_ip(maddr)) and ip.is_global}
+    answers = [answer for answer in answers if not own or ipaddress.ip_address(answer[0]).version in own]
     # A peer in the same network cannot test the path from outside.
     answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).is_global] or answers
     return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers) if answers else None
@@ -65,9 +69,8 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
         seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
         places = [f"/ip{ip.version}/{ip}/tcp/{port}" for ip in seen_at[:1] for port in ports]
         reached = False
-        if places:
-            if context.remote_id in callers or len(callers) >= MAX_CALLERS:
-                raise ValueError("too many requests")
+        # otherwise, the caller becomes a client, which is the safe mistake
+        if places and context.remote_id not in callers and len(callers) < MAX_CALLERS:
             callers.add(context.remote_id)
             try:
                 # A firewall lets in packets of QUIC from this peer's own port, to which the caller has sent some.
@@ -80,7 +83,8 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     async def receive_bytes(request: BytesValue, _: P2PContext) -> BytesValue:
         return BytesValue()
 
-    await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
+    # not canceled with the call, because the daemon would stay, and its place would be free
+    await node.p2p.add_protobuf_handler(DIAL_BACK, lambda *call: asyncio.shield(dial_back(*call)), BytesValue)
     await node.p2p.add_protobuf_handler(MEASURE, receive_bytes, BytesValue)
 
 
@@ -89,7 +93,7 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     slow. A slow peer may be busy itself, so the next one is asked until a rate is at least USUAL_BANDWIDTH. Each batch
     is twice the last one, so that a slow connection needs few."""
     request, best = BytesValue(value=bytes(MEASURE_BYTES)), None
-    for peer_id in node.initial_ids:
+    for peer_id in [*node.initial_ids] * 2:
         requests, start = 1, time.monotonic()
         try:
             while time.monotonic() < start + MEASURE_TIME:
@@ -142,8 +146,16 @@ async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> li
     return [maddr for maddr, limit in zip(direct, limits, strict=True) if limit >= RELAY_BYTES]
 
 
+async def keep_reservations(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> None:
+    """Reserve places at these relays again and again: after a lost one, libp2p would wait an hour (note 30)."""
+    while True:
+        await asyncio.gather(*(ask_relay_limit(node.p2p, get_peer_id(maddr)) for maddr in maddrs))
+        await asyncio.sleep(RESERVE_PERIOD)
+
+
 async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
-    """Return the bytes that this peer relays per connection, or 0. hivemind's relays end at 128 kB, within a round."""
+    """Reserve a place at this relay, and return the bytes that it passes on per connection, or 0. hivemind's relays end
+    at 128 kB, within a round."""
     answer = Empty()
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT):

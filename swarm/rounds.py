@@ -174,7 +174,7 @@ class Rounds:
         text = f"epoch {epoch}: averaging failed ({type(error).__name__}: {error}); the gradients of "
         text += f"{self.grad_averager.samples} samples go into the next round"
         if self.stats.failed_in_a_row % 3 == 0:
-            logger.warning(f"{text}. Is this machine's clock wrong, or its uplink or processor too busy? `preflight` tells")
+            logger.warning(f"{text}. Is this machine's clock wrong, or it or its uplink too busy? `preflight` tells")
         else:
             logger.info(text)
 

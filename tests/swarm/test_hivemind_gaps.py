@@ -92,7 +92,6 @@ PRESENT = {
     ),
 }
 ABSENT = {
-    "fixed_relays_need_forced_reachability": (hivemind.p2p.P2P, "relayDiscovery"),
     "dead_peer_counts_until_expiration": (ProgressTracker, "ping"),
     "downloaded_state_is_unchecked": (TrainingStateAverager.load_state_from_peers, "isfinite"),
     "round_waits_for_dead_peer": (AllReduceRunner, "ping"),

@@ -68,8 +68,8 @@ def start_trainer_on(start, net: netlab.Net, tmp_path: Path, host: str, prefix: 
     return start_on(start, net, host, host, *PACED_TRAINER, *flags(ON_NET, own, *groups))
 
 
-def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str) -> tuple[Script, str]:
-    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
+def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str, **more) -> tuple[Script, str]:
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none", **more}
     own |= {"--refresh_period": 0.5, "--status_port": STATUS_PORT}
     monitor = start_on(start, net, host, "monitor", "run_training_monitor.py", *flags(own))
     address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)").group(1)
@@ -164,18 +164,23 @@ def test_firewalled_monitor_observes_without_archive(start, net, tmp_path, tiny_
 
 @pytest.mark.slow
 def test_routed_peers_average_through_relay(start, net, tmp_path, tiny_data):
-    """The only public peer is the monitor, which averages nothing: it relays."""
+    """The only public peer is the monitor, which averages nothing: it relays, also after a restart."""
     start_net(net, server={}, home1={"nat": "router1"}, home2={"nat": "router2"})
     prefix, pair, names = make_prefix(), {**tiny_data, **PAIR}, ("home1", "home2")
-    monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
+    own = {"--identity_path": tmp_path / "key", "--host_maddrs": f"/ip4/{net.ip('server')}/tcp/31337"}
+    monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix, **own)
     trainers = [start_trainer_on(start, net, tmp_path, name, prefix, address, pair) for name in names]
     for trainer in trainers:
-        # alone, libp2p looks for three minutes (note 30)
-        trainer.wait_for(rf"waiting for an address at a relay(.|\n)*through a relay: {address}/p2p-circuit", 60)
+        trainer.wait_for(rf"others reach it through {address}/p2p-circuit", 60)
     for name in names:
         wait_until(lambda name=name: joint_epochs(tmp_path, name) >= 5, 120, f"five epochs averaged by {name}")
     sent, received = net.bytes("server")
     assert min(sent, received) > 5 * 300_000 * 4
+    monitor.kill()
+    done = max(joint_epochs(tmp_path, name) for name in names)
+    monitor, _ = start_monitor_on(start, net, "server", tmp_path, prefix, **own)
+    for name in names:
+        wait_until(lambda name=name: joint_epochs(tmp_path, name) >= done + 6, 120, f"five more epochs of {name}")
     stop(*trainers, monitor)
     assert len(assert_gradients_averaged(tmp_path, *names)) >= 5
 

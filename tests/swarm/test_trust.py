@@ -94,7 +94,9 @@ def test_swarm_epoch_needs_more_than_half(epochs, expected):
     assert make_trust().find_swarm_epoch(records, own_epoch=0) == expected
 
 
-@pytest.mark.parametrize("own, others, expected", [(9, "55", 5), (7, "55", 7), (9, "5", 9), (9, "559", 9), (5, "59", 5)])
+@pytest.mark.parametrize(
+    "own, others, expected", [(9, "55", 5), (7, "55", 7), (9, "5", 9), (9, "559", 9), (5, "59", 5)]
+)
 def test_peer_far_ahead_of_most_goes_back(own, others, expected):
     """It has trained alone while it was cut off, and would never meet the others again."""
     records = {bytes([number]): SimpleNamespace(epoch=int(epoch)) for number, epoch in enumerate(others)}
