@@ -47,7 +47,7 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 # number divides them for each single one of these peers, so that it cannot take all.
 PERIOD = 60.0
 MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
-MAX_COPIES = 64  # of whole blobs, for each peer in a period: 16 updates, and more if requests repeat
+MAX_COPIES = 64  # of whole blobs, for each peer in an epoch or a period: 16 updates, and more if requests repeat
 MAX_MESSAGE_BYTES = 2**17
 MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
 MIN_SHARE = 1 / 400  # of the claim, which a source must send to a peer: at 1,000 Mbit/s, 15 peers share 40 of QUIC
@@ -59,7 +59,7 @@ KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those o
 UNKNOWN_BLOB_TIMEOUT = 2.0  # seconds; others may have heard of a blob before this peer
 UNKNOWN_BLOB_PAUSE = 0.2  # seconds between two looks for such a blob
 EXCLUSION = 600.0  # seconds for which a source that has failed is the last choice
-FETCH_TIMEOUT = 300.0  # seconds, for a request or a whole blob; to a blob's, its time at MIN_MBITS is added
+FETCH_TIMEOUT = 300.0  # seconds, for each requested block, or a whole blob; to a blob's, its time at MIN_MBITS is added
 START_TIMEOUT = 60.0  # seconds
 STOP_TIMEOUT = 2.0  # seconds
 
@@ -357,7 +357,7 @@ class Exchange:
                 closing = asyncio.create_task(reader.read(1))  # until the caller closes the stream (note 87)
                 serving = asyncio.create_task(self._serve_blocks(peer, blob, numbers, writer))
                 closing.add_done_callback(lambda _: serving.cancel())  # it may wait long for a block, or the uplink
-                async with asyncio.timeout(FETCH_TIMEOUT):
+                async with asyncio.timeout(FETCH_TIMEOUT * count):
                     await serving
                     if not numbers:
                         await closing
@@ -376,7 +376,8 @@ class Exchange:
             ready = {n: it for n in numbers if n < len(hashes) and (it := self._find_store(hashes[n], n))}
             for number in sorted(ready):
                 self._counts["block", peer] += 1
-                if self._counts["block", peer] > MAX_COPIES * self.num_blocks:
+                num_epochs = max(1.0, PERIOD / max(0.5, self.uplink.timeouts.epoch_seconds or PERIOD))
+                if self._counts["block", peer] > MAX_COPIES * self.num_blocks * num_epochs:
                     raise ValueError("too many copies requested")
                 async with lock:
                     await self._send_block(peer, number, ready[number].get(hashes[number], number), writer)

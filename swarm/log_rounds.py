@@ -7,7 +7,7 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
   others regularly, and their messages are in the answers.
 - Auxiliary peers are in the DHT's list of donors. They hold the newest blobs, and clients get records of others there.
 - Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
-  more peers stays, or of two equal ones that with the smaller hash.
+  more peers stays, see `LogRounds.has_fewer_peers`.
 - A peer without the log asks known contributors for the log's state after its own model's commit, see `choose_log`.
 """
 
@@ -57,6 +57,7 @@ HELPERS_INTERVAL = 10.0  # seconds between two searches for them
 MIN_STORE_BYTES = 2**26  # on top of 5 for each parameter: a first state needs 4, and a full store deletes a tenth
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
+CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the former goes on while the machine sleeps (Linux)
 LINGER = 10.0  # seconds at the end in which a peer serves its blobs to others that lack them
 STOP_LINGER = 2.0  # the same after a stop request
 
@@ -128,6 +129,7 @@ class LogRounds:
         self.log: Log | None = None
         self.log_id = b""
         self.epoch = 0  # of this peer's model; set by the optimizer
+        self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
@@ -150,6 +152,10 @@ class LogRounds:
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
+    def _now(self) -> float:
+        """Return the swarm's time. If this machine's clock is set, promises for later slots must not bind this peer."""
+        return self._clock_offset + time.clock_gettime(CLOCK)
+
     # --- for the training loop
 
     def expect(self, log_id: bytes) -> None:
@@ -162,7 +168,7 @@ class LogRounds:
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
             self.log_id, self._seen = log_id, {}
-            self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, get_dht_time(), memory)
+            self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, self._now(), memory)
             if self.is_auxiliary:  # it has no model
                 self.log.model = NEWEST
         self._wake.set()
@@ -208,7 +214,7 @@ class LogRounds:
             self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.state.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
             offer = self.log.sign(Offer, *fields)
-            self._perform(self.log.add_offer(get_dht_time(), offer))
+            self._perform(self.log.add_offer(self._now(), offer))
         return offer
 
     def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None] | None:
@@ -232,8 +238,8 @@ class LogRounds:
 
     def has_fewer_peers(self) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
-        this log has a commit (before, other members may still open it), and the other log is TIE_EPOCHS ahead, or not
-        behind and with the smaller id."""
+        this log has a commit (before, other members may still open it), and the other log is in a later block of
+        TIE_EPOCHS epochs, or in the same one and has the smaller id."""
         oldest, trust = time.monotonic() - RECENT, self.tracker.trust
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (trust.partners | trust.attested)
@@ -269,7 +275,7 @@ class LogRounds:
         if self.log is None or self.log.is_leaving:
             return
         with self._lock:
-            self._perform(self.log.leave(get_dht_time()))
+            self._perform(self.log.leave(self._now()))
         start = time.monotonic()
         while time.monotonic() < start + (STOP_LINGER if STOP_REQUESTED.is_set() else LINGER) and not self._is_served():
             time.sleep(TICK / 5)
@@ -311,7 +317,7 @@ class LogRounds:
                     self.exchange.participants = frozenset(map(PeerID, participants))
                     # new keys cost nothing, so they must not delay the data of voters
                     self.exchange.urgent = frozenset(map(PeerID, participants & {*voters, *self.initial_peers}))
-                    self._perform(self.log.tick(get_dht_time()))
+                    self._perform(self.log.tick(self._now()))
                 self._poll()
                 self._send()
 
@@ -339,8 +345,8 @@ class LogRounds:
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages: the participants, and the last ones of the others
         that have called, because a record with a new key costs nothing."""
-        participants = self._list_participants()
-        guests = [peer for peer in self._seen if peer in self.tracker.present and peer not in participants]
+        participants, present = self._list_participants(), self.tracker.present
+        guests = [peer for peer in self._seen if peer in present and peer not in participants]
         return participants | {*guests[-MAX_GUESTS:]} - {*self.tracker.trust.banned_until}
 
     def _when_done(self, future: concurrent.futures.Future, take: Callable, *args) -> None:
@@ -420,7 +426,7 @@ class LogRounds:
             if self.log is not None and not isinstance(error, SwarmError):  # a full disk waits for the next commit
                 self.log.fetching.pop(offer.blob, None)
         elif self.log is not None:
-            self._perform(self.log.receive(get_dht_time(), self.identity.peer))
+            self._perform(self.log.receive(self._now(), self.identity.peer))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
         """Take the messages of a peer."""
@@ -434,7 +440,7 @@ class LogRounds:
             self._seen.pop(peer, None)  # the newest ones are the last ones
             self._seen[peer] = envelope.log, envelope.epoch, time.monotonic()
         if self.log is not None and envelope.log == self.log_id:
-            self._perform(self.log.receive(get_dht_time(), peer, *envelope.messages))
+            self._perform(self.log.receive(self._now(), peer, *envelope.messages))
 
     def _answer(self, sender: PeerID, message: bytes) -> bytes:
         """Answer a call; runs in a thread of the exchange."""

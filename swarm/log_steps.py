@@ -191,7 +191,6 @@ class LogSteps:
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
         self.tracker.trust.active = self.rounds.log.state.active if self.is_open else set()
-        self.rounds.epoch = self.optimizer.local_epoch
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
         if self.is_open and self.rounds.has_fewer_peers():
@@ -202,11 +201,14 @@ class LogSteps:
             while has_model and (found := self.rounds.find_next(self.head)) and self._apply(*found):
                 self._stuck_at = 0.0
             self._check_progress(self.head if has_model else self.rounds.log.state.head)
+        self.rounds.epoch = self.optimizer.local_epoch
 
     def _check_progress(self, head: bytes) -> None:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
         log, newest, now = self.rounds.log, self.rounds.log.state, time.monotonic()
-        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_low(log.spans or (0.0,)))
+        # the first epoch of a log may last longer, too
+        usual = statistics.median_high([*log.spans, self.tracker.dht.uplink.timeouts.epoch_seconds])
+        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * usual)
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()

@@ -278,6 +278,25 @@ def test_stream_ends_without_reader(exchanges, monkeypatch):
     wait_until(lambda: count_files() <= count + 3, 20, "only the files of the client")
 
 
+def test_slow_uplink_serves_many_blocks(exchanges, monkeypatch):
+    """The owner of a first state of hundreds of megabytes would count as silent while it sends."""
+    monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 1.5)
+    monkeypatch.setattr("swarm.exchange.MIN_MBITS", 0.1)
+    server, client, _ = exchanges
+    blob = server.stores[0].add(make_blocks())
+    monkeypatch.setattr(server.uplink._rate, "value", NUM_BLOCKS * BLOCK_BYTES / 3.0)  # three seconds
+    fetch(client, blob, server, server)
+    assert not client._excluded
+
+
+def test_short_epochs_allow_more_copies(exchanges, monkeypatch):
+    monkeypatch.setattr("swarm.exchange.MAX_COPIES", 2)
+    server, client, _ = exchanges
+    monkeypatch.setattr(server.uplink._times["epoch_seconds"], "value", 10.0)
+    for _ in range(8):
+        fetch(client, server.stores[0].add(make_blocks()), server, server)
+
+
 def test_message_above_limit_is_refused(exchanges):
     with pytest.raises(Exception, match="too large"):
         exchanges[0].send(exchanges[1].peer_id, bytes(swarm.exchange.MAX_MESSAGE_BYTES + 1)).result(20)

@@ -1,6 +1,7 @@
 """The search for the log of the others, and the choice between two logs."""
 
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -20,11 +21,14 @@ from swarm.aggregation import Numbers
 from swarm.exchange import BlobStore, Exchange
 from swarm.log import Action, make_genesis
 from swarm.log_records import Offer, compute_hash, pack
-from swarm.log_rounds import MAX_HELPERS, NEWEST, Envelope, Identity, LogRounds
+from swarm.log_rounds import MAX_HELPERS, NEWEST, TICK, Envelope, Identity, LogRounds
+from swarm.log_steps import LogSteps
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY
+from swarm.uplink import Uplink
 
 TIMEOUT = 30.0  # seconds for an answer
+NAMES = [bytes([letter]) * 34 for letter in b"abc"]
 
 
 @contextlib.contextmanager
@@ -45,6 +49,45 @@ def run_rounds(folder: Path, *answers: Callable, numbers=9) -> Iterator[tuple[Lo
 
 def say_nothing(*_) -> bytes:
     return b""
+
+
+def test_log_survives_first_epoch_of_any_length():
+    state, ended = make_genesis("run", 200, bytes(32), NAMES), []
+    steps = LogSteps.__new__(LogSteps)
+    steps.optimizer, steps._next_join, steps._stuck_at, steps._end = None, math.inf, 0.0, ended.append
+    uplink, log = Uplink(), SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
+    dht, view = SimpleNamespace(uplink=uplink), SimpleNamespace(epoch=200)
+    steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
+    steps.tracker = steps.optimizer.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set())
+    steps.rounds = SimpleNamespace(log=log)
+    for spans, epoch_seconds, seconds, is_over in (
+        ([], 1500.0, 7000, False),
+        ([80.0], 1500.0, 7000, False),
+        ([80.0, 90.0], 1500.0, 700, True),  # the estimate of a peer that others have left is too long
+        ([], 1500.0, 8000, True),
+        ([], 60.0, 650, True),
+    ):
+        uplink.record_epoch_time(epoch_seconds)
+        log.spans, log.num_ticks = spans, seconds / TICK
+        steps._check_progress(state.head)
+        assert (len(ended) > 0) is is_over
+        ended.clear()
+
+
+def test_last_commit_counts_at_end_of_run():
+    """A trainer must not leave before the others have the updates of the commit that it applied last."""
+    optimizer = SimpleNamespace(local_epoch=13, is_auxiliary=False, grad_averager=SimpleNamespace(is_local=True))
+    found = [("commit", "state before")]
+    log = SimpleNamespace(state=SimpleNamespace(active=set()))
+    rounds = SimpleNamespace(log=log, epoch=0, take_returned=list, has_fewer_peers=lambda: False)
+    rounds.find_next = lambda _: found.pop() if found else None
+    steps = LogSteps.__new__(LogSteps)
+    steps.tracker, steps.rounds, steps.optimizer = SimpleNamespace(trust=SimpleNamespace()), rounds, optimizer
+    steps.averager = SimpleNamespace(lineage="")
+    steps._apply = lambda *_: vars(optimizer).update(local_epoch=14) or True
+    steps._check_progress = lambda _: None
+    steps.follow()
+    assert rounds.epoch == 14
 
 
 def test_find_does_not_wait_for_silent_peer(tmp_path):
