@@ -14,7 +14,6 @@ from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not k
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException
-from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
@@ -144,12 +143,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
             yield message
 
-    def select_group(self, group_info: GroupInfo) -> GroupInfo:
-        """Return the members of a new group that average together; all members must select the same ones."""
-        return group_info
-
     async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
-        group_info = self.select_group(group_info)
+        group_info = group_info if self.are_parameters else self.select_group(group_info)
         running = self._round = self._running_groups[group_info.group_id]
         running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
@@ -230,30 +225,28 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             elapsed += step
             allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
             allowed = min(allowed, timeouts.longest_round)
-            awaited = runner.list_awaited_peers()
-            waits = [(peer, runner.arrived[peer]) for peer in awaited]
-            pauses.update(dict.fromkeys(waits, step))
+            awaited = {peer: runner.arrived[peer] for peer in runner.list_awaited_peers()}  # with its message count
+            pauses.update(dict.fromkeys(awaited.items(), step))
             # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
-            stalled = [it[0] for it in waits if pauses[it] > max_pause]
+            stalled = [peer for peer, count in awaited.items() if pauses[peer, count] > max_pause]
             late = runner.list_stragglers()
             if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
                 runner.late = late  # at the first look: later, others may wait behind them
-            stragglers = [peer for peer in stalled if peer in owing and not runner.arrived[peer]]
+            stragglers = [peer for peer in stalled if peer in owing and not awaited[peer]]
             stragglers = stragglers or (late if elapsed > allowed else [])
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
             # no proof: a reducer may wait for others, and after a change of address, pings use another connection
             is_late = elapsed > allowed + timeouts.next_chunk and 2 * len(awaited) < runner.group_size
-            if cause := next(iter(stalled or (awaited if is_late else ())), None):
-                return runner.end(cause, AllreduceException(f"peer {cause} keeps this peer waiting"))
-            quiet = [it for it in waits if pauses[it] > ping_delay * (1 + pings[it]) and it[0] not in runner.clients]
-            if quiet:
-                pings.update(quiet)
-                ids = {peer.to_bytes(): (peer, count) for peer, count in quiet}
-                ping = partial(ping_peers, peer_ids=[*ids], patience=timeouts.silence_in_round)
-                unanswered = ids.keys() - await self.dht.run_coroutine(ping, return_future=True)
-                if silent := [it for it in unanswered if runner.arrived[ids[it][0]] == ids[it][1]]:
+            if causes := stalled or (list(awaited) if is_late else []):
+                return runner.end(causes[0], AllreduceException(f"peer {causes[0]} keeps this peer waiting"))
+            quiet = [it for it in awaited.items() if pauses[it] > ping_delay * (1 + pings[it])]
+            if to_ping := {peer.to_bytes(): peer for peer, _ in quiet if peer not in runner.clients}:
+                pings.update((peer, awaited[peer]) for peer in to_ping.values())
+                ping = partial(ping_peers, peer_ids=[*to_ping], patience=timeouts.silence_in_round)
+                unanswered = to_ping.keys() - await self.dht.run_coroutine(ping, return_future=True)
+                if silent := [it for it in unanswered if runner.arrived[to_ping[it]] == awaited[to_ping[it]]]:
                     runner.silent = silent
                     return runner.end(PeerID(silent[0]), PeersSilentError(silent))
 

@@ -1,9 +1,6 @@
 """The settings of the swarm. Scripts make them from their flags, which have the same names, by `make_config`."""
 
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class AveragingConfig:
     metadata_expiration: float = 120.0  # seconds for which records stay in the DHT
 
 
-def make_config(kind: type[Config], source: object, **values: object) -> Config:
+def make_config(kind: type, source: object, **values: object):
     """Return a config of this class with these values, and the attributes of another object with its fields' names."""
     found = {item.name: getattr(source, item.name) for item in fields(kind) if hasattr(source, item.name)}
     return kind(**{**found, **values})

@@ -29,7 +29,11 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
     path, names, membership = config.identity_path or kept_at, (config.experiment_prefix, config.username), None
     if config.invite:
         invitation = load_invitation(config.invite)
-        key, membership = invitation.key, Membership.from_invitation(config.invite, invitation, *names)
+        key, membership = invitation.key, Membership(invitation.credential, invitation.authority)
+        invited = membership.prefix, membership.username
+        for setting, value, theirs in zip(("experiment_prefix", "username"), names, invited, strict=True):
+            if value and value != theirs:
+                raise SwarmError(f"`invite` {config.invite} is for `{setting}` {theirs}, not {value}: omit `{setting}`")
     else:
         key = load_key(path) if path and os.path.exists(path) else RSAPrivateKey()
     RSAPrivateKey._process_wide_key = key  # hivemind signs its progress with it and offers no API to set it

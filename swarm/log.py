@@ -377,12 +377,12 @@ class Log:
     def take_offer(self, offer: Offer) -> None:
         """Keep a valid offer: the first one for each key, and of new peers the first ones in turn."""
         offers, expected = {it.key: it for it in self.select(Offer)}, {*self.state.participants, self.me}
-        pool = [it for it in offers.values() if it.peer not in expected and offer.peer not in expected]
-        out = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
-        is_full = out and self.find_turn(out[0]) <= self.find_turn(offer)
-        if offer.key not in offers and not is_full and self.state.fits(offer) and self.is_signed(offer):
+        pool = [] if offer.peer in expected else [it for it in offers.values() if it.peer not in expected]
+        replaced = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
+        has_room = not replaced or self.find_turn(offer) < self.find_turn(replaced[0])
+        if offer.key not in offers and has_room and self.state.fits(offer) and self.is_signed(offer):
             self.add_record(offer)
-            for other in out:
+            for other in replaced:
                 del self.records[compute_hash(other)[:8]]
 
     def take_notice(self, record: Leave | Proof) -> None:
@@ -424,18 +424,17 @@ class Log:
 
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state."""
-        self.state = state
-        self.since, self.is_dirty, self.num_ticks = self.now, True, 0
+        self.state, self.since, self.is_dirty, self.num_ticks = state, self.now, True, 0
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last promised
         self.first_time = self.most_time = self.ready_time = self.promise_time = math.inf
-        kept = [record for record in self.records.values() if isinstance(record, Offer | Leave | Proof)]
         turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
-        counted = {peer: state.epoch + at for at, peers in enumerate(state.owners, 1 - WINDOW) for peer in peers}
-        self.records, self.turns = {}, turns | counted
-        for record in (*filter(state.fits, kept), *filter(state.fits, self.own.values()), *self.memory.choice):
-            self.add_record(record)
+        turns |= {peer: epoch for epoch, peers in enumerate(state.owners, state.epoch + 1 - WINDOW) for peer in peers}
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
+        kept = [it for it in self.records.values() if isinstance(it, Offer | Leave | Proof) and state.fits(it)]
+        self.records, self.turns = {}, turns
+        for record in (*kept, *self.own.values(), *self.memory.choice):
+            self.add_record(record)
         self.memories = {name: item for name, item in self.memories.items() if item.epoch > state.epoch}
         self.fetching, self.owed = {}, set()  # late offers that the next list must have, see `is_fair`
         if self.is_leaving:

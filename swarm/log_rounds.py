@@ -194,11 +194,6 @@ class LogRounds:
             commit = self.log.find_next()
             return (commit, self.log.chain[head].state) if commit else None
 
-    def has_most_offers(self, head: bytes) -> bool:
-        """Return whether more than half of the voters have offers for the commit after this one."""
-        with self._lock:
-            return self.log.state.head == head and self.log.state.has_quorum(self.log.select_current())
-
     def count_pending(self) -> int:
         """Return the samples of this peer's offers that the model lacks."""
         with self._lock:

@@ -269,7 +269,9 @@ class LogSteps:
         is_done = self._last_offer is not None and self._last_offer.base == head
         if is_done or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
-        if self.tracker.ready_to_update_epoch or self.rounds.has_most_offers(head):
+        log = self.rounds.log
+        has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
+        if self.tracker.ready_to_update_epoch or has_most_offers:
             started = time.monotonic()
             with self.tracker.performance_ema.pause():
                 self._make_offer(head)

@@ -194,21 +194,23 @@ class EarlyStartMatchmaking(Matchmaking):
         """Ask to join a leader's group; return None if it is excluded (note 70) or avoided, or if no group forms."""
         is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
         self.num_redirects = self.num_redirects + 1 if is_redirect else 0
-        count, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
+        num_unanswered, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
         if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_unknown_at)
-        loop, started, group = asyncio.get_running_loop(), time.monotonic(), None
-        if is_paused := started < not_before:
+        loop, started = asyncio.get_running_loop(), time.monotonic()
+        if started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
+            return None
         is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
-        if is_paused or is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
+        if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.silent.pop(leader, None)
         self.requested_leader, is_silent = leader, False
         try:
             async with asyncio.timeout(None) as self.request_limit:
                 unanswered = loop.call_later(self.request_timeout, self.end_unanswered, self.request_limit)
-                group = await super()._request_join_group(leader)
+                if (group := await super()._request_join_group(leader)) is not None:
+                    return group
         except MaliciousPeersError:
             raise
         except Exception:  # no answer in time, or one that cannot be decoded (note 104)
@@ -216,17 +218,15 @@ class EarlyStartMatchmaking(Matchmaking):
         finally:
             unanswered.cancel()
             self.requested_leader = None
-        if group is None:
-            # no peer can join this one during a request: these take at most a third of the time
-            seconds = time.monotonic() - started
-            pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
-            if is_silent:
-                pause *= 2 ** min(count, 6)  # up to some minutes
-                self.silent[leader] = count + 1, time.monotonic() + pause
-            if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
-                self.ask_unknown_at = time.monotonic() + min(2 * seconds, self.request_timeout)
-            loop.call_later(pause, self.allow_to_ask, leader)
-        return group
+        # no peer can join this one during a request: these take at most a third of the time
+        now, seconds = time.monotonic(), time.monotonic() - started
+        pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
+        if is_silent:
+            pause *= 2 ** min(num_unanswered, 6)  # up to some minutes
+            self.silent[leader] = num_unanswered + 1, now + pause
+        if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
+            self.ask_unknown_at = now + min(2 * seconds, self.request_timeout)
+        loop.call_later(pause, self.allow_to_ask, leader)
 
     def end_unanswered(self, request_limit: asyncio.Timeout) -> None:
         """End a request that no leader has accepted; hivemind's own limit begins once there is a connection."""

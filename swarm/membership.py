@@ -23,7 +23,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from common.console import format_count
 from swarm import SwarmError
-from swarm.credentials import MAX_LIST_BYTES, Authority, Invitation, parse_credential, read_revocations
+from swarm.credentials import MAX_LIST_BYTES, Authority, parse_credential, read_revocations
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")
@@ -72,16 +72,6 @@ class Membership:
         self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
         self._num_rejected, self._next_warning = 0, 0.0  # for the next warning, in each process
         self.load_revocations()
-
-    @classmethod
-    def from_invitation(cls, path: str, invitation: Invitation, prefix: str, username: str | None) -> "Membership":
-        """Return the membership that an invitation grants, or raise a SwarmError if it is not for these names."""
-        self = cls(invitation.credential, invitation.authority)
-        settings = {"experiment_prefix": (prefix, self.prefix), "username": (username, self.username)}
-        for setting, (value, invited) in settings.items():
-            if value and value != invited:
-                raise SwarmError(f"`invite` {path} is for `{setting}` {invited}, not {value}: omit `{setting}`")
-        return self
 
     @classmethod
     def from_authority(cls, issuer: Authority, prefix: str, username: str | None) -> "Membership":

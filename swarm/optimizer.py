@@ -21,7 +21,7 @@ from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.log_steps import LogSteps
-from swarm.optimizer_state import StateAverager, copy_tensors, list_params
+from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import exit_if_process_dies
 from swarm.progress import PING_DELAY, PeerTracker
@@ -295,15 +295,15 @@ class CollaborativeOptimizer:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
         self.epoch, averager = Epoch(self.local_epoch, time.monotonic()), self.grad_averager
         is_local = self._takes_local_steps and self.log_steps.exists
-        samples = self.averaging.target_batch_size * (self.averaging.local_steps if is_local else 1)
-        self.tracker.set_target(samples - self.averaging.batch_size_lead)
-        if is_local != averager.is_local:
-            parked, self.parked = self.parked, averager.copy_update() if averager.is_local else None
-            averager.drop_pending()  # they are of the other kind
+        batches = self.averaging.local_steps if is_local else 1
+        self.tracker.set_target(batches * self.averaging.target_batch_size - self.averaging.batch_size_lead)
+        if is_local != averager.is_local:  # what is pending is of the other kind
+            update = None if is_local else averager.copy_update()
+            averager.drop_pending()
             averager.is_local = is_local
-            if is_local and parked:
-                copy_tensors(averager.unsent, parked[0])
-                averager.samples = parked[1]
+            if is_local and self.parked:
+                averager.unsent, averager.samples = self.parked
+            self.parked = update
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""

@@ -189,14 +189,13 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     def restore_state(self, state: dict) -> None:
         """Load a state from `dump_state`. Raise a ValueError, and change nothing, if its tensors have other shapes."""
-
-        def get_shape(value: object) -> tuple:
-            # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
-            return tuple(getattr(value, "shape", ()))
-
         own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
         parameters, moments = state["parameters"], state["optimizer"]["state"]
-        if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
+        # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
+        shapes = [
+            nested_map(lambda it: tuple(getattr(it, "shape", ())), these) for these in ((parameters, moments), own)
+        ]
+        if shapes[0] != shapes[1]:
             raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
         # a copy, because torch keeps the tensors it loads and changes them in place
         self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

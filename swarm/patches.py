@@ -108,21 +108,18 @@ async def add_whole_stream_handler(
             while (request := await requests.get()) is not None:
                 yield request
 
-        async def send(message) -> None:
-            await asyncio.wait_for(P2P.send_protobuf(message, writer), UNREAD_TIMEOUT)
-
         async def answer() -> None:
             last, context = END_OF_STREAM, P2PContext(name, self.peer_id, info.peer_id)
             try:
                 async with contextlib.aclosing(handler(read_requests(), context)) as messages:
                     async for message in messages:
-                        await send(message)
+                        await asyncio.wait_for(P2P.send_protobuf(message, writer), UNREAD_TIMEOUT)
             except Exception as e:  # for the caller
                 last = str(e)
             has_ended.set()
             while not requests.empty():  # `receive` may be waiting for room
                 requests.get_nowait()
-            await send(RPCError(message=last))
+            await asyncio.wait_for(P2P.send_protobuf(RPCError(message=last), writer), UNREAD_TIMEOUT)
             await asyncio.sleep(UNREAD_TIMEOUT)
 
         tasks = [asyncio.create_task(receive()), asyncio.create_task(answer())]

@@ -66,26 +66,23 @@ def plan_allreduce(
     rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]  # an unknown one counts as fast
     sender_rates = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AUX) or rates
     # each of N equal peers sends (N - 1) / N of its tensors to the reducers, and as many bits of averages back
-    usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
+    usual_seconds = 2 * bits * max(0, senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
     own_seconds = [0.0 if mode == AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
-    num_partitions = tuple(
-        min(math.ceil(UNCERTAINTY * seconds / usual_seconds), MAX_PARTITIONS)
-        if usual_seconds and seconds > max_seconds
-        else 1
-        for seconds in own_seconds
-    )
+    num_partitions = [1] * len(modes)
+    for index, seconds in enumerate(own_seconds):
+        if usual_seconds and seconds > max_seconds:
+            num_partitions[index] = min(math.ceil(UNCERTAINTY * seconds / usual_seconds), MAX_PARTITIONS)
     of_fast_peers = tuple(part if count == 1 else 0.0 for part, count in zip(fractions, num_partitions, strict=True))
     fractions = of_fast_peers if any(of_fast_peers) else fractions
     # hivemind does not pass on the modes: an auxiliary peer would send all of its tensors with a weight of zero
     modes = tuple(mode if mode == AUX or part else CLIENT for mode, part in zip(modes, fractions, strict=True))
-    seconds = 0.0
-    for own, count, part, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
-        relative = part / sum(fractions)
-        others = senders - 1 if own > 0 else senders
-        seconds = max(seconds, own * (1 - relative) / count + others * relative * bits / rate)
+    round_seconds = 0.0
+    for seconds, count, part, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
+        fraction, others = part / sum(fractions), senders - 1 if seconds > 0 else senders
+        round_seconds = max(round_seconds, seconds * (1 - fraction) / count + others * fraction * bits / rate)
     part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, MIN_PART_BYTES), MAX_PART_BYTES))
-    return AllReducePlan(fractions, modes, num_partitions, part_bytes, min(seconds, 2 * max_seconds))
+    return AllReducePlan(fractions, modes, tuple(num_partitions), part_bytes, min(round_seconds, 2 * max_seconds))
 
 
 def has_partition_changed(count: int, before: int) -> bool:

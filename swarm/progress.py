@@ -344,8 +344,7 @@ class PeerTracker:
         withdrawn = {find_peer_id(key) for key, item in values.items() if item.value is None}
         records = [LocalTrainingProgress.parse_obj(item.value) for item in values.values() if item.value is not None]
         plausible = [it for it in records if it.samples_per_second <= MAX_SPEED and abs(it.time - now) < MAX_AGE]
-        # a peer that was restarted has the records of both lives
-        newest = {record.peer_id: record for record in sorted(plausible, key=lambda record: record.time)}
+        newest = {record.peer_id: record for record in plausible}
         newest.pop(self.dht.peer_id.to_bytes(), None)
         last, self.others = self.others, self.trust.select_believable(newest, self.local_progress.epoch)
         self.withdrawn = withdrawn - self.others.keys()

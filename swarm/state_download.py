@@ -53,18 +53,15 @@ class DownloadProgress(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
 
 
-def compute_rms(sums: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of each row, which for the sums of a block estimates its norm."""
-    return sums.square().mean(-1).sqrt()
-
-
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers, beyond the differences `floors`."""
     digests, others = digests.double(), others.double()  # or huge numbers would have infinite limits
-    limits = TOLERANCE * (digests[..., 0].abs() + compute_rms(digests[..., 1:])) + floors
     differences = (digests - others).abs()
+    # the RMS of the sums estimates the norm
+    rms, rms_of_difference = (it[..., 1:].square().mean(-1).sqrt() for it in (digests, differences))
+    limits = TOLERANCE * (digests[..., 0].abs() + rms) + floors
     # the first digests are finite; the other ones differ if they are not
-    return not ((differences[..., 0] <= limits) & (compute_rms(differences[..., 1:]) <= limits)).all()
+    return not ((differences[..., 0] <= limits) & (rms_of_difference <= limits)).all()
 
 
 @dataclasses.dataclass(eq=False)

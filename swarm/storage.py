@@ -41,10 +41,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
         """Store only the records that `may_store` admits; hivemind stores all valid ones."""
         records = list(zip(*(getattr(request, name) for name in FIELDS), strict=True))
         admitted = [self.may_store(context.remote_id, *record) for record in records]
-        rest = dict(zip(FIELDS, zip(*itertools.compress(records, admitted), strict=True), strict=False))
-        stored = iter((await super().rpc_store(dht_pb2.StoreRequest(peer=request.peer, **rest), context)).store_ok)
-        store_ok = [next(stored) if is_admitted else False for is_admitted in admitted]
-        return dht_pb2.StoreResponse(store_ok=store_ok, peer=self.node_info)
+        kept = {name: itertools.compress(getattr(request, name), admitted) for name in FIELDS}
+        stored = iter((await super().rpc_store(dht_pb2.StoreRequest(peer=request.peer, **kept), context)).store_ok)
+        return dht_pb2.StoreResponse(store_ok=[it and next(stored) for it in admitted], peer=self.node_info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """Answer four keys, the most that a search asks for; for 90,000, hivemind would need gigabytes (note 102)."""
@@ -138,14 +137,14 @@ class DHTNode(hivemind.dht.node.DHTNode):
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
         _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)
-        for search in [search for key in key_ids for search in self.pending_get_requests[key] if search.future in late]:
-            search.finish_search()
+        for search in [search for key in key_ids for search in self.pending_get_requests[key]]:
+            if search.future in late:
+                search.finish_search()
         results = {key: future.result() if future.done() else None for key, future in futures.items()}
-        revoked = self.membership.revoked if self.membership else ()
-        for item in results.values() if revoked else ():
-            records = item.value if item and isinstance(item.value, dict) else {}
-            for subkey in [subkey for subkey in records if find_subkey_owner(subkey) in revoked]:
-                del records[subkey]
+        if self.membership and (revoked := self.membership.revoked):
+            for records in [item.value for item in results.values() if item and isinstance(item.value, dict)]:
+                for subkey in [subkey for subkey in records if find_subkey_owner(subkey) in revoked]:
+                    del records[subkey]
         return results
 
 

@@ -209,10 +209,10 @@ class Uplink:
     async def watch(self, node: DHTNode) -> None:
         """Measure RTTs, and keep the queue short by the rate (LEDBAT, RFC 6817). Runs forever, in the DHT's process."""
         shortest: dict[PeerID, float] = {}
-        asking: dict[PeerID, asyncio.Task] = {}
-        sent, polled = self._sent.value, time.monotonic()
+        pings: dict[PeerID, asyncio.Task] = {}
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
-        empty_sent, empty_at, peak = sent, polled, 0.0  # when there was no queue, and the highest share since
+        sent, polled, peak = self._sent.value, time.monotonic(), 0.0  # the peak is the highest share since `empty`
+        empty = sent, polled  # when there was no queue
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
@@ -223,34 +223,30 @@ class Uplink:
             if not peers or not has_traffic and now < polled + IDLE_POLL_INTERVAL:
                 continue
             sent, polled = self._sent.value, now
-            # an answer that came late is not a sample
-            asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
-            fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in asking}
-            asking |= fresh
+            pings = {peer: ping for peer, ping in pings.items() if not ping.done()}  # a late answer is not a sample
+            fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in pings}
+            pings |= fresh
             patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # a slow return path is no queue
-            lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(asking.values(), timeout=patience))
-            excess = []  # seconds beyond the shortest RTTs
-            for peer, answer in fresh.items():
-                if answer.done() and answer.result():
-                    seconds, rtt = answer.result()
-                    # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
-                    last_shortest = shortest.get(peer, seconds)
-                    last_shortest = seconds if seconds > last_shortest + rtt else last_shortest
-                    shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
-                    excess.append(seconds - shortest[peer])
+            lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(pings.values(), timeout=patience))
+            answers = {peer: ping.result() for peer, ping in fresh.items() if ping.done() and ping.result()}
+            for peer, (delay, rtt) in answers.items():
+                last = shortest.get(peer, delay)
+                # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
+                shortest[peer] = delay if delay > last + rtt else min(delay, last + 0.01 * (delay - last))
+            excess = min((delay - shortest[peer] for peer, (delay, _) in answers.items()), default=POLL_INTERVAL)
             if has_traffic:
-                delays.append(max(0.0, min(excess, default=POLL_INTERVAL) - lag))  # busy cores are no queue
+                delays.append(max(0.0, excess - lag))  # busy cores are no queue
                 queue, peak = min(delays[-2], delays[-1]), max(peak, share)  # a lost packet makes one answer late
                 # QUIC keeps a short queue itself, and then sends less
                 is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
                 if peak < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
                     self.adjust(queue, share)
                 else:
-                    await self.drain(node, empty_sent, empty_at)
+                    await self.drain(node, *empty)
                     sent, polled = self._sent.value, time.monotonic()
                     delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
-                empty_sent, empty_at, peak = sent, polled, 0.0
+                empty, peak = (sent, polled), 0.0
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
