@@ -2,8 +2,7 @@
 
 Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
 real experiment, small runs come from flags. `shared=True` means that every trainer of a run must use the same value.
-These values make up the run's contract, which is published on the DHT and compared when a peer joins. `alike=True`
-marks values that all trainers should share, but that are not compared.
+These values make up the run's contract, which is published on the DHT and compared when a peer joins.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data. Flags that
 end in `_steps` count epochs; only --local_steps, --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
@@ -32,15 +31,9 @@ MIN_SEQUENCE_LENGTH = 8  # tokens; a pair of sentences has three special ones
 MAX_SEED = 2**32 - 1  # of numpy's generators
 MAX_RECORD_LIFETIME = 3600.0  # seconds, and 10 more for readers: for one record, they drop all that a node sends
 
-LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
+LOGGING_DIR_HELP = "Folder for log files and, unless WANDB_DIR names one, the dashboard's data."
 REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
 TOTAL_LIMIT_HELP = "Keep N checkpoints, each 3 times as large as the weights (lamb_8bit: half; local_steps: double)."
-
-
-def require_wandb(project: str | None) -> None:
-    """Raise a UserError if --wandb_project is given and wandb is missing."""
-    if project and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
 @dataclass
@@ -115,9 +108,6 @@ class ModelArguments(FlagGroup):
     lora_r: int | None = flag(
         None, "Rank of adapters to train instead of weights.", shared=True, requires="model_name_or_path NAME", ge=1
     )
-    lora_target_modules: list[str] = flag(
-        [], "Ends of the names of layers with adapters. Default: all linear ones.", shared=True, requires="lora_r 16"
-    )
     objective: OBJECTIVES | None = flag(
         None,
         "mlm (masked tokens), mlm_sop (also the order of sentences), clm (the next token) or sft (the assistant's "
@@ -139,8 +129,6 @@ class ModelArguments(FlagGroup):
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
-        # a flag that peers inherit has one value: names with commas between them
-        self.lora_target_modules = [name for text in self.lora_target_modules for name in text.split(",")]
 
 
 @dataclass
@@ -249,28 +237,23 @@ class DataArguments(FlagGroup):
     streaming: bool = flag(
         False, "Train on an endless stream from --sources (docs/data.md).", excludes=["dataset_name", "train_file"]
     )
-    sources: str = flag("configs/sources.json", "With --streaming: file of sources (docs/data.md).", alike=True)
+    sources: str = flag("configs/sources.json", "With --streaming: file of sources (docs/data.md).")
     language: str = flag("english", "With --dataset_name or --train_file: language, for splitting sentences.")
     mlm_probability: float = flag(
-        0.15, "Share of tokens to predict: 80 percent as [MASK], 10 percent random.", alike=True, gt=0, lt=1
+        0.15, "Share of tokens to predict: 80 percent as [MASK], 10 percent random.", gt=0, lt=1
     )
-    whole_word_mask: bool = flag(True, "Mask whole words, if the tokenizer and the text mark them.", alike=True)
+    whole_word_mask: bool = flag(True, "Mask whole words, if the tokenizer and the text mark them.")
     max_sequence_length: int | None = flag(
         None,
         "Maximum tokens of a sequence. Default: the dataset's, or 512 for text that is tokenized here.",
         aliases=["--block_size", "--max_seq_length"],
-        alike=True,
         ge=MIN_SEQUENCE_LENGTH,
     )
     initial_sequence_length: int | None = flag(
-        None,
-        "Maximum tokens at epoch 0, to train faster.",
-        alike=True,
-        ge=MIN_SEQUENCE_LENGTH,
-        le="max_sequence_length",
+        None, "Maximum tokens at epoch 0, to train faster.", ge=MIN_SEQUENCE_LENGTH, le="max_sequence_length"
     )
     sequence_length_warmup_steps: int = flag(
-        0, "Epochs of growth to max_sequence_length.", alike=True, requires="initial_sequence_length", ge=0
+        0, "Epochs of growth to max_sequence_length.", requires="initial_sequence_length", ge=0
     )
 
     def __post_init__(self):
@@ -325,9 +308,6 @@ class TrainerArguments(PrecisionArguments):
     logging_steps: int = flag(1, "Log every N epochs; the progress bar of a terminal shows every epoch.", ge=1)
     logging_first_step: bool = flag(False, "Log this trainer's first epoch too, if --logging_steps is larger.")
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
-    wandb_project: str | None = flag(
-        None, "Weights & Biases project for this trainer's own curves. Default: WANDB_PROJECT, or none."
-    )
     output_dir: str = flag("outputs/trainer", "Folder of this trainer alone, from which the same command resumes.")
     overwrite_output_dir: bool = flag(False, "Ignored, for old commands: a run in output_dir is always resumed.")
     resume_from_checkpoint: str | None = flag(
@@ -357,7 +337,6 @@ class TrainerArguments(PrecisionArguments):
         elif self.sharded:
             raise UserError("--per_device_train_batch_size auto does not work with --sharded: pass a number")
         super().__post_init__()
-        require_wandb(self.wandb_project)
 
 
 @dataclass
@@ -365,9 +344,6 @@ class ReportArguments(FlagGroup):
     """Reports on the whole swarm. Read by monitoring/report.py, for monitor and auxiliary peers."""
 
     refresh_period: float = flag(30, "Seconds between two checks of the swarm's metrics.", gt=0)
-    report_to: Literal["trackio", "wandb", "none"] = flag(
-        "trackio", "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."
-    )
     wandb_project: str | None = flag(
         None, "Weights & Biases project to report to; WANDB_MODE and WANDB_DISABLED are respected."
     )
@@ -376,11 +352,8 @@ class ReportArguments(FlagGroup):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.report_to == "wandb" and not self.wandb_project:
-            raise UserError("--report_to wandb needs --wandb_project NAME")
-        require_wandb(self.wandb_project)
-        if self.wandb_project:
-            self.report_to = "wandb"
+        if self.wandb_project and importlib.util.find_spec("wandb") is None:
+            raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
 @dataclass
@@ -442,9 +415,6 @@ BASIC_FLAGS = {
     *("store_checkpoints", "assist_in_averaging"),
 }
 
-#: lists that may have no value: guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
-MAY_BE_EMPTY = {"announce_maddrs"}
-
 
 def begin_new_run(groups: dict[type, FlagGroup]) -> None:
     """Name a run that has neither a name nor peers.
@@ -466,7 +436,7 @@ def begin_new_run(groups: dict[type, FlagGroup]) -> None:
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
-    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
+    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
     swarm, trainer = map(found.get, (SwarmArguments, TrainerArguments))
     if trainer and trainer.num_train_epochs and found[DataArguments].streaming:
         raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")

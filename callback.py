@@ -12,7 +12,6 @@ from common.console import format_count, format_epoch
 from common.files import read_json_lines, write_file
 from common.memory import collect_garbage, settle_memory
 from common.signals import STOP_REQUESTED
-from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.page import StatusServer, TrainerPage
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
@@ -33,9 +32,8 @@ class CollaborativeCallback:
     Evaluator          the loss on the validation split
     ProgressDisplay    the line of progress
     StatusServer       the status page
-    Dashboard          this trainer's curves on wandb
 
-    The last three are optional: a trainer works without display, page, and the line `self.dashboard =` below.
+    The last two are optional.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class CollaborativeCallback:
         self.state, self.args, self.stats = state, state.args, state.stats
         self.swarm, self.optimizer = state.swarm, state.optimizer
         self.metrics = MetricsReporter(state)
-        self.evaluator, self.display, self.dashboard = evaluator, display, Dashboard()
+        self.evaluator, self.display = evaluator, display
         self.page = TrainerPage(page, self.swarm, self.describe) if page else None
         self.contract_lifetime, self.next_contract_time = self.optimizer.averaging.metadata_expiration, 0.0
         self.has_contributed = False
@@ -63,7 +61,6 @@ class CollaborativeCallback:
             self.state.load(saved_state)
         self.metrics.measure_flop()
         self.publish_attestation()
-        self.dashboard = start_trainer_dashboard(self.args, self.swarm, self.state.arguments)
         self.log_start()
         if self.page:
             self.page.serve(read_json_lines(self.metrics.history))
@@ -143,7 +140,6 @@ class CollaborativeCallback:
         if evaluation:
             self.publish()
         line = self.metrics.write(evaluation)
-        self.dashboard.report(line)
         if self.page:
             self.page.add(line)
         if self.display:
@@ -197,7 +193,6 @@ class CollaborativeCallback:
         if self.optimizer.local_epoch != self.state.saved_epoch and self.state.is_finite():
             self.state.save()
         self.swarm.publish_contract(None, self.contract_lifetime)
-        self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether model and state are saved."""

@@ -47,7 +47,7 @@ TRAINER = (
     "--dataloader_num_workers 0 --do_eval --max_eval_samples 512 --eval_steps 32"
 )
 AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --status_port 0 --assist_in_averaging"
-CAUSAL = ("gpt2", "llama")  # model types that predict the next token
+CONFIGS = [f"configs/{name}.json" for name in ("demo", "lean-demo", "gpt-demo")]  # the last one is causal
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -135,15 +135,6 @@ class Scripts:
             process.wait()
 
 
-def read_model_type(config_path: str) -> str:
-    """Return the model type in a configuration, or raise a UserError."""
-    try:
-        return json.loads(Path(config_path).read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        why = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-        raise UserError(f"--config_path {config_path} holds no model ({why}): give e.g. configs/lean-demo.json") from e
-
-
 def clear_folder(folder: Path) -> None:
     """Remove the results of an earlier demo, or raise a UserError if these are files of something else."""
     found = [path for path in folder.iterdir() if path.name != ".lock"]
@@ -165,8 +156,7 @@ def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
     """Start the monitor, or the auxiliary peer instead, and return the --initial_peers flag for the others."""
     command = f"{command} --output_dir {shlex.quote(str(folder))}"
-    # by default, the dashboard's data would be in the user's home
-    scripts.start("monitor", what, command, TRACKIO_DIR=str(folder / "trackio"))
+    scripts.start("monitor", what, command)
     deadline, text = time.monotonic() + STALL_LIMIT, ""
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
@@ -223,14 +213,12 @@ def report(output_dir: Path, epochs: int) -> None:
     difference = max(float(abs(weights[name] - others[name]).max()) for name in weights)
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    trackio = os.path.relpath(Path(sys.executable).with_name("trackio"))
     print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
     print(f"the peers' weights {agreement}: they differ by at most {difference:.1e}")
     print(f"checkpoint: {folders[0] / 'model'}")
-    print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
-    print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
+    print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}", flush=True)
     texts = re.findall(r"sample text: (.*)", Path(f"{folders[0]}.log").read_text())
     print("\nThree texts by the trained model:", *texts[-3:], sep="\n  ", flush=True)
 
@@ -244,7 +232,7 @@ def report(output_dir: Path, epochs: int) -> None:
 def run(args: argparse.Namespace, stop: threading.Event) -> None:
     """Run the demo; raise a DemoError if it fails, and a UserError if it cannot begin."""
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
-    is_causal = read_model_type(args.config_path) in CAUSAL
+    is_causal = args.config_path == CONFIGS[2]
     lock_folder("--output_dir", output_dir)
     clear_folder(output_dir)
     with Scripts(output_dir, stop) as scripts:
@@ -278,7 +266,7 @@ def main() -> int:
     """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
-    parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
+    parser.add_argument("--config_path", default=CONFIGS[0], choices=CONFIGS, help="the model")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
     os.chdir(ROOT)

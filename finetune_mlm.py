@@ -163,10 +163,7 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 
 
 def choose_length(model: torch.nn.Module, wanted: int) -> int:
-    """Return the maximum tokens of a text: `wanted`, or fewer if the model's position table is shorter.
-
-    :param model: a model from make_task_model
-    """
+    """Return the maximum tokens of a text: `wanted`, or fewer if the model's position table is shorter."""
     longest = find_longest_sequence(model)
     return int(min(wanted, longest if longest == math.inf else longest // PADDING * PADDING))
 
@@ -361,11 +358,7 @@ def load_results(settings: dict, file: Path) -> list[dict]:
 
 
 def summarize(task: Task, seeds: list[dict], majority: dict, **content) -> dict:
-    """Return the content of results.json.
-
-    :param majority: the metrics of always predicting the most frequent answer
-    :param content: the counts of examples and texts, and the settings
-    """
+    """Return results.json, of the counts and settings in `content` and the scores of the most frequent answer."""
     names = list(seeds[0]["metrics"])
     values = {name: [seed["metrics"][name] for seed in seeds] for name in names}
     return {

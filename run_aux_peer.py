@@ -28,8 +28,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from common.console import clean_end, handle_stop_signals
 from monitoring.page import open_page
-from monitoring.reader import RunReader, check_flags, require_reachable
-from monitoring.report import RunReport
+from monitoring.report import RunReport, check_flags, require_reachable
 from swarm.joining import Swarm
 from training.page_client import warn_of_local_addresses
 from training.settings import begin, make_swarm_config
@@ -45,9 +44,9 @@ def main(*groups) -> None:
     check_flags("an auxiliary peer", swarm_args, archive_args)
 
     # join the swarm: from here on, this peer connects new peers and relays
-    report, page = RunReport(args, swarm_args), open_page(swarm_args)
+    report, page = RunReport(args, swarm_args, groups), open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
-    reader = RunReader(swarm, report, groups, args.refresh_period)
+    report.attest(swarm)
     require_reachable(swarm)
     warn_of_local_addresses(swarm)
 
@@ -56,19 +55,18 @@ def main(*groups) -> None:
     if args.assist_in_averaging or archive_args.store_checkpoints:
         from monitoring.archive import make_auxiliary  # slow imports that a plain relay does not need
 
-        optimizer, archive, reader.contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
+        optimizer, archive, report.own_contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
 
     # threads, which must not start before all helper processes are forked
-    report.start_dashboard()
     stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
     if page:
-        page.serve(swarm.dht, lambda: reader.describe() | (archive.describe() if archive else {}), report.history)
-    reader.start()
+        page.serve(swarm.dht, lambda: report.read_progress() | (archive.describe() if archive else {}), report.history)
+    report.start()
     logger.info(f"others may join through --initial_peers {' '.join(swarm.list_maddrs())}")
 
     # the loop
     while not stop.is_set():
-        metrics = reader.take_news()
+        metrics = report.take_news()
         if archive:
             # a copy, because the reader's thread changes the history
             archive.step(metrics, list(report.history), report.last_validation())
@@ -80,7 +78,7 @@ def main(*groups) -> None:
 
     if archive:
         archive.finish()
-    reader.finish()
+    report.finish()
     swarm.leave(optimizer)
 
 

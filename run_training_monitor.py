@@ -30,8 +30,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from common.console import clean_end, handle_stop_signals, print_line
 from monitoring.page import open_page
-from monitoring.reader import RunReader, check_flags, require_reachable
-from monitoring.report import RunReport
+from monitoring.report import RunReport, check_flags, require_reachable
 from swarm.joining import Swarm
 from training.page_client import format_join, warn_of_local_addresses
 from training.settings import begin, make_swarm_config
@@ -47,13 +46,13 @@ def main(*groups) -> None:
     check_flags("a monitor", swarm_args, archive_args)
 
     # start the DHT: from here on, this peer welcomes new peers
-    report, page = RunReport(args, swarm_args), open_page(swarm_args)
+    report, page = RunReport(args, swarm_args, groups), open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
-    reader = RunReader(swarm, report, groups, args.refresh_period)
+    report.attest(swarm)
     if archive_args.store_checkpoints:
         require_reachable(swarm)
     warn_of_local_addresses(swarm)
-    flags = reader.flags
+    flags = report.flags
     print_how_to_join(swarm, flags)
 
     # the model, whose states to archive
@@ -61,29 +60,28 @@ def main(*groups) -> None:
     if archive_args.store_checkpoints:
         from monitoring.archive import make_auxiliary  # slow imports that a monitor alone does not need
 
-        optimizer, archive, reader.contract = make_auxiliary(swarm, groups)
+        optimizer, archive, report.own_contract = make_auxiliary(swarm, groups)
 
     # threads, which must not start before all helper processes are forked
-    report.start_dashboard()
     stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
     if page:
-        page.serve(swarm.dht, lambda: reader.describe() | (archive.describe() if archive else {}), report.history)
-    reader.start()
+        page.serve(swarm.dht, lambda: report.read_progress() | (archive.describe() if archive else {}), report.history)
+    report.start()
 
     # the loop; the reader's thread writes metrics.jsonl, and draws the curve
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     while not stop.wait(min(1.0, args.refresh_period)):
-        metrics = reader.take_news()
+        metrics = report.take_news()
         if archive:
             # a copy, because the reader's thread changes the history
             archive.step(metrics, list(report.history), report.last_validation())
-        if reader.flags != flags:  # the first trainers have joined
-            flags = reader.flags
+        if report.flags != flags:  # the first trainers have joined
+            flags = report.flags
             print_how_to_join(swarm, flags)
 
     if archive:
         archive.finish()
-    reader.finish()
+    report.finish()
     swarm.leave(optimizer)
 
 

@@ -24,7 +24,6 @@ it. Both appear complete or not at all. The result, including the tokenizer, dep
 on --num_proc.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -45,7 +44,7 @@ from common.files import unfinished_folder
 from common.flags import FlagGroup, flag
 from common.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
-from text.hosting import check_archive, make_archive
+from text.fetch import check_archive, make_archive
 from text.instances import KINDS, Documents
 from text.tokenization import load_hub_splits, make_dataset, split_documents
 from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenizer
@@ -103,39 +102,30 @@ def main():
 
         args.objective = OBJECTIVES[objective].kind.name
     kind = KINDS[args.objective]
-    # a second dataset for an existing tokenizer, which stays in its folder
-    is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
     if args.archive:
         check_archive(Path(args.archive))
         if dataset_path.is_dir() and tokenizer_path.is_dir() and not args.text_files and not args.train_tokenizer:
             print(f"{dataset_path} and {tokenizer_path} exist already: packing them unchanged")
             return make_archive(dataset_path, tokenizer_path, Path(args.archive))
-    check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
+    check_targets(tokenizer_path, dataset_path)
     load_sentence_splitter(args.language)
 
     source, splits = load_splits(args)
-    with contextlib.ExitStack() as stack:
-        unfinished_dataset = stack.enter_context(unfinished_folder(dataset_path))
-        unfinished_tokenizer = tokenizer_path
-        if is_tokenizer_kept:
-            tokenizer = load_tokenizer(tokenizer_path, kind)
+    with unfinished_folder(dataset_path) as new_dataset, unfinished_folder(tokenizer_path) as new_tokenizer:
+        if args.train_tokenizer:
+            train = train_tokenizer if kind.is_masked else train_byte_tokenizer
+            tokenizer = train(splits["train"], args)
         else:
-            unfinished_tokenizer = stack.enter_context(unfinished_folder(tokenizer_path))
-            if args.train_tokenizer:
-                train = train_tokenizer if kind.is_masked else train_byte_tokenizer
-                tokenizer = train(splits["train"], args)
-            else:
-                cure = "--train_tokenizer, or --tokenizer with a folder"
-                tokenizer = load_tokenizer(args.tokenizer, kind, args.dataset_cache_dir, cure)
-            tokenizer.save_pretrained(unfinished_tokenizer)
-            # tokenize with the saved files, which the peers will load
-            tokenizer = load_tokenizer(unfinished_tokenizer, kind)
+            cure = "--train_tokenizer, or --tokenizer with a folder"
+            tokenizer = load_tokenizer(args.tokenizer, kind, args.dataset_cache_dir, cure)
+        tokenizer.save_pretrained(new_tokenizer)
+        # tokenize with the saved files, which the peers will load
+        tokenizer = load_tokenizer(new_tokenizer, kind)
 
-        corpus = make_dataset(source, splits, tokenizer, unfinished_dataset, args)
+        corpus = make_dataset(source, splits, tokenizer, new_dataset, args)
         with LAST_ACT:  # a signal waits until both are there
-            if not is_tokenizer_kept:
-                unfinished_tokenizer.rename(tokenizer_path)
-            unfinished_dataset.rename(dataset_path)
+            new_tokenizer.rename(tokenizer_path)
+            new_dataset.rename(dataset_path)
 
     instances, tokens = corpus["instances"], corpus["tokens"]
     print(
@@ -154,10 +144,10 @@ def main():
     )
 
 
-def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
+def check_targets(tokenizer_path: Path, dataset_path: Path):
     """Raise UserError if an output folder exists or one lies inside the other."""
     for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
-        if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
+        if os.path.lexists(path):
             raise UserError(f"{path} already exists: remove it, or give another {name}")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):

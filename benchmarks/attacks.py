@@ -88,7 +88,7 @@ class Swarm:
         self.prefix, self.authority = prefix, Authority(folder / "authority.pem") if args.closed else None
 
     def start_monitor(self) -> None:
-        options = ["--report_to", "none", "--refresh_period", 1, "--output_dir", self.folder / "monitor"]
+        options = ["--refresh_period", 1, "--output_dir", self.folder / "monitor"]
         options += ["--authorize", "--authority_key", self.authority.path] if self.authority else []
         monitor = self.start("monitor", "run_training_monitor.py", *self.common, *options)
         peers = monitor.wait_for(r"--initial_peers (/ip4\S+)", START_SECONDS).group(1)

@@ -119,7 +119,7 @@ class Chaos:
                 self.net.host(name, rtt_ms=self.args.rtt_ms / 2, up=self.args.mbits, down=self.args.mbits)
             self.net.start()
         common = ["--experiment_prefix", make_prefix()]
-        options = ["--report_to", "none", "--refresh_period", 2, "--output_dir", self.folder / "monitor"]
+        options = ["--refresh_period", 2, "--output_dir", self.folder / "monitor"]
         command = ["run_training_monitor.py", *common, *self.listen("monitor"), *options]
         self.monitor = Script(self.folder / "monitor.log", *command, prefix=self.prefix("monitor"))
         self.trainers: list[Trainer] = []

@@ -58,7 +58,7 @@ class Run:
                 net.host(name, rtt_ms=args.rtt_ms / 2, up=args.mbits, down=args.mbits)
             net.start()
         prefix = ["--experiment_prefix", make_prefix()]
-        monitor = ["run_training_monitor.py", *prefix, "--report_to", "none", "--output_dir", folder / "monitor"]
+        monitor = ["run_training_monitor.py", *prefix, "--output_dir", folder / "monitor"]
         self.monitor = self.start("monitor", *monitor)
         self.scripts = [self.monitor]
         peers = self.monitor.wait_for(r"--initial_peers (/ip4\S+)").group(1)

@@ -59,7 +59,7 @@ def main() -> None:
         return scripts[name]
 
     try:
-        more = "--report_to", "none", "--refresh_period", 30
+        more = "--refresh_period", 30
         _, peers = start_monitor(start, prefix, folder / "monitor", *more)
         swarm = {"--experiment_prefix": prefix, "--initial_peers": peers, "--config_path": "configs/demo.json"}
         swarm |= {"--optim": "adamw", "--learning_rate": 3e-3, "--target_batch_size": 40 * BATCH_SIZE}
@@ -71,7 +71,7 @@ def main() -> None:
             matchmaking = {"--matchmaking_time": 300 if name == "waiting" else 1}
             own = flags(swarm, data, matchmaking, {"--output_dir": folder / name})
             start(name, "benchmarks/paced_trainer.py", paces, *LOOPBACK, *own)
-        start("aux", "run_aux_peer.py", *LOOPBACK, *flags(swarm, {"--report_to": "none"}), "--assist_in_averaging")
+        start("aux", "run_aux_peer.py", *LOOPBACK, *flags(swarm, {}), "--assist_in_averaging")
 
         scripts["aux"].wait_for("others may join", 120)
         for name in PACES:

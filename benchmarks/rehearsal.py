@@ -174,7 +174,7 @@ class Rehearsal:
 
     def start_server(self, name: str) -> None:
         command = ["--host_maddrs", f"/ip4/{self.net.ip(name)}/tcp/31337", "--output_dir", self.folder / name]
-        command += ["--report_to", "none", "--refresh_period", 5]
+        command += ["--refresh_period", 5]
         if name == "aux":
             command = ["run_aux_peer.py", *command, *self.join(name), *self.data]
             command += ["--assist_in_averaging", "--store_checkpoints", "--save_steps", 2]

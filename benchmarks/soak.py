@@ -92,7 +92,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     common = ["--experiment_prefix", make_prefix(), *LOOPBACK]
-    own = ["--report_to", "none", "--refresh_period", 2, "--output_dir", folder / "monitor"]
+    own = ["--refresh_period", 2, "--output_dir", folder / "monitor"]
     scripts = {"monitor": Script(folder / "monitor.log", "run_training_monitor.py", *common, *own)}
     samples: list[tuple[float, dict]] = []
     try:

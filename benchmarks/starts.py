@@ -40,7 +40,7 @@ def watch_swarm(args: argparse.Namespace, folder: Path, scripts: list[Script]) -
         return list(history(folder, name).values())[FIRST - 1 :]
 
     prefix, names = make_prefix(), [f"trainer{number}" for number in range(args.trainers)]
-    _, peers = start_monitor(start, prefix, folder / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, folder / "monitor")
     settings = {
         "--experiment_prefix": prefix,
         "--initial_peers": peers,

@@ -88,7 +88,7 @@ def main() -> None:
         host = Script(folder / "host.log", "run_training_monitor.py", *common, "--output_dir", folder / "host")
         try:
             peers = ["--initial_peers", host.wait_for(r"(?m)^--initial_peers (\S+)$", 300)[1]]
-            shared = [*common, *peers, "--report_to", "none", "--output_dir"]
+            shared = [*common, *peers, "--output_dir"]
             commands = {
                 "trainer": ["run_trainer.py", *shared[:-3], *flags(TRAINER), *tokenizer]
                 + ["--dataset_path", args.dataset_path, "--output_dir"],

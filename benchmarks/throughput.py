@@ -93,7 +93,7 @@ def run_swarm(args, trainers: int) -> tuple[float, float]:
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     monitor_log = folder / "monitor.log"
     with open(monitor_log, "w") as log:
-        command = [sys.executable, "run_training_monitor.py", "--experiment_prefix", prefix, "--report_to", "none"]
+        command = [sys.executable, "run_training_monitor.py", "--experiment_prefix", prefix]
         command += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--output_dir", str(folder / "monitor")]
         monitor = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     peers = [wait_for(r"--initial_peers (/ip4\S+)", monitor_log, monitor).group(1)]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from common.signals import LAST_ACT, STOP_REQUESTED, begin_end, obey_signals, terminate_process_tree
+from common.signals import LAST_ACT, STOP_REQUESTED, obey_signals, terminate_process_tree
 
 logger = logging.getLogger("common")
 
@@ -56,7 +56,7 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
     """
 
     def stop(number: int) -> None:
-        begin_end()
+        LAST_ACT.acquire()
         if interrupted is not None:
             print_line(f"\ninterrupted: {interrupted}", sys.stderr)
         elif logging.getLogger().handlers:
@@ -87,7 +87,7 @@ def clean_end() -> Iterator[None]:
     after success, 1 after an exception, and 2 after a user error."""
 
     def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
-        begin_end()
+        LAST_ACT.acquire()
         with contextlib.suppress(OSError):
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
         terminate_process_tree(1)
@@ -124,7 +124,7 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
             logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
             start = -math.inf
         else:
-            begin_end()
+            LAST_ACT.acquire()
             if unsaved:
                 logger.info(f"stopped at once; lost: {unsaved}")
             terminate_process_tree(130 if unsaved else 0)
@@ -196,15 +196,13 @@ def format_epoch(values: dict) -> str:
     return "  ".join(filter(None, parts))
 
 
-@contextlib.contextmanager
-def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
-    """Show a progress bar of bytes, which `update` advances; without a terminal, print it every 10 s."""
+def show_progress(what: str, total: int | None):
+    """Return a progress bar of bytes, which `update` advances; without a terminal, it is printed every 10 s."""
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # no monitor thread, because hivemind will fork later
-    options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10.0)
-    with tqdm(desc=what, total=total, initial=initial, **options) as bar:
-        yield bar
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, dynamic_ncols=True, mininterval=interval)
 
 
 class RoleFormatter(logging.Formatter):
@@ -262,8 +260,6 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
         except OSError as e:
             raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
         handlers[1].setFormatter(RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
-        # trackio and wandb read these variables when they are imported
-        os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
         os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it
     for handler in handlers:
         handler.addFilter(is_shown)

@@ -22,11 +22,6 @@ BOUNDS |= {"le": (operator.le, "at most"), "lt": (operator.lt, "below")}
 class Help(str):
     """A flag's help text that carries its rules: HfArgumentParser allows no other mark in a field's metadata."""
 
-    is_shared: bool
-    requires: list[str]
-    excludes: list[str]
-    bounds: dict[str, float | str]
-
 
 def flag(
     default: Any,
@@ -34,7 +29,6 @@ def flag(
     *,
     aliases: Sequence[str] = (),
     shared: bool = False,
-    alike: bool = False,
     requires: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
     **bounds: float | str,
@@ -43,13 +37,12 @@ def flag(
 
     :param default: the default value, or MISSING for a required flag
     :param shared: whether all peers of a run must use the same value, which they compare
-    :param alike: whether all trainers should use the same value, which they do not compare
     :param requires: a flag that this one needs, which may show a value: "repo_url ORG/NAME"; of several, any
     :param excludes: flags that cannot be set at the same time
     :param bounds: ge, gt, le or lt of BOUNDS: a number, or the name of another flag
     """
-    if shared or alike:
-        help += " Must match on all peers." if shared else " Should match on all trainers."
+    if shared:
+        help += " Must match on all peers."
     if aliases:
         help += f" Also known as {', '.join(aliases)}."
     text = Help(help)
@@ -65,8 +58,12 @@ class FlagGroup:
     def __post_init__(self):
         for item in fields(self):
             name, value, rules = item.name, getattr(self, item.name), item.metadata["help"]
-            if isinstance(value, int | float):
-                check_bounds(self, name, value, rules.bounds)
+            for bound, limit in rules.bounds.items() if isinstance(value, int | float) else ():
+                is_inside, words = BOUNDS[bound]
+                other = getattr(self, limit) if isinstance(limit, str) else limit
+                if other is not None and not is_inside(value, other):
+                    shown = f"--{limit} {other:g}" if isinstance(limit, str) else f"{limit:.10g}"
+                    raise UserError(f"--{name} {value:g} must be {words} {shown}")
             if not value or value == item.default:
                 continue
             if rules.requires and not any(getattr(self, needed.split()[0]) for needed in rules.requires):
@@ -75,17 +72,6 @@ class FlagGroup:
             for other in rules.excludes:
                 if getattr(self, other):
                     raise UserError(f"--{name} and --{other} are mutually exclusive: give one of them")
-
-
-def check_bounds(args: Any, name: str, value: float, bounds: dict[str, float | str]) -> None:
-    """Raise a UserError if this flag's value is outside these bounds."""
-    for bound, limit in bounds.items():
-        is_inside, words = BOUNDS[bound]
-        if not isinstance(limit, str):
-            if not is_inside(value, limit):
-                raise UserError(f"--{name} must be {words} {limit:.10g}")
-        elif (other := getattr(args, limit)) is not None and not is_inside(value, other):
-            raise UserError(f"--{name} {value:g} must be {words} --{limit} {other:g}")
 
 
 def check_username(name: str | None) -> None:
@@ -98,9 +84,7 @@ def check_username(name: str | None) -> None:
 
 def format_flag(name: str, value: Any) -> str:
     """Return a flag and its value as they are typed."""
-    if value is True:
-        return f"--{name}"
-    return f"--{name} {','.join(value) if isinstance(value, list) else value}"
+    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 def list_values(groups: Iterable[Any]) -> dict[str, Any]:
@@ -153,14 +137,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def parse_flags(
     groups: Sequence[type],
     basic: Collection[str],
-    may_be_empty: Collection[str],
     description: str | None,
     before: Sequence[str] = (),
 ) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
     :param basic: names of the flags that --help lists if there are many; --help_all lists all
-    :param may_be_empty: names of list flags that may have no value
     :param before: arguments in front of the command line, which overrides them
     :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
     """
@@ -177,7 +159,7 @@ def parse_flags(
     required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
     parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
     for action in parser._actions:
-        if action.dest in may_be_empty:
+        if action.dest == "announce_maddrs":  # guides write $ANNOUNCE_ON, which is not always set
             action.nargs = "*"
         if action.dest in declared:
             describe_flag(action, is_shown=action.dest in basic or not is_short)

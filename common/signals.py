@@ -154,14 +154,9 @@ def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
         clean_up()
 
 
-def begin_end() -> None:
-    """Begin the exit of this process. Other threads that would end it, or fork another one, wait forever."""
-    LAST_ACT.acquire()
-
-
 def terminate_process_tree(code: int, helpers: list = ()) -> None:
     """End the helper processes, then this process, without delay."""
-    begin_end()
+    LAST_ACT.acquire()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has ended
             stream.flush()

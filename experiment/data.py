@@ -59,12 +59,6 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     return TrainingDataset(sources, tokenizer, kind, args.max_sequence_length, SHUFFLE_BUFFER)
 
 
-def choose_tokenizer(fetched: Path | None, args: ModelArguments) -> str | Path:
-    """Return the tokenizer's folder: the dataset's, if any, unless the flags name a tokenizer or a pretrained model."""
-    is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
-    return args.tokenizer_path if fetched is None or is_named else fetched
-
-
 def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
     """Return the tokenizer, the splits by name (with --streaming, "train" is a stream), and facts of the corpus."""
     kind = find_objective(model_args).kind
@@ -79,7 +73,9 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
             folder = tokenize_for_trainer(source, documents, tokenizer, kind, model_args.seed, args)
         else:
             folder, fetched = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-            tokenizer = load_tokenizer(choose_tokenizer(fetched, model_args), kind)
+            # the archive's tokenizer, if any, unless the flags name a tokenizer or a pretrained model
+            is_default = model_args.tokenizer_path == DEFAULT_TOKENIZER_PATH and not model_args.model_name_or_path
+            tokenizer = load_tokenizer(fetched if fetched and is_default else model_args.tokenizer_path, kind)
         splits, corpus = load_tokenized_dataset(folder, tokenizer, kind)
     if args.streaming:
         splits["train"] = make_training_dataset(tokenizer, args, kind)

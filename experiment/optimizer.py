@@ -137,10 +137,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def choose_optimizer(
     args: OptimizerArguments, find_device: Callable[[], torch.device] | None = None
 ) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
-    """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers.
-
-    :param find_device: a function that returns the model's device, see MuonWithAdamW
-    """
+    """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
     options = dict(lr=args.learning_rate, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
     terms = f"{args.optim}, beta {ADAM_BETA1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
@@ -166,8 +163,6 @@ def make_local_optimizer(
     """Return the optimizer of these groups, which clips the (averaged) gradient before each step.
 
     Its attribute `grad_norm` is the norm of the last gradient before clipping.
-
-    :param find_device: a function that returns the model's device, see MuonWithAdamW
     """
 
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -272,10 +267,7 @@ def make_contract(
     averaging: AveragingArguments,
     flags: str = "",
 ) -> RunContract:
-    """Describe the settings that must match on all peers, each short enough for one line of an error.
-
-    :param flags: the shared flags, see `describe_shared`
-    """
+    """Describe the settings that must match on all peers, each short enough for one line of an error."""
     groups = make_param_groups(model, separate_hidden=args.optim == "muon")
     names = [name for group in groups for name in group["names"]]
     frozen = sum(not param.requires_grad for param in model.parameters())
@@ -286,8 +278,6 @@ def make_contract(
         for group in groups[:-1]
     ]
     schedule = f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}"
-    if args.lr_scheduler_type != "linear":  # versions without other schedules name none
-        schedule += f", {args.lr_scheduler_type}"
     terms = {
         "model": describe_architecture(model),
         # peers send no frozen weights, so these must match from the start
@@ -297,7 +287,7 @@ def make_contract(
         "parameter groups": ", ".join(kinds),
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
-        "schedule": schedule,
+        "schedule": f"{schedule}, {args.lr_scheduler_type}",
         "total_steps": str(args.total_steps),
         **describe_averaging(make_config(AveragingConfig, averaging)),
     }

@@ -31,10 +31,7 @@ def make_dynamic_values(signed: bool) -> torch.Tensor:
 
 
 class DynamicQuantizer:
-    """A quantizer of float32 to 8 bits, which divides each block of 256 by its maximum, and rounds to 256 values.
-
-    :param signed: whether numbers may be negative
-    """
+    """A quantizer of float32 to 8 bits, which divides each block of 256 by its maximum, and rounds to 256 values."""
 
     def __init__(self, signed: bool):
         self.values = make_dynamic_values(signed)

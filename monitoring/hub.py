@@ -38,7 +38,6 @@ class Publisher:
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
-        require_token()
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
         self.thread, self.uploaded = None, {}
@@ -81,9 +80,7 @@ class Publisher:
 
 def read_stamp(folder: Path) -> dict:
     """Return the content of a checkpoint's training_state.json, or an empty dictionary if it is invalid."""
-    with contextlib.suppress(OSError):
-        return read_json(folder / "training_state.json")
-    return {}
+    return read_json(folder / "training_state.json")
 
 
 def find_token() -> str | None:

@@ -1,24 +1,31 @@
-"""Reports of a run by monitors and auxiliary peers: metrics.jsonl, the learning curve, a dashboard and the summary."""
+"""Reports of a run by monitors and auxiliary peers: metrics.jsonl, the learning curve, a dashboard and the summary.
+
+A thread reads the metrics, because the DHT may take seconds, while the loop of a role must not wait.
+"""
 
 import json
 import logging
 import statistics
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
-import hivemind
+from hivemind import DHT
 
-from arguments import ReportArguments, SwarmArguments
+from arguments import ArchiveArguments, ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
+from common.flags import describe_shared, find_typed
+from common.memory import settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history
-from swarm.contract import RunContract, choose_contract, fetch_contracts
+from swarm.contract import RunContract, choose_contract, fetch_contracts, require_same
+from swarm.joining import Swarm
 from training import figures
 from training.progress import RECENT_EPOCHS, measure_progress
 from utils import FETCH_TIMEOUT, filter_plausible_records, find_peer_id
@@ -28,7 +35,7 @@ logger = logging.getLogger("report")
 CURVE_PERIOD = 30.0  # seconds between two drawings, which take up to a second of a core that may be training
 CONTRACT_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run
 CONTRACT_TIMEOUT = 5.0
-FINAL_FETCH_TIMEOUT = 1.0
+FINAL_FETCH_TIMEOUT = 1.0  # also to wait for a read that is under way
 # reads of the DHT without any newer record, after which the run has gone back; a single read may miss records
 READS_BEFORE_GOING_BACK = 3
 REPORT_LIFETIME = 120.0  # seconds; that of a progress record
@@ -38,13 +45,14 @@ PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
 
 class RunReport:
-    """A reporter that follows a run's metrics and writes curve, summary and dashboard.
+    """A reporter that follows a run's metrics and writes curve, summary and dashboard, and attests the run's settings
+    to new peers. The shared flags in `groups`, the whole command line, bind the first trainers.
 
     It continues the reports of an earlier process with the same --output_dir, and locks that folder. The constructor
     raises a UserError if the folder is in use or cannot be written.
     """
 
-    def __init__(self, args: ReportArguments, swarm: SwarmArguments):
+    def __init__(self, args: ReportArguments, swarm: SwarmArguments, groups: tuple = ()):
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
         try:
             lock_folder("--output_dir", self.output_dir)
@@ -59,11 +67,15 @@ class RunReport:
         self.last = self.history[-1] if self.history else {}
         self.contributions = Contributions(summary.get("peers", {}))
         self.workers = figures.ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
-        #: the contract of most contributors
+        self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
+        #: the contract of most contributors, and this peer's until it is compared with that one
         self.contract: RunContract | None = None
+        self.own_contract: RunContract | None = None
+        #: the metrics of the newest epoch, until `take_news` returns them
+        self.news: deque[figures.SwarmMetrics] = deque(maxlen=1)
         #: the run's name on dashboards
         self.run_name = summary.get("run_name") or make_run_name(self.prefix)
-        self.dashboard, self.config = Dashboard(), asdict(swarm) | asdict(args)
+        self.dashboard = Dashboard()
         #: reads in a row that found no trainer, no contract, and only epochs before the last one
         self.empty_reads = self.lost_contracts = self.older_reads = 0
         #: the progress of each trainer in the last read that found any, and until when it counts after others
@@ -71,16 +83,61 @@ class RunReport:
         self.writing = threading.Lock()  # at the end, the reader's thread may still draw
         self.alive_peers, self.next_contract, self.next_drawing = 0, 0.0, time.monotonic() + CURVE_PERIOD
 
+    def attest(self, swarm: Swarm) -> None:
+        """Attest the settings that this peer has learned of the run that it joined, or its own ones."""
+        self.swarm = swarm
+        if attested := swarm.dht.attestation:
+            self.workers.trust(attested.workers)
+            swarm.attest(attested.contract, attested.flags, attested.workers)
+        else:
+            swarm.attest(None, self.own_flags)
+
+    @property
+    def flags(self) -> str:
+        """The shared flags of the run's contract, or of this peer if there is none yet."""
+        return self.contract.flags if self.contract else self.own_flags
+
+    def start(self) -> None:
+        """Start the dashboard and the reads, until the end of this role. Call this after all helpers are forked."""
+        self.start_dashboard()
+        settle_memory()
+        self.reading = ThreadPoolExecutor(1, "read metrics").submit(self.read_until_stopped)
+
+    def read_until_stopped(self) -> None:
+        """Read every `refresh_period`, from the start of one read to that of the next one."""
+        while not STOP_REQUESTED.is_set():
+            next_read = time.monotonic() + min(self.args.refresh_period, threading.TIMEOUT_MAX)
+            self.read()
+            STOP_REQUESTED.wait(max(0.0, next_read - time.monotonic()))
+
+    def read(self) -> None:
+        """Read the newest metrics and the run's contract, and attest the contract and the peers that are present."""
+        if metrics := self.update(self.swarm.dht):
+            self.news.append(metrics)
+        self.swarm.attest(self.contract, self.own_flags, self.workers.present)
+        if self.own_contract and self.contract:
+            require_same(self.prefix, self.own_contract, [self.contract])
+            self.own_contract = None
+
+    def take_news(self) -> figures.SwarmMetrics | None:
+        """Return the metrics of a new epoch, once, or None.
+
+        :raises UserError: if trainers with different settings have joined, or this peer's credential has expired
+        """
+        if self.reading.done():
+            self.reading.result()
+        if self.swarm.dht.membership:
+            self.swarm.dht.membership.check_own_credential()
+        return self.news.pop() if self.news else None
+
     def start_dashboard(self) -> None:
-        """Start the dashboard that the flags select. Call this after all helper processes are forked."""
-        kind = self.args.report_to
-        if kind != "none":
-            project = self.args.wandb_project if kind == "wandb" else self.prefix
-            self.dashboard = start_dashboard(kind, project, self.run_name, self.config)
+        """Start the dashboard of --wandb_project. Call this after all helper processes are forked."""
+        if self.args.wandb_project:
+            self.dashboard = start_dashboard(self.args.wandb_project, self.run_name)
         # save the run's name at once, because this process may be killed
         self.write_summary()
 
-    def update(self, dht: hivemind.DHT, is_last: bool = False) -> figures.SwarmMetrics | None:
+    def update(self, dht: DHT, is_last: bool = False) -> figures.SwarmMetrics | None:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
@@ -166,7 +223,7 @@ class RunReport:
         progress = {"epoch": last.get("epoch"), "loss": last.get("loss"), "peers": self.alive_peers}
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
         progress |= {name: last[name] for name in PROGRESS if name in last}
-        progress |= {**self.last_validation(), "ended": ended}
+        progress |= {**self.last_validation(), "ended": ended, "flags": self.flags}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
 
     def find_end(self) -> float | None:
@@ -180,7 +237,11 @@ class RunReport:
         return self.history.validation[-1] if self.history.validation else {}
 
     def finish(self) -> None:
-        """Write the last curve and summary, and end the dashboard."""
+        """Read once more, write the last curve and summary, and end the dashboard."""
+        # the thread may wait half a minute for a DHT that does not answer
+        if wait([self.reading], FINAL_FETCH_TIMEOUT).done:
+            self.reading.result()
+        self.update(self.swarm.dht, is_last=True)
         self.write_files()
         for peer in self.contributions.describe()["contributors"]:
             name = f"{peer['username']} {peer['peer']}".strip()
@@ -220,3 +281,23 @@ class RunReport:
         path.rename(aside)
         logger.info(f"moved the summary of another run to {aside}")
         return {}
+
+
+def check_flags(role: str, swarm_args: SwarmArguments, archive_args: ArchiveArguments) -> None:
+    """Raise a UserError if a role that others connect to is in client mode, or lacks the token for its uploads."""
+    if swarm_args.client_mode:
+        raise UserError(f"--client_mode is for trainers: others must be able to reach {role}")
+    if archive_args.repo_url:
+        from monitoring.hub import require_token  # and torch
+
+        require_token()
+
+
+def require_reachable(swarm: Swarm) -> None:
+    """Leave the swarm and raise a UserError if others cannot reach this peer: hivemind loads no states for a client."""
+    if swarm.dht.client_mode:
+        swarm.leave()
+        raise UserError(
+            "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the "
+            "router (--announce_maddrs), or run it on another machine"
+        )

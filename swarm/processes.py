@@ -9,7 +9,7 @@ import threading
 import warnings
 from multiprocessing.connection import wait as wait_for_processes
 
-from common.signals import begin_end, find_helpers, terminate_helpers, terminate_process_tree
+from common.signals import LAST_ACT, find_helpers, terminate_helpers, terminate_process_tree
 from swarm import logger
 
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)  # shared with the helpers, whose logs are noise once it is set
@@ -52,7 +52,7 @@ def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
     def watch() -> None:
         wait_for_processes([process.sentinel])
         if not STOPPING.value:
-            begin_end()
+            LAST_ACT.acquire()
             logger.error(f"the {name} process died, this peer cannot continue (out of memory?)")
             terminate_process_tree(1, helpers)
 

@@ -158,7 +158,7 @@ class Swarm:
         return {"prefix": self.net.prefix(name)} if self.net else {}
 
     def start_monitor(self, name: str = "monitor", **own) -> Script:
-        options = {"--refresh_period": 0.5, "--report_to": "none", "--output_dir": self.tmp_path / "monitor"}
+        options = {"--refresh_period": 0.5, "--output_dir": self.tmp_path / "monitor"}
         options |= {"--experiment_prefix": self.settings["--experiment_prefix"], **self.where("monitor")}
         options |= {f"--{flag}": value for flag, value in own.items()}
         monitor = self.start(name, "run_training_monitor.py", *flags(options), **self.prefix("monitor"))

@@ -82,10 +82,10 @@ def test_clients_average_through_aux_peers(start, prefix):
 def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data, prefix):
     """It stops before its start if there are trainers, otherwise once the first trainers have joined."""
     own = {name: TRAINER[name] for name in SHARED} | {"--experiment_prefix": prefix, "--target_batch_size": 9}
-    own |= {"--refresh_period": 0.5, "--report_to": "none", "--tokenizer_path": tiny_data["--tokenizer_path"]}
+    own |= {"--refresh_period": 0.5, "--tokenizer_path": tiny_data["--tokenizer_path"]}
     wrong = ["run_aux_peer.py", *LOOPBACK, *flags(own), "--assist_in_averaging", "--output_dir"]
     # trainers join through a monitor without settings of its own
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor")
     early = start("early", *wrong, tmp_path / "early", "--initial_peers", peers)
     early.wait_for(r"others may join through --initial_peers /ip4/")
     endless = {"--target_batch_size": 64, "--max_steps": 1_000_000}

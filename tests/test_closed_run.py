@@ -15,12 +15,12 @@ from training.checkpoint import find_checkpoints, load_state
 def test_closed_run_clients_average_through_aux_peer(start, tmp_path, tiny_data):
     """Two clients average through an auxiliary peer; one of them is revoked, and the other one continues."""
     prefix, key = make_prefix(), tmp_path / "authority.pem"
-    closed = ("--authorize", "--authority_key", key, "--report_to", "none")
+    closed = ("--authorize", "--authority_key", key)
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *closed)
     invited = {name: {"--invite": make_invitation(tmp_path, prefix, name)} for name in ("aux", "ada", "bob")}
     own = {name: TRAINER[name] for name in (*SHARED, "--target_batch_size")} | invited["aux"]
     own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--initial_peers": peers, "--assist_in_averaging": []}
-    own |= {"--report_to": "none", "--refresh_period": 0.5, "--output_dir": tmp_path / "aux", "--store_checkpoints": []}
+    own |= {"--refresh_period": 0.5, "--output_dir": tmp_path / "aux", "--store_checkpoints": []}
     aux = start("aux", "run_aux_peer.py", *LOOPBACK, *flags(own), "--save_checkpoint_step_interval", 2)
     aux.wait_for("others may join", 300)
     clients, own = {}, {"--client_mode": [], "--save_steps": 2, "--metadata_expiration": 30, **tiny_data}

@@ -174,7 +174,7 @@ def test_forerunner_commands_run(start, tmp_path, tiny_data, toy_model):
     run_python(*split(TUTORIAL[0]), *flags(small, made), expect=0)
     shown = run_python(*split(RULEAN[4]), *flags(made), expect=0)
     assert "[MASK]" in shown.stdout
-    own = *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "monitor"
+    own = *LOOPBACK, "--output_dir", tmp_path / "monitor"
     monitor, tuned = start("monitor", *split(RULEAN[5]), *own), tmp_path / "run"
     toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:8])
     words = [word.replace("state.pth", str(toy_model)) for word in split(RULEAN[2])]

@@ -20,7 +20,7 @@ GROUPS = load_groups()
     "command, name, value",
     [  # words of the guides that volunteers followed elsewhere, the flag that they set, and its value
         ("run_training_monitor.py --dht_listen_on '[::]:*'", "host_maddrs", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]),
-        ("run_training_monitor.py --wandb_project Demo-run", "report_to", "wandb"),
+        ("run_training_monitor.py --wandb_project Demo-run", "wandb_project", "Demo-run"),
         ("run_training_monitor.py --save_checkpoint_step_interval 20", "save_steps", 20),
         ("run_training_monitor.py --model_config_path configs/demo.json", "config_path", "configs/demo.json"),
         ("run_aux_peer.py --save_checkpoint_epoch_interval 10", "save_steps", 10),
@@ -117,7 +117,7 @@ def test_links_and_notes_resolve():
 def test_guide_flags_exist():
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {"include_path", "model_args", "tasks"}  # lm_eval's
-    # of pip, systemctl, torchrun and trackio
+    # of pip, systemctl, and torchrun
     known |= {"index-url", "now", "nproc_per_node", "standalone", "project"}
     for field in (field for groups in GROUPS.values() for group in groups for field in dataclasses.fields(group)):
         known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}

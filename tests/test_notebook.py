@@ -21,7 +21,7 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from swarms import history, start_monitor, start_trainer, stop
 
 from arguments import TRAINER_ARGS
-from text.hosting import make_archive
+from text.fetch import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 # flags of each peer, because all are on one machine
@@ -55,7 +55,7 @@ def test_notebook_joins_contributes_and_leaves(start, tmp_path, tiny_data, monke
     hosted.mkdir()
     make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], hosted / "tiny.tar.gz")
     closed = ["--authorize", "--authority_key", tmp_path / "authority.pem"] if is_closed else []
-    more = ["--report_to", "none", "--status_port", 0, *closed]
+    more = ["--status_port", 0, *closed]
     monitor, address = start_monitor(start, prefix, tmp_path / "monitor", *more)
     own = {"--total_steps": 2000, "--target_batch_size": 1024, "--per_device_train_batch_size": 32, **tiny_data}
     env = {"OUTPUT_DIR": str(output_dir), "OMP_NUM_THREADS": "1"}

@@ -63,7 +63,7 @@ def test_speedrun_commands_run(start, stand_in, tmp_path):
     assert_learned(tmp_path / "alone")
 
     words = [*stand_in(MONITOR), *flags(SHARED), "--refresh_period", 0.3, "--output_dir", tmp_path / "monitor"]
-    monitor = start("monitor", *words, "--report_to", "none")
+    monitor = start("monitor", *words)
     peers = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)$", 120)[1]
     words = [word.replace("/ip4/203.0.113.1/tcp/31337/p2p/XXXX", peers) for word in map(str, stand_in(PEER))]
     trainers = [start(n, *words, *LOOPBACK, *TRAINER, "--output_dir", tmp_path / n) for n in ("first", "second")]

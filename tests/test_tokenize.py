@@ -91,7 +91,7 @@ def test_tokenize_writes_expected_files(written):
 def test_tokenize_is_independent_of_chunks(written, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization, "CHUNK_CHARACTERS", 10_000)
     flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    paths = ("--dataset_path", tmp_path / "dataset", "--tokenizer_path", written / "tokenizer")
+    paths = ("--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer")
     run_main(tokenize_wikitext103, *flags, *paths, "--num_proc", 2)
     assert read_files(tmp_path / "dataset") == read_files(written / "dataset")
 

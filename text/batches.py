@@ -5,13 +5,11 @@ import logging
 import math
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from common.files import read_json
 from text.collators import DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows
 from text.instances import KINDS, PAIRS, Sequences
 from text.streams import TrainingDataset, stream_documents
@@ -214,10 +212,3 @@ class StreamedBatches:
                 longest, generator = self.sequence_length, np.random.default_rng([*seed, number])
                 yield self.collator.collate(*take_rows(columns, lengths, batches[number]), generator, longest)
             pool, size, taken = next_pool, next_size, 0
-
-
-def load_stream_state(path: Path) -> dict | None:
-    """Load the state of StreamedBatches that the callback saved, or return None if there is none."""
-    if state := read_json(path):
-        logger.info(f"{path}: continuing after document {state['documents']:,}")
-    return state or None

@@ -53,10 +53,7 @@ def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> Sequences
 
 
 class DataCollator:
-    """The base class of the collators, which make a padded batch with labels for every kind of data.
-
-    :param pad_to_multiple_of: the number whose multiples are the widths of batches
-    """
+    """The base class of the collators, which make a padded batch with labels for every kind of data."""
 
     def __init__(self, tokenizer, pad_to_multiple_of: int = 1):
         self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}  # value of each column
@@ -109,8 +106,6 @@ class DataCollatorForWholeWordMask(DataCollator):
     Each word is chosen with mlm_probability at any length, and so is each token. As in BERT's code, the fate of each
     chosen token is independent: 80 % become [MASK], 10 % a random token, 10 % stay. Special tokens are never chosen,
     and end a word. At least one word of a batch is chosen, because the loss would be undefined otherwise.
-
-    :param whole_word_mask: whether to choose whole words; otherwise single tokens
     """
 
     def __init__(

@@ -44,11 +44,8 @@ VALIDATION_FRACTION = 0.05  # share of documents, unless a split exists
 
 def make_dataset(source: str, splits: dict[str, Documents], tokenizer, folder: Path, args) -> dict:
     """Tokenize the splits into a folder, and return the contents of its corpus.json."""
-    tables = tokenize_splits(splits, tokenizer, args)
-    corpus = describe_corpus(tables, tokenizer, args) | {
-        "documents": {name: len(documents) for name, documents in splits.items()},
-        "source": source,
-    }
+    tables, counts = tokenize_splits(splits, tokenizer, args), {name: len(part) for name, part in splits.items()}
+    corpus = describe_corpus(tables, tokenizer, args) | {"documents": counts, "source": source}
     write_dataset(tables, corpus, folder)
     return corpus
 
@@ -159,11 +156,7 @@ def make_chunks(documents: Documents, language: str) -> Iterator[list[tuple[int,
 def tokenize_for_trainer(
     source: str, splits: dict, tokenizer, kind: InstanceKind, seed: int, args: DataArguments
 ) -> Path:
-    """Return the cache's folder of these documents' dataset, which is made if it is not there.
-
-    :param source: the origin of the documents, for corpus.json
-    :param splits: the documents, as lists of paragraphs, for train and optionally for validation
-    """
+    """Return the cache's folder of these documents' dataset, which is made if it is not there."""
     load_sentence_splitter(args.language)
     for name, documents in splits.items():
         if not documents:

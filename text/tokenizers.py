@@ -37,6 +37,8 @@ def load_tokenizer(
 ):
     """Load a tokenizer from a folder or the Hub; raise a UserError if it lacks special tokens of these instances.
 
+    Text without masks needs an end token, which also serves as padding if the tokenizer has no other token for it.
+
     :param alternative: the error text's alternative to the Hub
     """
     from transformers import AutoTokenizer
@@ -59,14 +61,6 @@ def load_tokenizer(
         raise UserError(
             f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
         ) from e
-    return check_tokenizer(tokenizer, path, kind)
-
-
-def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
-    """Return the tokenizer, or raise a UserError if it lacks special tokens that these instances need.
-
-    Text without masks needs an end token, which also serves as padding if the tokenizer has no other token for it.
-    """
     if not kind.is_masked:
         tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -76,17 +70,17 @@ def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "that of ALBERT or BERT" if kind.is_masked else "that of GPT-2 or Llama"
         raise UserError(
-            f"the tokenizer {name} has {reason}: use {cure}, or --train_tokenizer (--objective {kind.name})"
+            f"the tokenizer {path} has {reason}: use {cure}, or --train_tokenizer (--objective {kind.name})"
         )
     if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # in training, the end token follows whole documents only
-        logger.warning(f"the tokenizer {name} also ends prompts: generate text with add_special_tokens=False")
+        logger.warning(f"the tokenizer {path} also ends prompts: generate text with add_special_tokens=False")
     if kind.has_turns and not re.search(r"{%-?\s*generation\s*-?%}", str(tokenizer.chat_template)):
         problem = "a chat template without {% generation %} marks" if tokenizer.chat_template else "no chat template"
         cure = "write chat_template.jinja in its folder, see docs/new_experiment.md#chat-tuning"
-        raise UserError(f"the tokenizer {name} has {problem}: {cure} (--objective {kind.name})")
+        raise UserError(f"the tokenizer {path} has {problem}: {cure} (--objective {kind.name})")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
-        raise UserError(f"the tokenizer {name} has {len(tokenizer)} tokens, but ids up to {last}: use one without gaps")
+        raise UserError(f"the tokenizer {path} has {len(tokenizer)} tokens, but ids up to {last}: use one without gaps")
     if kind.has_pairs:
         # transformers 5 omits ALBERT's token_type_ids, which distinguish A from B in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]

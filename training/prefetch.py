@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from arguments import DataArguments, TrainerArguments
-from common.files import write_file
+from common.files import read_json, write_file
 from common.signals import STOP_REQUESTED
 from experiment.data import make_train_batches
-from text.batches import load_stream_state, sequence_length_at
+from text.batches import sequence_length_at
 
 logger = logging.getLogger("batches")
 
@@ -79,6 +79,8 @@ def make_feed(
     """Return the batches of the train split for this rank. A stream continues after the batches already read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
+    if state := read_json(position) if position and args.resume_from_checkpoint != "none" else None:
+        logger.info(f"{position}: continuing after document {state['documents']:,}")
     batches = make_train_batches(
         split,
         tokenizer,
@@ -87,6 +89,6 @@ def make_feed(
         seed=seed,
         num_workers=args.dataloader_num_workers,
         stop=STOP_REQUESTED,
-        state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
+        state=state,
     )
     return TrainingFeed(batches, device, data_args, position)

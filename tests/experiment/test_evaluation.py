@@ -171,7 +171,7 @@ def test_new_peer_in_evaluation_is_not_awaited():
 
 def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
     prefix, output_dir, page = make_prefix(), tmp_path / "out", {}
-    monitor, address = start_monitor(start, prefix, tmp_path / "monitor", "--status_port", 0, "--report_to", "none")
+    monitor, address = start_monitor(start, prefix, tmp_path / "monitor", "--status_port", 0)
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     words = [*TINY, *sum(tiny_data.items(), ()), "--experiment_prefix", prefix, "--initial_peers", address]
     words += ["--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5, "--matchmaking_time", 1]

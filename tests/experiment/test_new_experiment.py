@@ -325,7 +325,7 @@ def test_chat_swarm_matches_single_process(start, files, lora_r):
     shared |= {"--model_name_or_path": files / "gpt2", "--tokenizer_path": files / "chat_tokenizer"}
     shared |= {"--objective": "sft", "--learning_rate": RATE, "--target_batch_size": 60 * rows}
     shared |= {"--load_state_compression": "none", "--target_group_size": 3} | ({"--lora_r": lora_r} if lora_r else {})
-    own = {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
+    own = {"--refresh_period": 0.3, "--output_dir": archive, "--store_checkpoints": []}
     own |= {"--experiment_prefix": prefix, "--save_checkpoint_step_interval": 2}
     aux = start("aux", "run_aux_peer.py", *LOOPBACK, *flags(shared, own))
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)

@@ -89,7 +89,7 @@ def test_archive_missing_folder_or_token_is_one_line(tmp_path, monkeypatch):
         make_handler(tmp_path / "file")
     for script in (run_aux_peer, run_training_monitor):
         words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
-        line = refuse(script, *words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY)
+        line = refuse(script, *words, "--store_checkpoints", "--repo_url", REPOSITORY)
         assert line.startswith("--repo_url needs a token") and "hf auth login" in line
         assert not (tmp_path / "out").exists()
     (tmp_path / "login").write_text(TOKEN)
@@ -296,7 +296,7 @@ def test_monitor_archives_and_publishes(start, hub, save, tmp_path, tiny_data):
     shared = {name: value for name, value in {**ALONE, **own}.items() if not name.startswith(trainers_only)}
     interval = {"--save_checkpoint_epoch_interval": 4, "--upload_interval": 1}
     faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
-    words = flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY})
+    words = flags(shared, interval, {"--local_path": folder, "--repo_url": REPOSITORY})
     env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *words, "--store_checkpoints", env=env)
     trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, {"--initial_peers": peers}, pace=0.15)

@@ -1,10 +1,7 @@
 """Curves, contributors, dashboards and reads of records; the monitor as users run it, fed through a real DHT."""
 
-import contextlib
 import json
-import re
 import signal
-import sqlite3
 import struct
 import threading
 import time
@@ -23,13 +20,12 @@ from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, start_python, wait_until
 from records import Peer, make_metrics, run_peers
-from swarms import TINY, flags, read_epochs, start_monitor
+from swarms import read_epochs, start_monitor
 
 import run_training_monitor
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
 from monitoring.history import Contributions, History, load_history
-from monitoring.reader import RunReader
 from monitoring.report import RunReport
 from swarm.contract import RunContract
 from training.figures import aggregate_metrics
@@ -126,7 +122,7 @@ def test_contributions_are_bounded(monkeypatch):
 def test_unreadable_summary_is_kept(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
-        RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+        RunReport(ReportArguments(output_dir=str(tmp_path)), SwarmArguments("run"))
 
 
 def read_wandb_history(path: Path) -> dict[int, dict]:
@@ -147,35 +143,6 @@ def read_wandb_history(path: Path) -> dict[int, dict]:
     return history
 
 
-def test_trainer_reports_to_wandb_offline(start, tmp_path, tiny_data):
-    """The log file has the first epoch, and the run is named after the peer."""
-    output_dir, logs, text, prefix = tmp_path / "out", tmp_path / "logs", tmp_path / "mine.txt", make_prefix()
-    text.write_text("".join(path.read_text() for path in sorted(tiny_data["--dataset_path"].parent.glob("00*.txt"))))
-    own = {"--experiment_prefix": prefix, "--output_dir": output_dir, "--logging_dir": logs, "--logging_steps": 100}
-    own |= {"--train_file": text, "--validation_file": text, "--sources": tmp_path / "mine.json", "--max_steps": 4}
-    own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--max_sequence_length": 32, "--logging_first_step": []}
-    words = [*TINY, *flags(own), "--dataset_cache_dir", tmp_path / "cache"]
-    trainer = start("trainer", "run_trainer.py", *words, env={"WANDB_MODE": "offline", "WANDB_PROJECT": "mine"})
-    trainer.assert_clean_end(90)
-    history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
-    [file] = logs.glob("wandb/offline-run-*/*.wandb")
-    peer_id = json.loads((output_dir / "summary.json").read_text())["peer_id"]
-    assert file.name == f"run-{prefix}-trainer-{peer_id[-8:]}.wandb"
-    reported = read_wandb_history(file)
-    assert sorted(reported) == [line["epoch"] for line in history] == [1, 2, 3, 4]
-    for line in history:
-        values = reported[line["epoch"]]
-        assert values["loss"] == line["loss"] and values["total_samples"] == line["total_samples"]
-        parts = [values[f"epoch/{name}_seconds"] for name in ("compute", "waiting", "averaging")]
-        assert sum(parts) == pytest.approx(values["epoch/epoch_seconds"])
-    # no path or address is reported
-    assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
-    log = (logs / "trainer.log").read_text()
-    epochs = [line for line in log.splitlines() if "next epoch" not in line]  # progress, if an epoch takes 20 s
-    assert re.findall(r"epoch (\d+)/", "\n".join(epochs)) == ["1"]
-    assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d trainer run " + prefix, log)
-
-
 def test_slow_dht_does_not_delay_reads(tmp_path, monkeypatch):
     """It answers after a second, because a peer that it asks does not; the period of reads is 1.5 s."""
     stop, requests = threading.Event(), defaultdict(list)
@@ -186,17 +153,16 @@ def test_slow_dht_does_not_delay_reads(tmp_path, monkeypatch):
         threading.Timer(1.0, answer.set_result, [None]).start()
         return answer
 
-    for module in ("reader", "report"):
-        monkeypatch.setattr(f"monitoring.{module}.STOP_REQUESTED", stop)
-    report = RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+    monkeypatch.setattr("monitoring.report.STOP_REQUESTED", stop)
+    report = RunReport(ReportArguments(output_dir=str(tmp_path), refresh_period=1.5), SwarmArguments("run"))
     dht = SimpleNamespace(get=get, attestation=None)
-    reader = RunReader(SimpleNamespace(dht=dht, prefix="run", attest=lambda *_: None), report, (), 1.5)
-    reader.start()
+    report.attest(SimpleNamespace(dht=dht, prefix="run", attest=lambda *_: None))
+    report.start()
     try:
         wait_until(lambda: len(requests["run_metrics"]) >= 4, 20, "four reads")
     finally:
         stop.set()
-        reader.reading.result()
+        report.reading.result()
     first, *_, last = times = requests["run_metrics"]
     assert (last - first) / (len(times) - 1) < 2.2, [after - before for before, after in pairwise(times)]
     # all records are requested at once
@@ -206,7 +172,7 @@ def test_slow_dht_does_not_delay_reads(tmp_path, monkeypatch):
 
 def test_contract_outlasts_long_round(tmp_path):
     """Then trainers renew their progress only."""
-    report = RunReport(ReportArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+    report = RunReport(ReportArguments(output_dir=str(tmp_path)), SwarmArguments("run"))
     key = RecordValidator(RSAPrivateKey()).local_public_key
     report.workers.trust([find_peer_id(key)])
     contract = RunContract(joined=0.0, contract={"target_batch_size": "64"})
@@ -226,20 +192,11 @@ def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path,
     wait_until(lambda: [e for e in read_epochs(output_dir) if e["epoch"] == epoch], 30, f"epoch {epoch}")
 
 
-def read_trackio(path: Path) -> list[dict[int, dict]]:
-    runs = {}
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        for run, step, values in database.execute("SELECT run_name, step, metrics FROM metrics"):
-            assert step not in runs.setdefault(run, {})
-            runs[run][step] = json.loads(values)
-    return list(runs.values())
-
-
 def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
     """An attacker publishes records. The monitor restarts, one of two peers has left for good, and then the run starts
     over."""
-    output_dir, key, env = tmp_path / "out", RSAPrivateKey(), {"TRACKIO_DIR": str(tmp_path)}
-    monitor, address = start_monitor(start, prefix, output_dir, env=env)
+    output_dir, key, env = tmp_path / "out", RSAPrivateKey(), {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    monitor, address = start_monitor(start, prefix, output_dir, "--wandb_project", "mine", env=env)
     assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
     with run_peers(prefix, address, True, True, False, key=key) as (first, second, attacker):
         publish_until_seen(monitor, [first, second], 40, output_dir, loss=18.0, total_samples=856)
@@ -251,7 +208,7 @@ def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
         publish_until_seen(monitor, [first, second], 42, output_dir, loss=12.0, total_samples=1064, skipped_steps=1)
         wait_until(lambda: monitor.text.count("epoch 42  loss 6.0000"), 10, "the log of epoch 42")
         # a late observer reads the metrics at once
-        own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address, "--report_to", "none"]
+        own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address]
         late = start("late", "run_aux_peer.py", *own, "--refresh_period", "inf", "--output_dir", tmp_path / "late")
         late.wait_for("epoch 42  loss 6.0000")
         late.process.send_signal(signal.SIGINT)
@@ -260,7 +217,7 @@ def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
         monitor.assert_clean_end(30)
         stayed, left = peer_label(first.subkey), peer_label(second.subkey)
 
-    epochs, database = read_epochs(output_dir), tmp_path / f"{prefix}.db"
+    epochs = read_epochs(output_dir)
     assert [entry["epoch"] for entry in epochs] == [40, 41, 42]
     assert [entry["loss"] for entry in epochs[::2]] == [9.0, 6.0]
     assert (epochs[-1]["alive_peers"], epochs[-1]["samples"]) == (2, 128)
@@ -271,8 +228,14 @@ def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
     assert summary["total_samples"] == epochs[-1]["total_samples"] == 2128
     assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "\033" not in monitor.text  # no colours in a file
-    losses = {40: 9.0, 41: epochs[1]["loss"], 42: 6.0}
-    assert [{step: values["loss"] for step, values in run.items()} for run in read_trackio(database)] == [losses]
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    reported = read_wandb_history(file)
+    for entry in epochs:
+        values = reported.pop(entry["epoch"])
+        assert values["loss"] == entry["loss"] and values["total_samples"] == entry["total_samples"]
+        assert values["round/samples"] == entry["samples"] and values["alive_peers"] == entry["alive_peers"]
+    # no path or address is reported
+    assert not reported and str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
 
     # a peer returns and continues from a checkpoint, and then the run starts over under the same name
     monitor, address = start_monitor(start, prefix, output_dir, env=env, name="restarted")
@@ -287,16 +250,10 @@ def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
     epochs = read_epochs(output_dir)
     assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 44, 2, 3]
     assert [entry["total_samples"] for entry in epochs[3:]] == [2192, 2256, 2320, 2384]
-    # the dashboard has one curve over both restarts, and one of the new run
-    old_run, new_run = read_trackio(database)
-    assert {step: values["loss"] for step, values in old_run.items()} == losses | {43: 7.0, 44: 6.0}
-    assert {step: values["loss"] for step, values in new_run.items()} == {2: 11.0, 3: 10.5}
-    totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:5]}
-    assert {step: values["total_samples"] for step, values in old_run.items()} == totals
 
 
 def test_monitor_outlives_full_disk_of_output(tmp_path):
-    words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "out"]
+    words = ["--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
     with open("/dev/full", "w") as full, open(log := tmp_path / "log", "w") as errors:
         monitor = start_python("run_training_monitor.py", *words, stdout=full, stderr=errors)
     try:
@@ -308,5 +265,5 @@ def test_monitor_outlives_full_disk_of_output(tmp_path):
 
 
 def test_monitor_wrong_flags_are_one_line():
-    for flag, value in {"--report_to": "wandb", "--output_dir": ROOT / "LICENSE", "--logging_dir": "LICENSE"}.items():
+    for flag, value in {"--output_dir": ROOT / "LICENSE", "--logging_dir": "LICENSE"}.items():
         assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)

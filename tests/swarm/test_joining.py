@@ -216,7 +216,7 @@ def test_bandwidth_is_measured_with_initial_peer(start, net, tmp_path):
     net.start()
     prefix = make_prefix()
     listen = f"/ip4/{net.ip('public')}/tcp/0"
-    command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--host_maddrs", listen, "--report_to", "none"]
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--host_maddrs", listen]
     monitor = start("monitor", *command, "--output_dir", tmp_path, prefix=net.prefix("public"))
     address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     measurer = start("home", "-c", MEASURER, prefix, f"/ip4/{net.ip('home')}/tcp/0", address, prefix=net.prefix("home"))

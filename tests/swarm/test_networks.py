@@ -69,7 +69,7 @@ def start_trainer_on(start, net: netlab.Net, tmp_path: Path, host: str, prefix: 
 
 
 def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str, **more) -> tuple[Script, str]:
-    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none", **more}
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", **more}
     own |= {"--refresh_period": 0.5, "--status_port": STATUS_PORT}
     monitor = start_on(start, net, host, "monitor", "run_training_monitor.py", *flags(own))
     address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)").group(1)
@@ -150,7 +150,7 @@ def test_firewalled_monitor_observes_without_archive(start, net, tmp_path, tiny_
     start_net(net, server={}, walled={"firewall": True})
     prefix = make_prefix()
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
-    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none"}
+    own = {"--experiment_prefix": prefix, "--initial_peers": address}
     own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--config_path": "configs/demo.json"}
     command = ["-c", UNRELAYED_MONITOR, *flags(own), "--output_dir"]
     archive = start_on(start, net, "walled", "archive", *command, tmp_path / "archive", "--store_checkpoints")
@@ -191,7 +191,7 @@ def test_firewalled_peers_average_through_aux_peer(start, net, tmp_path, tiny_da
     start_net(net, server={}, one={"firewall": True}, two={"firewall": True})
     prefix, names, pair = make_prefix(), ("one", "two"), {**tiny_data, **PAIR}
     shared = {name: value for name, value in {**TRAINER, **PAIR}.items() if name in (*SHARED, *PAIR)}
-    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "aux", "--report_to": "none"}
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "aux"}
     own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--assist_in_averaging": []}
     aux = start_on(start, net, "server", "aux", "run_aux_peer.py", *flags(own, shared))
     address = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
@@ -214,7 +214,7 @@ def has_ipv6_loopback() -> bool:
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 on the loopback interface")
 def test_ipv6_swarm_tolerates_wrong_clock(start, tmp_path, tiny_data):
     prefix, local = make_prefix(), {"--host_maddrs": "/ip6/::1/tcp/0"}
-    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor"}
     monitor = start("monitor", "run_training_monitor.py", "--dht_listen_on", "[::1]:*", *flags(own), "--status_port", 0)
     address = monitor.wait_for(r"(?m)^--initial_peers (/ip6/::1/tcp/\S+)$").group(1)
     port, names, trainers = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1), ["first", "second"], []

@@ -29,7 +29,7 @@ def test_late_trainer_loads_state_and_learns(start, tmp_path, tiny_data):
     prefix, epochs = make_prefix(), 9
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
     together |= {"--load_state_compression": "none"}  # or the weights differ until parameters are averaged
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor")
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.4) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
@@ -75,7 +75,7 @@ def test_small_groups_converge(start, tmp_path, tiny_data):
     pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 48}
     pairs |= {"--average_state_every": 1, "--load_state_compression": "none"}  # 16 bits of a weight are 1e-5 apart
     prefix = make_prefix()
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor")
     names = ["a", "b", "c", "d"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
     wait_until(lambda: min(len(history(tmp_path, name)) for name in names) >= 4, 90, "four epochs of all")
@@ -97,7 +97,7 @@ def test_swarm_matches_single_process_curve(start, tmp_path, tiny_data, optim, k
     curve = {**tiny_data, "--target_batch_size": batch_size, "--max_steps": epochs, "--target_group_size": 2}
     curve |= {"--do_eval": [], "--optim": optim, "--lr_scheduler_type": kind}
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor")
     trainers = [start_trainer(start, tmp_path, "first", prefix, peers, curve, is_real=True)]
     trainers[0].wait_for(r"hivemind [\d.]+, torch")  # the imports are over, in which the second would go alone
     trainers.append(start_trainer(start, tmp_path, "second", prefix, peers, curve))
@@ -134,7 +134,7 @@ def test_lean_albert_swarm_learns(start, tmp_path, tiny_data):
     lean |= {"--optim": "lamb_8bit", "--min_8bit_size": 4096, "--learning_rate": 0.02, "--grad_compression": "8bit"}
     lean |= {"--initial_sequence_length": 16, "--max_sequence_length": 32, "--sequence_length_warmup_steps": 6}
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor")
     own = {"first": {"--gradient_checkpointing": []}, "second": {"--do_eval": []}}
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, lean, more) for name, more in own.items()]
     for trainer in trainers:

@@ -17,12 +17,10 @@ from mains import expect_user_error, run_main
 from processes import read_files, wait_until
 
 import tokenize_wikitext103
-from arguments import ModelArguments
 from common.console import UserError
 from common.files import hash_file
-from experiment import data
 from text import fetch, http
-from text.hosting import check_archive, make_archive, pack
+from text.fetch import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
@@ -239,9 +237,6 @@ def test_archive_unpacks_to_original_folder(server, hosted, cache, tiny_data, na
     # the second call finds it in the cache
     assert fetch.fetch_data(source, sha256, cache) == (folder, fetched) and len(server.requests) == is_remote
     assert [path.name for path in left_in(cache)] == [f"{name.split('.')[0]}-{sha256[:16]}"]
-    # the archive's own tokenizer is taken unless another one is named
-    assert data.choose_tokenizer(fetched, ModelArguments()) == fetched
-    assert data.choose_tokenizer(fetched, ModelArguments(tokenizer_path="mine")) == "mine"
     dataset, corpus = load_tokenized_dataset(folder, load_tokenizer(fetched))
     assert len(dataset["train"]) == corpus["instances"]["train"] > 0
 

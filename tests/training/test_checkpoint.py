@@ -24,7 +24,6 @@ from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
 from common.files import lock_folder, write_whole
 from experiment.model import make_model
-from models.build import describe_architecture
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training import checkpoint
 from training.checkpoint import CheckpointError, check_weights, choose_state, find_checkpoints, load_state
@@ -80,7 +79,7 @@ def test_checkpoint_stores_frozen_weights_once(tmp_path, tiny_data):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     make_model(ModelArguments(str(tmp_path / "config.json")), len(tokenizer)).save_pretrained(tmp_path / "base")
-    adapters = dict(model_name_or_path=str(tmp_path / "base"), lora_r=4, lora_target_modules=["q_proj", "down_proj"])
+    adapters = dict(model_name_or_path=str(tmp_path / "base"), lora_r=1)
     model, other = (make_model(ModelArguments(**adapters), len(tokenizer)) for _ in range(2))
     for name, tensor in model.state_dict().items():
         if "lora_" in name:
@@ -94,7 +93,7 @@ def test_checkpoint_stores_frozen_weights_once(tmp_path, tiny_data):
 
 
 def test_checkpoint_weights_must_match_model(saved):
-    """Peers do not send frozen weights. Earlier versions have another digest, or none."""
+    """Peers do not send frozen weights."""
     model, save, _ = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
     state = save(2)
@@ -103,8 +102,7 @@ def test_checkpoint_weights_must_match_model(saved):
     with pytest.raises(CheckpointError, match="--seed.*word_embeddings.weight, which is not trained"):
         check_weights(state, other)
     model.get_input_embeddings().requires_grad_(False)
-    for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):
-        assert check_weights({**state, "architecture": architecture}, model).keys() == state["model"].keys()
+    assert check_weights(state, model).keys() == state["model"].keys()
     with pytest.raises(CheckpointError, match="a different model"):
         check_weights({**state, "architecture": "albert mlm_sop, 1 layers, 4 heads, 0123456789ab"}, model)
 
@@ -337,7 +335,7 @@ def test_killed_trainer_resumes(start, tmp_path, tiny_data):
 @pytest.mark.slow
 def test_killed_swarm_resumes_from_one_peer(start, tmp_path, tiny_data):
     prefix, names = make_prefix(), ["first", "second"]
-    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor")
     own = {**tiny_data, "--initial_peers": peers, "--target_batch_size": 256, "--target_group_size": 2}
     own |= {"--total_steps": 400, "--save_steps": 3}
     trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]

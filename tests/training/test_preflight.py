@@ -99,7 +99,7 @@ def test_preflight_explains_silent_peers():
 
 def test_starts_of_trainers_say_what_is_wrong(start, tmp_path, tiny_data, prefix):
     """Real starts of trainers leave no process, and the preflight tells if a peer may train."""
-    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor")
     place, _, peer_id = peers.rpartition("/p2p/")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, LOOPBACK[0]: LOOPBACK[1]}
     alone = {"--output_dir": tmp_path / "alone", "--announce_maddrs": "/ip4/11.0.0.1/tcp/0"}
