@@ -276,8 +276,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
             self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
-        worked = set(peers) - runner.banned_senders  # also auxiliary peers, which send nothing
-        runner.violations |= self._trust.record_round(worked, [] if self.are_parameters else runner.late)
+        # those that came too late to count are late, too, unless this peer's own line is slow
+        too_late = runner.banned_senders if 2 * len(runner.banned_senders) < len(peers) else set()
+        late = set() if self.are_parameters else {*runner.late, *too_late}
+        runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)
         members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
         turn = settings.num_partitions, settings.partition_index
         return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))

@@ -178,13 +178,13 @@ class RoundTrust:
 
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
-        #: rounds that each peer has broken, less those with it that succeeded in time; and those that succeeded at all
+        #: rounds that each peer has broken, less those with it that succeeded in time, and the number of the latter
         self.broken_rounds, self.rounds = Counter(), Counter()
 
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
         for peer in peers:
-            self.rounds[peer] += 1
+            self.rounds[peer] += peer not in late
             self.broken_rounds[peer] = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
         return {peer: "delays all rounds" for peer in peers if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
 

@@ -16,6 +16,7 @@ from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
+from swarm.plan import PLAUSIBLE_MBITS
 from swarm.storage import DHTProtocol
 from swarm.trust import RoundTrust
 from tests.programs import gradient_peer
@@ -115,8 +116,8 @@ def fall_silent_and_answer_late(_: str) -> None:
 
 
 def claim_a_slow_line(_: str) -> None:
-    """Its rounds would last for years, and it sends nothing in them."""
-    GradientAverager.bandwidth = property(lambda _: 1e-7, lambda *_: None)
+    """Its rounds would last for an hour, and it sends nothing in them. A slower line would be refused."""
+    GradientAverager.bandwidth = property(lambda _: 1.1 * PLAUSIBLE_MBITS[0], lambda *_: None)
     answer = FailFastAllReduceRunner.rpc_aggregate_part
     fall_silent("slow")
     FailFastAllReduceRunner.rpc_aggregate_part = answer

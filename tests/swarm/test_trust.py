@@ -187,6 +187,24 @@ def test_late_sender_of_parameters_is_not_banned(are_parameters):
     assert result.violations.keys() == (set() if are_parameters else {late})
 
 
+def test_sender_that_comes_too_late_to_count_is_banned():
+    """It claims a slow line and sends nothing. Each round with it succeeds, but takes seconds."""
+    own, other, third, absent = map(PeerID, (b"own", b"other", b"third", b"absent"))
+    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust())
+    everyone = [own, other, third, absent]
+    runner = SimpleNamespace(ordered_peer_ids=everyone, sender_peer_ids=everyone, banned_senders={absent}, late=[])
+    runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
+    runner.violations = {}
+    for _ in range(MAX_BROKEN_ROUNDS):
+        assert not runner.violations
+        VerifyingAverager._check_round(averager, runner)
+    assert runner.violations.keys() == {absent} and averager._trust.rounds == {own: 3, other: 3, third: 3, absent: 0}
+    runner.violations, runner.banned_senders = {}, {other, third}
+    for _ in range(2 * MAX_BROKEN_ROUNDS):  # this peer's own line is slow
+        VerifyingAverager._check_round(averager, runner)
+    assert not runner.violations.keys() & {other, third}
+
+
 def test_round_counts_for_auxiliary_peer():
     """It sends no gradients. Without rounds, each third failure in its life, and each blame, would have banned it."""
     own, peer, aux = map(PeerID, (b"own", b"peer", b"aux"))
