@@ -1,8 +1,8 @@
 """The flags of trainer, monitor and auxiliary peer, as dataclasses for HfArgumentParser, grouped by who reads them.
 
-Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
-real experiment, small runs come from flags. `shared=True` means that every trainer of a run must use the same value.
-These values make up the run's contract, which is published on the DHT and compared when a peer joins.
+Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for flags that only it has. The defaults
+suit the real experiment: pass flags for small runs. `shared=True` means that every trainer of a run must use the same
+value. These values make up the run's contract, which is published on the DHT and compared when a peer joins.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data. Flags that
 end in `_steps` count epochs; only --local_steps, --gradient_accumulation_steps and --grad_acc_steps count batches.
 """

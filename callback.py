@@ -1,4 +1,5 @@
-"""A trainer's work around its steps, which must not slow them down: it never waits for a device or for the DHT."""
+"""A trainer's tasks around its steps. Only evaluations, checkpoints and downloads of a state wait for a device or the
+DHT, and in the first epoch of a run the comparison of its contract."""
 
 import json
 import logging

@@ -2,7 +2,7 @@
 
 Scripts use `Swarm` (joining.py), `SwarmConfig` and `AveragingConfig` (config.py), `make_identity` (identity.py),
 `CollaborativeOptimizer` and `AveragingHelper` (optimizer.py), and `SwarmError`; see docs/design.md. A "note NN" is in
-docs/hivemind.md; tests/swarm/test_hivemind_gaps.py tells when hivemind has repaired it.
+docs/hivemind.md. For many of them, a test in tests/swarm/test_hivemind_gaps.py fails once hivemind has repaired it.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Checks of all data that other peers send in a round. A part that no correct peer can send is a protocol violation:
-its sender is banned. An outlier may come from a correct peer: a gradient that is much longer than those of the others
-is clipped, and one that points away from all of them is not counted."""
+its sender is banned. An outlier may come from a correct peer: a gradient longer than the median is clipped to that
+length, and of three or more, one that points away from the sum of the others is not counted."""
 
 import dataclasses
 import math

@@ -1,10 +1,10 @@
 """The epochs of local steps that end with a commit of the replicated log, as the training loop sees them.
 
-A log begins after a round of gradients in which all peers of a group have stepped together (*genesis*). Its members are
-the first voters. Their states differ in the last bits, so all of them load the anchor of one member, unless it is far
-from their own. From then on each peer makes an *offer* at the end of its epoch, and applies *commits*. The update stays
-in the local model until the next commit, which contains it. Otherwise, it comes back through the residual. A peer
-without the log, or with a lost state, loads a state and joins.
+A log begins after a round of gradients in which all peers of a group have stepped together (*genesis*). The members of
+that group are the first voters. Their states differ in the last bits, so all of them load the anchor of one member. A
+member whose parameters are far from that anchor does not take part. From then on, each peer makes an *offer* at the end
+of its epoch, and applies *commits*. The update stays in the local model until the next commit, which contains it.
+Otherwise, it comes back through the residual. A peer without the log, or with a lost state, loads a state and joins.
 """
 
 import contextlib

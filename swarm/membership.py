@@ -1,7 +1,7 @@
 """Membership of closed runs, and the one check of all calls that a peer serves.
 
-The transport proves the caller's id. Each call of a member begins with its credential, and its name ends with
-OF_MEMBERS: peers of open runs do not know it. An open run has no credentials and no such check.
+The transport proves the caller's id. In a closed run, each call begins with the caller's credential. The names of these
+calls end with OF_MEMBERS, so peers of open runs do not know them. An open run has no credentials and no such check.
 """
 
 import asyncio

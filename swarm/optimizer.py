@@ -1,6 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-Methods that change the state of the epoch (`swarm/epoch.py`) begin with the new one, as does `LogSteps._apply`.
+The docstrings of methods that change the state of the epoch (`swarm/epoch.py`) begin with the new state.
 """
 
 import time
@@ -321,7 +321,8 @@ class CollaborativeOptimizer:
         self.epoch.enter(EpochState.ACCUMULATING)
 
     def load_state_from_peers(self, min_epoch: int | None = None, contributors: Sequence[bytes] = ()) -> bool:
-        """SYNCING: load the newest state of the swarm. Pending gradients stay, unless it has them or they are old.
+        """SYNCING: load the newest state of the swarm. Pending gradients stay, unless they may be part of it
+        or are older than MAX_STALENESS epochs.
 
         :param min_epoch: load an earlier state only after some seconds without this one; default: the swarm's epoch
         :param contributors: see StateSync.load; default: all that are known

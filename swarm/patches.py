@@ -1,4 +1,4 @@
-"""All monkey patches of hivemind, and the variables of its daemon. Each docstring names the processes it affects."""
+"""All monkey patches of hivemind, and the variables of its daemon. The functions at the end install them."""
 
 import asyncio
 import contextlib

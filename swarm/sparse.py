@@ -1,7 +1,7 @@
 """Top-k sparsification: updates of which only the largest entries are sent (SparseLoCo, arXiv 2508.15706).
 
-The sender adds what a message lacks to its next update: error feedback (arXiv 1809.07599). A message has
-in this order:
+The sender adds what a message lacks to its next update: error feedback (arXiv 1809.07599). A message
+has, in this order:
 
     bits per value, number of entries                             1 and 4 bytes
     minimum and range of the magnitudes in each chunk             bfloat16

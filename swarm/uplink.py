@@ -198,8 +198,8 @@ class Uplink:
         self._times["epoch_seconds"].value = seconds
 
     def record_rtt(self, seconds: float) -> None:
-        """Record the RTT of a small message. The longest one counts, and decays; but not the slowest two of six, which
-        may be of one peer, and at most twice the one before, because a frozen peer answers when it is back."""
+        """Record the RTT of a small message. The third-longest of the last six counts: the two longest may be of one
+        peer. It at most doubles, because a frozen peer answers when it is back, and decays by a tenth at most."""
         self._rtts.append(seconds)
         rtt, seconds = self._times["rtt"], sorted(self._rtts)[-PROBES:][0]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
