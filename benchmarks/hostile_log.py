@@ -20,6 +20,7 @@ import swarm.log_rounds
 import swarm.log_steps
 from swarm.aggregation import Numbers
 from swarm.exchange import Exchange
+from swarm.local_steps import list_momenta
 from swarm.log import Action, Log
 from swarm.log_records import Commit, Key, Offer, Status, Vote, compute_hash, get_signed_part, pack
 from swarm.log_records import encode as encode_message
@@ -68,7 +69,7 @@ def spoil(what: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def read_momentum(_: torch.Tensor) -> torch.Tensor:
-    return torch.cat([momentum.flatten() for momentum in PEERS[0].optimizer.opt.list_momenta()])
+    return torch.cat([momentum.flatten() for momentum in list_momenta(PEERS[0].optimizer.opt)])
 
 
 def make_fixed(update: torch.Tensor) -> torch.Tensor:
@@ -253,11 +254,11 @@ def offer_with_fresh_keys(count: int = FRESH_KEYS, is_fleeting: bool = False, di
 
 def offer_noise(steps: LogSteps, identity: Identity, seed: int, digest: bytes | None) -> None:
     """Send an offer that another key has signed."""
-    rounds, size = steps.rounds, sum(momentum.numel() for momentum in steps.optimizer.opt.list_momenta())
+    rounds, size = steps.rounds, sum(momentum.numel() for momentum in list_momenta(steps.optimizer.opt))
     noise = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-3
     blocks = swarm.log_steps.encode(Numbers([noise]), Numbers([torch.zeros_like(noise)]), steps.codec)
     opt = steps.optimizer.opt
-    state = Numbers(list_params(opt)), Numbers(opt.list_momenta())
+    state = Numbers(list_params(opt)), Numbers(list_momenta(opt))
     digest, blob = digest or swarm.log_steps.compute_digest(*state), rounds.store.add(blocks)
     with rounds._lock:
         rounds.identity.public_keys |= identity.public_keys

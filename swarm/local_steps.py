@@ -1,4 +1,4 @@
-"""Local steps between two commits of the log, and the outer step that a commit makes (DiLoCo, arXiv 2311.08105)."""
+"""Local steps between two commits of the log (DiLoCo, arXiv 2311.08105)."""
 
 import contextlib
 import copy
@@ -8,49 +8,21 @@ import torch
 from hivemind.utils import nested_map
 from torch.optim import Optimizer
 
-from swarm.aggregation import Contribution, Numbers, aggregate
 from swarm.optimizer_state import copy_tensors, list_params
 
 STEP_AHEAD = 0.5  # the part of the residual that stays in the local parameters (openreview.net/forum?id=ejnVWfknCm)
 
 
-class OuterOptimizer(Optimizer):
-    """An optimizer of the parameters in host memory. While all peers step together, it is the inner optimizer. For a
-    commit of the log, it is SGD with Nesterov momentum, and its gradient is the weighted sum of the offers."""
+def add_outer_momentum(optimizer: Optimizer) -> Optimizer:
+    """Give an optimizer's state the momentum of the outer steps: all peers must always exchange the same tensors."""
+    for param in list_params(optimizer):
+        optimizer.state[param]["outer_momentum"] = torch.zeros_like(param)
+    return optimizer
 
-    def __init__(self, inner: Optimizer, lr: float, momentum: float):
-        super().__init__(inner.param_groups, {})
-        self.inner, self.lr, self.momentum = inner, lr, momentum
-        self.contributions: list[Contribution] | None = None  # the offers to apply; None for an inner step
-        self.seed = b""  # the commit that has them
-        self.weights: list[float] = []  # of the offers that the last step applied
-        for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
-            inner.state[param]["outer_momentum"] = torch.zeros_like(param)
-        self.state = inner.state
 
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the last gradient before clipping, or of the outer momentum after a commit."""
-        return self.inner.grad_norm
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Make an inner step, or the outer step of a commit."""
-        if self.contributions is None:
-            self.inner.step()
-            return
-        state = Numbers(list_params(self)), Numbers(self.list_momenta())
-        self.weights = aggregate(*state, self.contributions, lr=self.lr, outer_momentum=self.momentum, seed=self.seed)
-        self.inner.grad_norm = torch.nn.utils.get_total_norm(self.list_momenta()).item()
-
-    def list_momenta(self) -> list[torch.Tensor]:
-        """Return the outer momentum of each parameter."""
-        return [self.state[param]["outer_momentum"] for param in list_params(self)]
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load the inner optimizer's state, which this optimizer shares."""
-        self.inner.load_state_dict(state_dict)
-        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+def list_momenta(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the outer momentum of each parameter."""
+    return [optimizer.state[param]["outer_momentum"] for param in list_params(optimizer)]
 
 
 class LocalSteps:
@@ -60,9 +32,9 @@ class LocalSteps:
     anchor moves next. When the anchor moves, the local parameters move by the same amount.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], outer: OuterOptimizer, make_inner: Callable[[], Optimizer]):
+    def __init__(self, params: Sequence[torch.Tensor], joint: Optimizer, make_inner: Callable[[], Optimizer]):
         """:param make_inner: a function that creates an optimizer of these parameters, for the local steps"""
-        self.params, self.outer, self.make_inner = params, outer, make_inner
+        self.params, self.joint, self.make_inner = params, joint, make_inner
         self.inner: Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
         self.offered: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
@@ -70,8 +42,8 @@ class LocalSteps:
     def step(self) -> None:
         """Make a local step at the swarm's learning rate; the first one with the moments of the joint steps."""
         if self.inner is None:
-            self.load_inner_state(self.outer.inner.state_dict())
-        for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
+            self.load_inner_state(self.joint.state_dict())
+        for group, of_swarm in zip(self.inner.param_groups, self.joint.param_groups, strict=True):
             group["lr"] = of_swarm["lr"]
         self.inner.step()
         # some optimizers write without autograd's version counter, by which other ranks detect changes

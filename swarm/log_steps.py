@@ -19,9 +19,10 @@ import torch
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.aggregation import Contribution, Numbers, compute_digest, encode, restore
+from swarm.aggregation import Contribution, Numbers, aggregate, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
+from swarm.local_steps import list_momenta
 from swarm.log import State, make_genesis
 from swarm.log_records import Commit, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
@@ -133,7 +134,7 @@ class LogSteps:
         with self.averager.lock_optimizer:
             for block, data in enumerate(rounds.anchors.open(state.parent)):
                 anchor.write(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
-            for momentum in self.optimizer.opt.list_momenta():
+            for momentum in list_momenta(self.optimizer.opt):
                 momentum.zero_()
             self.averager.lineage = state.head.hex()
         self.optimizer.local.move_anchor(list_params(self.optimizer.opt))
@@ -288,7 +289,7 @@ class LogSteps:
             return
         optimizer.local.mark_offered(update, grad_averager.unsent)
         samples, grad_averager.samples = grad_averager.samples, 0
-        digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(optimizer.opt.list_momenta()))
+        digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(list_momenta(optimizer.opt)))
         try:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
         except OSError as e:
@@ -312,26 +313,30 @@ class LogSteps:
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
-        outer, averager.next_lineage = optimizer.opt, commit.hash.hex()
-        outer.seed = commit.hash
-        outer.contributions = [
+        contributions = [
             Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)
         ]
-        started = time.monotonic()
-        with self.tracker.pause_updates():
-            optimizer.epoch.enter(EpochState.STEPPING)
-            averager.step(increment_epoch=True, optimizer_step=True)
-            own_samples = sum(it.samples for it in commit.offers if it.peer == me)
-            self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
-        optimizer.stats.averaging_seconds += time.monotonic() - started
-        outer.contributions = averager.next_lineage = None
-        if self.head != commit.hash:  # hivemind hides the error: a block has just gone, or memory is full
-            averager.lineage = ""  # the anchor may be half changed
+        opt, started = optimizer.opt, time.monotonic()
+        own_samples = sum(it.samples for it in commit.offers if it.peer == me)
+        options = dict(lr=optimizer.averaging.outer_lr, outer_momentum=optimizer.averaging.outer_momentum)
+        optimizer.epoch.enter(EpochState.STEPPING)
+        try:
+            with self.tracker.pause_updates(), averager.lock_optimizer, averager.lock_averaged_tensors:
+                state = Numbers(list_params(opt)), Numbers(list_momenta(opt))
+                weights = aggregate(*state, contributions, **options, seed=commit.hash)
+                averager.set_epoch(optimizer.local_epoch + 1)
+                averager.lineage = commit.hash.hex()
+        except Exception as e:  # a block has just gone, or memory is full: the anchor may be half changed
+            averager.lineage = ""
             optimizer.begin_epoch()
-            self._load_state("the outer step has failed")
+            self._load_state(f"the outer step has failed ({e!r})")
             return False
-        for it, weight in zip(commit.offers, outer.weights, strict=True):
+        optimizer.local.move_anchor(list_params(opt))
+        opt.grad_norm = torch.nn.utils.get_total_norm(list_momenta(opt)).item()
+        self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
+        optimizer.stats.averaging_seconds += time.monotonic() - started
+        for it, weight in zip(commit.offers, weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         owners = {it.peer for it in commit.offers}
         optimizer.stats.record_step(own_samples, group_size=len(owners))

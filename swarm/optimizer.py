@@ -19,7 +19,7 @@ from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
-from swarm.local_steps import LocalSteps, OuterOptimizer
+from swarm.local_steps import LocalSteps, add_outer_momentum
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
@@ -63,8 +63,7 @@ class CollaborativeOptimizer:
         :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
         :param compressions: the codecs `gradients`, `state_averaging`, `load_state` (downloads) and `local_steps`
         """
-        outer = partial(OuterOptimizer, lr=averaging.outer_lr, momentum=averaging.outer_momentum)
-        make = (lambda groups: outer(optimizer(groups))) if averaging.local_steps > 1 else optimizer
+        make = (lambda groups: add_outer_momentum(optimizer(groups))) if averaging.local_steps > 1 else optimizer
         self.uplink, self.averaging = dht.uplink, averaging
         self.uplink.fix_timeouts(averaging)
         trust = PeerTrust(self.uplink, dht.attestation.workers if dht.attestation else (), self.is_auxiliary)

@@ -76,7 +76,6 @@ class StateAverager(TrainingStateAverager, StateServer):
         # set by the optimizer and its parts
         #: the id of the group whose gradients the next step applies, or of this peer if it is alone
         self.group_id = b""
-        self.next_lineage: str | None = None  # the lineage after the next step, if it applies a commit of the log
         self.declares_steps = True  # whether others may load the state as soon as a step is made
         #: the averager whose last step is served to peers that missed it
         self.grad_averager: GradientAverager | None = None
@@ -86,9 +85,9 @@ class StateAverager(TrainingStateAverager, StateServer):
         self.optimizer.register_step_post_hook(self.record_step)
 
     def record_step(self, *_) -> None:
-        """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
-        self.lineage = self.next_lineage or self.extend_lineage(self.local_epoch, self.group_id.hex())
-        if self.declares_steps or self.next_lineage:
+        """Update the lineage, and declare the new epoch; called after each step of the optimizer."""
+        self.lineage = self.extend_lineage(self.local_epoch, self.group_id.hex())
+        if self.declares_steps:
             self.state_sharing_priority = self.local_epoch
 
     def extend_lineage(self, epoch: int, group_id: str) -> str:

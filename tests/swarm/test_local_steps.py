@@ -1,4 +1,4 @@
-"""Local steps of one peer, and the outer step."""
+"""Local steps of one peer."""
 
 from functools import partial
 
@@ -9,10 +9,10 @@ from records import run_dhts, run_trackers
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import describe_averaging, make_local_optimizer
-from swarm.aggregation import Contribution, Numbers, encode
+from swarm.aggregation import Numbers, encode
 from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract
-from swarm.local_steps import STEP_AHEAD, LocalSteps, OuterOptimizer, at_anchor
+from swarm.local_steps import STEP_AHEAD, LocalSteps, add_outer_momentum, at_anchor, list_momenta
 from swarm.optimizer_state import initialize_optimizer_state_
 from swarm.sparse import TopKCompression
 from training.figures import TrainingSchedule, parse_schedule
@@ -42,22 +42,21 @@ def test_epoch_ends_at_current_target():
         assert not one.ready_to_update_epoch
 
 
-def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimizer, LocalSteps]:
+def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, torch.optim.Optimizer, LocalSteps]:
     """Of one parameter, which begins with zeros."""
     model, host = torch.nn.Parameter(torch.zeros(numbers)), torch.nn.Parameter(torch.zeros(numbers))
 
     def make_adam(groups: list[dict]) -> torch.optim.Optimizer:
         adam = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
         initialize_optimizer_state_(adam)
-        adam.grad_norm = 0.0
         return adam
 
-    outer = OuterOptimizer(make_adam([{"params": [host]}]), lr=0.5, momentum=0.0)
-    return model, outer, LocalSteps([model], outer, partial(make_adam, [{"params": [model]}]))
+    joint = add_outer_momentum(make_adam([{"params": [host]}]))
+    return model, joint, LocalSteps([model], joint, partial(make_adam, [{"params": [model]}]))
 
 
 def test_anchor_move_keeps_local_progress():
-    model, outer, local = make_local_steps()
+    model, _, local = make_local_steps()
     model.grad = torch.full_like(model, 2.0)
     local.step()
     assert local.measure()[0].tolist() == pytest.approx([0.1] * 5) and model.tolist() == pytest.approx([-0.1] * 5)
@@ -81,7 +80,7 @@ def test_nonfinite_local_weights_return_to_anchor():
         groups = [{"params": [model], "decayed": True}]
         host = [{"params": [torch.nn.Parameter(torch.zeros(5, 5))], "decayed": True}]
         make = partial(make_local_optimizer, OptimizerArguments(optim=name))
-        local = LocalSteps([model], OuterOptimizer(make(host), 0.7, 0.9), partial(make, groups))
+        local = LocalSteps([model], add_outer_momentum(make(host)), partial(make, groups))
         model.grad = torch.ones_like(model)
         before = model._version
         local.step()
@@ -110,27 +109,21 @@ def test_step_ahead_keeps_part_of_what_offer_lacks():
 
 
 def test_first_local_step_uses_shared_moments():
-    model, outer, local = make_local_steps()
-    (host,) = outer.param_groups[0]["params"]
+    model, joint, local = make_local_steps()
+    (host,) = joint.param_groups[0]["params"]
     for _ in range(9):
         host.grad = torch.full_like(host, 2.0)
-        outer.step()
+        joint.step()
     assert host.tolist() == pytest.approx([-0.9] * 5)
-    outer.param_groups[0]["lr"] = 0.01
+    joint.param_groups[0]["lr"] = 0.01
     model.grad = torch.zeros_like(model)
     local.step()
     # AdamW with a tenth zero gradient after nine of 2
     first, second = (1 - 0.9**9) * 0.9 * 2, (1 - 0.999**9) * 0.999 * 4
     step = 0.01 * first / (1 - 0.9**10) / (second / (1 - 0.999**10)) ** 0.5
     assert model.tolist() == pytest.approx([-step] * 5, rel=1e-4)
-    before = outer.state[host]["exp_avg"].clone()
-    update, residual = Numbers([torch.full((5,), 0.25)]), Numbers([torch.zeros(5)])
-    outer.contributions = [Contribution(b"peer", BATCH, 0, encode(update, residual, TopKCompression(density=1.0)))]
-    outer.step()
-    assert host.tolist() == pytest.approx([-0.9 - 0.5 * 0.25] * 5)
-    assert outer.state[host]["exp_avg"].equal(before) and outer.grad_norm == pytest.approx(0.25 * 5**0.5)
-    state = outer.state_dict()
-    model2, outer2, _ = make_local_steps()
-    outer2.load_state_dict(state)
-    (host2,) = outer2.param_groups[0]["params"]
-    assert outer2.state[host2]["outer_momentum"].tolist() == pytest.approx([0.25] * 5)
+    joint.state[host]["outer_momentum"].fill_(0.25)
+    assert "outer_momentum" not in local.inner.state[model]
+    _, other, _ = make_local_steps()
+    other.load_state_dict(joint.state_dict())
+    assert [it.tolist() for it in list_momenta(other)] == [[0.25] * 5]
