@@ -21,13 +21,14 @@ from utils import filter_plausible_records
 # The reasons for which a peer does not count until it reports again:
 # - SILENT: it answers no request. It still counts toward the quorum for a while.
 # - BANNED: it has broken a rule. It does not count before the end of the ban either.
-# - LATE: it reports, but misses rounds. After BAN_SECONDS, or a round with it that succeeds, it counts again.
+# - LATE: it reports, but misses rounds. After BAN_SECONDS or LATE_EPOCHS, or a round with it that succeeds, it counts.
 SILENT, BANNED, LATE = "silent", "banned", "late"
-BAN_SECONDS = 60.0  # of the first ban, each further one takes four times as long; and of LATE
+BAN_SECONDS = 60.0  # of the first ban, each further one takes four times as long
+LATE_EPOCHS = 3  # for which no round waits for a late peer, but BAN_SECONDS at least
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
-MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
+MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then it is LATE
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
@@ -153,9 +154,10 @@ class PeerTrust:
             if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
                 del self.missed_rounds[peer_id]
                 # no ban: it may be slow, and is welcome in any group that it finds in time
-                self.absent[peer_id] = Absence(LATE, get_dht_time() + BAN_SECONDS)
+                seconds = max(BAN_SECONDS, LATE_EPOCHS * self.uplink.timeouts.epoch_seconds)
+                self.absent[peer_id] = Absence(LATE, get_dht_time() + seconds)
                 fault = f"reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row"
-                logger.warning(f"peer {PeerID(peer_id)} {fault}: not waiting for it for {BAN_SECONDS:.0f} s")
+                logger.warning(f"peer {PeerID(peer_id)} {fault}: not waiting for it for {seconds:.0f} s")
 
     def forget_groups(self) -> None:
         """Believe all peers alike, because this peer does not meet most of them if there are several groups."""

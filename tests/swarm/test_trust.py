@@ -140,6 +140,7 @@ def test_silent_peer_is_back_once_it_reports():
 
 def test_peer_that_misses_rounds_is_no_longer_awaited():
     trust, since = make_trust(*NAMES), get_dht_time() - 5
+    trust.uplink.record_epoch_time(10.0)
     reports, busy, behind = make_records(b"a"), make_records(b"b", ago=10), make_records(b"c", epoch=4)
     for _ in range(MAX_MISSED_ROUNDS - 1):
         trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
@@ -147,9 +148,14 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     assert not trust.absent
     trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
     assert set(trust.absent) == {b"a"} and trust.is_known(b"d")
+    assert trust.absent[b"a"].until == pytest.approx(get_dht_time() + BAN_SECONDS, abs=2)
     assert b"a" not in trust.select_present(reports) and b"a" not in trust.excluded
     trust.record_round([b"a"], {}, None, own_epoch=5)
     assert not trust.absent
+    trust.uplink.record_epoch_time(600.0)  # it would count again before the next round
+    for _ in range(MAX_MISSED_ROUNDS):
+        trust.record_round([b"d"], reports, since, own_epoch=5)
+    assert trust.absent[b"a"].until == pytest.approx(get_dht_time() + 1800, abs=2)
 
 
 def test_peer_breaking_rounds_is_banned():
