@@ -181,6 +181,8 @@ class PeerTracker:
     def ready_to_update_epoch(self) -> bool:
         """Whether the swarm has the samples of this peer's epoch, as reported or estimated, or is further."""
         view = self.view
+        if view.epoch < self.local_progress.epoch:
+            return False  # most others are far behind, and this peer has to load their state
         is_estimated = view.num_peers > 1 and get_dht_time() >= view.ends_at  # a peer that is alone knows all samples
         return is_estimated or view.samples >= self.target_batch_size or view.epoch > self.local_progress.epoch
 

@@ -359,6 +359,14 @@ def test_claimed_batch_does_not_end_epoch(epoch):
     assert epoch.view.samples == 1 and epoch.trust.uplink.timeouts.partition_grace == MAX_GRACE
 
 
+def test_batch_of_peers_far_behind_ends_no_epoch(epoch):
+    """A peer that was cut off must load their state, instead of stepping with the samples of another epoch."""
+    epoch.update_epoch(9)
+    epoch.others = {name: make_record(name, 4, 0.0, 200) for name in (b"a", b"b", b"c")}
+    epoch.apply_records(None, 0.0)
+    assert epoch.view.epoch == 4 and epoch.view.samples >= 400 and not epoch.ready_to_update_epoch
+
+
 def test_backdated_record_does_not_end_epoch(epoch):
     """A peer may have computed for 50 minutes by the time in its record, but not in an epoch of 10 seconds."""
     records = [make_record(b"a", 1), make_record(b"b", 1), make_record(b"c", 1, ago=3000.0)]
