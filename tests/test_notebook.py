@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_notebook_cells_compile_with_valid_flags():
     assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2 and swarm.invite == "/tmp/invitation"
     assert data.dataset_path == settings["dataset_url"] and args.fp16
     assert swarm.client_mode and args.output_dir == "out" and args.per_device_train_batch_size == "auto"
+
+
+def test_notebook_finds_its_clone_after_restart(tmp_path, monkeypatch):
+    """The kernel begins in the first folder again, where `git clone` would fail."""
+    clone = tmp_path / "collaborative-training"
+    clone.mkdir()
+    (clone / "run_trainer.py").touch()
+    monkeypatch.chdir(tmp_path)
+    [source] = [it.source for it in nbformat.read(NOTEBOOK, as_version=4).cells if "places =" in it.source]
+    begin, end = source.index("places ="), source.index("os.chdir(here)")
+    names = {"Path": Path, "settings": {"repository": str(tmp_path / "none")}, "subprocess": subprocess}
+    exec(source[begin:end], names)
+    assert names["here"] == clone
 
 
 def test_notebook_has_no_outputs_or_keys():
