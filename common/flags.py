@@ -82,11 +82,6 @@ def check_username(name: str | None) -> None:
         )
 
 
-def format_flag(name: str, value: Any) -> str:
-    """Return a flag and its value as they are typed."""
-    return f"--{name}" if value is True else f"--{name} {value}"
-
-
 def list_values(groups: Iterable[Any]) -> dict[str, Any]:
     """Return the values of all flags in these instances by name."""
     return {name: value for group in groups for name, value in vars(group).items()}
@@ -113,7 +108,7 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
             value = getattr(group, name)
             if value is None:  # another flag replaces it
                 continue
-            text = format_flag(name, value)
+            text = f"--{name}" if value is True else f"--{name} {value}"
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
             is_told = name in typed or value != getattr(usual, name)
             if is_told and fits and SHARED_FLAGS.fullmatch(text):

@@ -219,18 +219,15 @@ class RunReport:
 
     def read_progress(self) -> dict:
         """Return the content of the status page, which calls this from its own thread."""
-        last, ended = self.last, self.find_end()
+        last, has_ended = self.last, self.last and self.empty_reads >= READS_BEFORE_THE_END
+        # the Unix time of the last trainer's last report, if all trainers have left
+        seen = (peer.last_seen for _, peer in self.contributions.ranking())
+        ended = max(seen, default=last["time"]) if has_ended else None
         progress = {"epoch": last.get("epoch"), "loss": last.get("loss"), "peers": self.alive_peers}
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
         progress |= {name: last[name] for name in PROGRESS if name in last}
         progress |= {**self.last_validation(), "ended": ended, "flags": self.flags}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
-
-    def find_end(self) -> float | None:
-        """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
-        if not self.last or self.empty_reads < READS_BEFORE_THE_END:
-            return None
-        return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.last["time"])
 
     def last_validation(self) -> dict:
         """Return the last validation, by the names of metrics.jsonl."""

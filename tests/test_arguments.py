@@ -20,8 +20,9 @@ GROUPS = load_groups()
 
 def test_flags_have_help_and_are_read():
     readers = "".join(path.read_text() for module, path in MODULES.items() if module != "arguments")
-    # as an attribute or by name, outside of its own dataclass; RuLeanALBERT's --authorize only requires other flags
-    read = {"authorize", *re.findall(r"""[."](\w+)""", readers)}
+    # as an attribute or by name, outside of its own dataclass; --authorize only requires other flags, and the second
+    # one is for old commands
+    read = {"authorize", "overwrite_output_dir", *re.findall(r"""[."](\w+)""", readers)}
     for item in (item for groups in GROUPS.values() for group in groups for item in dataclasses.fields(group)):
         assert len(item.metadata.get("help", "")) > 20, item.name
         assert not item.name.endswith("_steps") or re.search(r"[Ee]poch", item.metadata["help"]), item.name
@@ -62,7 +63,7 @@ def test_invalid_flag_is_one_line(flags, words):
         parse(arguments.TRAINER_ARGS, "./run_trainer.py", *flags.split())
 
 
-@pytest.mark.parametrize("script, number", [("run_trainer", 38), ("run_training_monitor", 30), ("finetune_mlm", 18)])
+@pytest.mark.parametrize("script, number", [("run_trainer", 37), ("run_training_monitor", 30), ("finetune_mlm", 18)])
 def test_help_lists_basic_flags_first(script, number, monkeypatch, capsys):
     groups, example = (
         GROUPS[f"{script}.py"],
@@ -105,11 +106,11 @@ def test_flags_of_monitor_parse_in_trainer(monkeypatch):
     trainer = ["run_trainer.py", "--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--model_name_or_path", "gpt2"]
     monkeypatch.setattr(sys, "argv", trainer)
     own = arguments.parse_arguments(*arguments.TRAINER_ARGS)
-    _, model, _, averaging, *_ = apply_settings(own, ["--experiment_prefix=a", *settings])
+    _, model, _, averaging, *_ = apply_settings(own, {"experiment_prefix": "a", **settings})
     assert model.lora_r == 4 and not averaging.overlap
     monkeypatch.setattr(sys, "argv", [*trainer, "--overlap", "--lora_r", "8"])
-    with expect_user_error("--lora_r: the run has 4, you have 8", "has False, you have on"):
-        apply_settings(own, ["--experiment_prefix=a", *settings])
+    with expect_user_error("--lora_r: the run has 4, you have 8", "has False, you have True"):
+        apply_settings(own, {"experiment_prefix": "a", **settings})
 
 
 PARSES = re.compile(r"groups = parse_arguments|\(args,\) = parse_arguments")

@@ -14,14 +14,13 @@ import os
 import re
 import socket
 import urllib.request
-from collections.abc import Iterable
 from pathlib import Path
 
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
-from common.flags import format_flag, list_values
+from common.flags import list_values
 from swarm.addresses import get_host_port, get_peer_id
 from swarm.attestation import RunAttestation, contact_initial_peers, merge_attestations
 from swarm.config import SwarmConfig, make_config
@@ -32,7 +31,8 @@ from training.page_client import resolve_initial_peers
 
 logger = logging.getLogger("joining")
 
-OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")
+SHAPE = "config_path"
+OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path", SHAPE)
 PUBLIC_IP_URL = "https://api.ipify.org"
 
 
@@ -57,13 +57,13 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
-def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
-    """Ask the peers in --initial_peers for their run name and shared flags and return these as --NAME=VALUE.
+def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> dict[str, str]:
+    """Ask the peers in --initial_peers for their run name and shared flags and return these by name.
 
     :raises UserError: if the peers disagree or serve another run, or if the run name remains unknown
     """
     if not swarm.initial_peers or swarm.use_ipfs:
-        return []
+        return {}
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
@@ -71,7 +71,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     attestation = merge_attestations(attestations, prefix, swarm.new_run)
     if not attestation:
         if prefix:
-            return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
+            return {} if swarm.experiment_prefix else {"experiment_prefix": prefix}
         raise UserError(problem or "--initial_peers did not send a run name: pass --experiment_prefix")
     if problem:
         logger.warning(problem)
@@ -81,26 +81,25 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     settings = list_settings(attestation)
     if not attestation.contract and not settings:
         logger.info("--initial_peers have no settings of the run yet: using defaults for all flags that are not set")
-    return [f"--experiment_prefix={attestation.prefix}", *settings]
+    return {"experiment_prefix": attestation.prefix, **settings}
 
 
-def list_settings(attestation: RunAttestation) -> list[str]:
-    """Return the flags in an attestation that bind a new peer, as --NAME=VALUE."""
+def list_settings(attestation: RunAttestation) -> dict[str, str]:
+    """Return the flags in an attestation that bind a new peer, by name; a switch that is on has the value True."""
     flags = attestation.contract.flags if attestation.contract else attestation.flags
-    settings = [flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag]
-    shapes = [f"--config_path={path}" for path in Path("configs").glob("*.json")]
+    settings = {name: value or "True" for name, value in re.findall(r"--(\w+)(?: ([^-]\S*))?", flags)}
     # other flags and files may mean another thing on each machine
-    return [it for it in settings if it in shapes or split_setting(it)[0] not in (*OWN_FLAGS, "config_path")]
+    shapes = [*map(str, Path("configs").glob("*.json"))]
+    return {name: it for name, it in settings.items() if name not in OWN_FLAGS or (name == SHAPE and it in shapes)}
 
 
-def require_settings(settings: Iterable[str], groups: tuple) -> None:
-    """Raise a UserError that lists the flags which differ from the run's, as --NAME=VALUE in `settings`."""
+def require_settings(settings: dict[str, str], groups: tuple) -> None:
+    """Raise a UserError that lists the flags which differ from the run's."""
     own, differences = list_values(groups), []
-    for setting in settings:
-        name, theirs = split_setting(setting)
-        _, mine = split_setting(format_flag(name, own[name]).replace(" ", "=", 1))
+    for name, theirs in settings.items():
+        mine = str(own[name])
         # Different paths may lead to the same file.
-        if theirs != mine and not (name == "config_path" and os.path.realpath(theirs) == os.path.realpath(mine)):
+        if theirs != mine and not (name == SHAPE and os.path.realpath(theirs) == os.path.realpath(mine)):
             differences.append(f"--{name}: the run has {theirs}, you have {mine}")
     if differences:
         raise UserError(
@@ -119,30 +118,22 @@ def require_attested(swarm: Swarm, groups: tuple) -> None:
         require_settings(list_settings(attestation), groups)
 
 
-def split_setting(setting: str) -> tuple[str, str]:
-    """Split --NAME=VALUE or --NAME, a switch that is on, into the name and the value."""
-    name, value = re.fullmatch(r"--(\w+)(?:=(.*))?", setting).groups()
-    return name, value or "on"
-
-
-def apply_settings(groups: tuple, settings: list[str]) -> tuple:
+def apply_settings(groups: tuple, settings: dict[str, str]) -> tuple:
     """Parse the command line again, with the run's settings as defaults, and log the flags that changed.
 
-    :param settings: the run's flags as --NAME=VALUE
     :raises UserError: if the command line sets other values, or does not fit the settings
     """
     if not settings:
         return groups
     try:
-        adopted = parse_arguments(*map(type, groups), before=settings)
+        adopted = parse_arguments(*map(type, groups), before=[f"--{name}={it}" for name, it in settings.items()])
     except UserError as e:
-        flags = " ".join(settings).replace("=", " ")
+        flags = " ".join(f"--{name} {it}" for name, it in settings.items())
         raise UserError(f"{e} (with {flags} from --initial_peers)") from e
     require_settings(settings, adopted)
     own, new = (list_values(each) for each in (groups, adopted))
-    inherited = [it for it in settings if own[split_setting(it)[0]] != new[split_setting(it)[0]]]
-    if inherited:
-        logger.info(f"inherited from --initial_peers: {' '.join(inherited).replace('=', ' ')}")
+    if inherited := [f"--{name} {it}" for name, it in settings.items() if own[name] != new[name]]:
+        logger.info(f"inherited from --initial_peers: {' '.join(inherited)}")
     return adopted
 
 

@@ -93,7 +93,7 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
         assert (swarm.experiment_prefix, model.config_path) == (PREFIX, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert discover_settings(SwarmArguments(PREFIX, addresses(one), use_ipfs=True), None) == []
+        assert discover_settings(SwarmArguments(PREFIX, addresses(one), use_ipfs=True), None) == {}
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
         named = ["--experiment_prefix", PREFIX, "--optim", "adamw", "--use_ipfs"]
@@ -118,12 +118,12 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {PREFIX}x"})
         tell(one, three, RunAttestation(prefix=PREFIX, contract=contract, flags=shared))
-        settings = [f"--experiment_prefix={PREFIX}", "--seed=7"]
+        settings = {"experiment_prefix": PREFIX, "seed": "7"}
         assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
-        for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
-            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers"):
-                apply_settings(groups, [wrong])
+        for name, wrong in {"seed": "-1", "optim": "sgd", "min_learning_rate": "0.3"}.items():
+            with pytest.raises(UserError, match=f"--{name}.* from --initial_peers"):
+                apply_settings(groups, {name: wrong})
         tell(three, one, RunAttestation(prefix=PREFIX, contract=make_contract(a="c")))
         for names, others, words in (
             (PREFIX, (one, three), "disagree"),
@@ -133,11 +133,11 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
             with pytest.raises(UserError, match=words):
                 discover_settings(SwarmArguments(names, addresses(*others)), None)
         tell(two, three, RunAttestation(prefix="an/other"))
-        assert discover_settings(SwarmArguments("an/other", addresses(two)), None) == ["--experiment_prefix=an/other"]
+        assert discover_settings(SwarmArguments("an/other", addresses(two)), None) == {"experiment_prefix": "an/other"}
         with pytest.raises(UserError, match="serve run 'an/other': if you trust it"):
             discover_settings(SwarmArguments("", addresses(two)), None)
         gone = addresses(two)
-    assert discover_settings(SwarmArguments(PREFIX, gone), None) == []
+    assert discover_settings(SwarmArguments(PREFIX, gone), None) == {}
     with pytest.raises(UserError, match="cannot reach --initial_peers"):
         discover_settings(SwarmArguments("", gone), None)
 

@@ -85,7 +85,7 @@ def measure(caller: DHT, peer: DHT) -> str:
     return caller.run_coroutine(partial(call, peer=peer.peer_id, name=MEASURE))
 
 
-def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
+def join(*dhts: DHT, prefix: str = "", **swarm) -> dict[str, str]:
     """Return the settings that a joining peer gets from these peers."""
     leave()
     try:
@@ -99,7 +99,7 @@ def test_members_connect_and_other_peers_are_rejected(tmp_path):
     prefix, key = make_prefix(), str(tmp_path / "authority.pem")
     with run_peer(prefix, authority_key=key, username="organizer") as monitor:
         ada, bob = (make_invitation(tmp_path, prefix, name) for name in ("ada", "bob"))
-        assert join(monitor, invite=ada) == [f"--experiment_prefix={prefix}"]
+        assert join(monitor, invite=ada) == {"experiment_prefix": prefix}
         monitor.run_coroutine(partial(serve_stream, name="stream"))
         at_monitor = {"peer": monitor.peer_id}
         with (
