@@ -20,9 +20,9 @@ GROUPS = load_groups()
 
 def test_flags_have_help_and_are_read():
     readers = "".join(path.read_text() for module, path in MODULES.items() if module != "arguments")
-    # as an attribute or by name, outside of its own dataclass; --authorize only requires other flags, and the second
-    # one is for old commands
-    read = {"authorize", "overwrite_output_dir", *re.findall(r"""[."](\w+)""", readers)}
+    # as an attribute or by name, outside of its own dataclass; --authorize only requires other flags, and the other
+    # two are for old commands
+    read = {"authorize", "overwrite_output_dir", "arch", *re.findall(r"""[."](\w+)""", readers)}
     for item in (item for groups in GROUPS.values() for group in groups for item in dataclasses.fields(group)):
         assert len(item.metadata.get("help", "")) > 20, item.name
         assert not item.name.endswith("_steps") or re.search(r"[Ee]poch", item.metadata["help"]), item.name
@@ -83,7 +83,7 @@ def test_help_lists_basic_flags_first(script, number, monkeypatch, capsys):
     if script == "run_trainer":
         assert texts[0].splitlines()[0].endswith("run_trainer.py [--FLAG VALUE ...]")
         assert "\nThe optimizer and its schedule:\n" in texts[0]
-        assert re.search(r"\n  --whole_word_mask, --no_whole_word_mask\n[^-]+\(default: on\)", texts[1])
+        assert re.search(r"\n  --whole_word_mask, --no_whole_word_mask\n[^-]+\(default:\s+on\)", texts[1])
 
 
 def test_infinite_limit_is_accepted():
