@@ -61,7 +61,6 @@ SLOT = 15.0  # seconds of an attempt, the same on all peers
 STATUS_INTERVAL = 5.0  # seconds between two statuses
 MAX_SKEW = 3.0  # seconds between two clocks; hivemind does not connect peers with more
 LATE_SHARE = 1 / 8  # of the usual epoch, to wait for the last voters
-MAX_LATE = 16  # times this wait, to wait for most voters
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,16 @@ class State:
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
-        """Return whether more than half of the voters have one of these records."""
-        return 2 * len({record.peer for record in records} & {*self.voters}) > len(self.voters)
+        """Return whether more than half of the voters have one of these records. For the first commit, it takes two
+        thirds: the leader may have shown each half of the others another first state, and vote with both."""
+        least = 1 / 2 if self.counted else 0.66
+        return len({record.peer for record in records} & {*self.voters}) > least * len(self.voters)
+
+    def has_most_voters(self, commit: Commit) -> bool:
+        """Return whether most voters have an offer in this list, or leave. Weights follow from the list alone, so of a
+        short one, a few peers would decide on any change of the model."""
+        known = {record.peer for record in (*commit.offers, *commit.leaves)} & {*self.voters}
+        return 2 * len(known) > min(len(self.voters), MAX_OFFERS)
 
     def allows(self, proposal: Proposal, known: Collection[tuple[int, bytes]]) -> bool:
         """Return whether the leader was the right one, and its promises allow the list: a new one, or that of the last
@@ -138,6 +145,8 @@ class State:
         votes = (vote for proof in commit.proofs for vote in (proof.first, proof.second))
         return (
             (commit.parent, commit.epoch) == (self.head, self.epoch + 1)
+            and self.has_most_voters(commit)
+            and len({offer.peer for offer in commit.offers}) == len(commit.offers)
             and all(names == sorted(set(names)) for names in (*peers, [offer.key for offer in commit.offers]))
             and all(map(self.fits, (*commit.offers, *commit.leaves, *commit.proofs)))
             and all(map(is_signed, (*commit.offers, *commit.leaves, *votes)))
@@ -527,20 +536,25 @@ class Log:
         first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
+    def choose_one_each(self, offers: Iterable[Offer]) -> list[Offer]:
+        """Return the chosen offers, of each owner the newest one: all rules of a list count offers as peers."""
+        chosen = self.choose(offers)
+        newest = {offer.peer: offer for offer in reversed(chosen)}
+        return [offer for offer in chosen if newest[offer.peer] is offer]
+
     def find_turn(self, offer: Offer) -> tuple[int, bytes]:
         """Return the turn of an owner: since when it has not counted; new keys come last, in a random order."""
         return self.turns.get(offer.peer, self.state.epoch + 1), compute_hash(self.state.head, offer.peer)
 
     def make_list(self) -> Commit | None:
-        """Return a list of all offers and notices that this peer holds, or None without offers. Only the first attempt
-        lists offers of peers that are no voters, because others may lack the blobs of new keys."""
+        """Return a list of the newest offers and all notices that this peer holds, or None if it lacks those of most
+        voters. Only the first attempt lists offers of others, because peers may lack the blobs of new keys."""
         is_first, voters = not self.memory.promised, self.state.voters
         offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
-        if not offers:
-            return None
-        ordered = tuple(sorted(self.choose(offers), key=lambda offer: offer.key))
-        return Commit(self.state.head, self.state.epoch + 1, ordered, *map(tuple, notices))
+        ordered = tuple(sorted(self.choose_one_each(offers), key=lambda offer: offer.key))
+        commit = Commit(self.state.head, self.state.epoch + 1, ordered, *map(tuple, notices))
+        return commit if offers and self.state.has_most_voters(commit) else None
 
     def select_current(self) -> list[Offer]:
         """Return the voters' offers that build on the head."""
@@ -559,14 +573,14 @@ class Log:
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
         patience = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
-        if has_all or self.now >= min(self.most_time + patience, self.first_time + MAX_LATE * patience):
+        if has_all or self.now >= self.most_time + patience:
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
         time, or if it is long, newer ones of their owners. So no leader omits a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.state.voters and self.holds(offer.blob)]
-        expected, listed = self.choose(offers), {offer.key for offer in commit.offers}
+        expected, listed = self.choose_one_each(offers), {offer.key for offer in commit.offers}
         owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
         first = [it for it in expected[:MAX_OWED] if it in omitted]
         owed = {it.key if it.peer in owners else self.state.parent + it.peer for it in first} & self.owed

@@ -20,6 +20,7 @@ from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 # Per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB; all of a key fit in 4 MB.
 PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
+MAX_SENDERS = 1024  # that stored records in the last hour
 MAX_UNKNOWN = 2  # nodes in an answer that may be invented; a search asks the nearest five
 SEARCH_LIFETIME = 60.0  # seconds until the nearest nodes are searched again, although this node knows no nearer ones
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
@@ -61,7 +62,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             held[key, tag] = len(tag + value), expires
             of_key = {name: item.value for name, item in stored.value.data.items()} if stored else {}
             size = sum(len(name + item) for name, item in (of_key | {subkey: value}).items())
-            if len(held) > PEER_RECORDS or sum(count for count, _ in held.values()) > PEER_BYTES or size > KEY_BYTES:
+            has_room = len(self.held) < MAX_SENDERS or sender in self.held  # new keys cost nothing
+            own_size = sum(count for count, _ in held.values())
+            if not has_room or len(held) > PEER_RECORDS or own_size > PEER_BYTES or size > KEY_BYTES:
                 raise ValueError("too many records, or too large")
         except Exception:  # on untrusted bytes, the decoder can raise any exception
             return False

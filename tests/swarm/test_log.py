@@ -263,13 +263,13 @@ def test_list_must_have_late_offer_that_was_here_in_time():
     state = make_state(5)
     offers = [make_offer(peer, state.head, blob=peer.ljust(32)) for peer in PEERS[:5]]
     commit = Commit(state.head, 1, (offers[0], *offers[2:]), (), ())
-    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[2:5])
-    current = [make_offer(peer, commit.hash) for peer in PEERS[:5]]
-    lists = [Commit(commit.hash, 2, tuple(it), (), ()) for it in (current, [offers[1], *current[1:]])]
+    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[1:5])
+    current = [make_offer(peer, commit.hash) for peer in (PEERS[0], *PEERS[2:5])]
+    lists = [Commit(commit.hash, 2, tuple(it), (), ()) for it in (current, [offers[1], *current])]
     for is_here in (True, False):
         log = make_log(state=state)
         log.holds = {bytes(32), *(it.blob for it in offers if is_here or it.peer != PEERS[1])}.__contains__
-        log.receive(1e6, PEERS[2], encode(*offers, replace(commit, votes=votes), current[2]))
+        log.receive(1e6, PEERS[2], encode(*offers, replace(commit, votes=votes), current[1]))
         log.holds = lambda blob: True
         log.receive(1e6, PEERS[2], encode(*current))
         assert log.state.head == commit.hash and [log.is_fair(it) for it in lists] == [not is_here, True]
@@ -282,7 +282,7 @@ def test_long_list_must_have_owner_of_late_offer():
     log = make_log(state=state)
     log.receive(1e6, PEERS[2], encode(*offers))
     commit = Commit(state.head, 1, (offers[0], *offers[2:]), (), ())
-    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[2:9])
+    votes = tuple(make_vote(0, 0, commit.hash, peer, state.head) for peer in PEERS[2:10])
     log.receive(1e6, PEERS[2], encode(replace(commit, votes=votes)))
     current = [make_offer(peer, commit.hash) for peer in PEERS[:12]]
     for offer in current:
@@ -337,6 +337,9 @@ class ForkingLog(Log):
 def test_fork_by_liars_of_five_ends_their_votes(seed, gang):
     """A single liar can fork a log of five as well, with two honest voters for each list."""
     network, gang = Network(seed, 5, pace=8.0), [PEERS[index] for index in gang]
+    run_until(
+        network, lambda: all(it.log.state.epoch for it in network.trainers.values())
+    )  # the first needs two thirds
     network.is_safe, liars = False, [network.trainers[peer].log for peer in gang]
     for log in liars:
         log.__class__, log.gang = ForkingLog, gang
@@ -429,8 +432,9 @@ def test_promise_cannot_invent_proposal():
 def test_blobs_come_from_voters_after_first_attempt():
     """An owner may send its update to the first leader only, which lists it."""
     log = make_log(index=1)
-    log.holds, offer = set().__contains__, make_offer(PEERS[10], log.state.head, b"n" * 32)
-    commit = Commit(log.state.head, 1, (offer,), (), ())
+    log.holds, offer = {bytes(32)}.__contains__, make_offer(PEERS[10], log.state.head, b"n" * 32)
+    commit = make_commit(log.state, PEERS[:3])
+    commit = replace(commit, offers=tuple(sorted((*commit.offers, offer), key=lambda it: it.key)))
     leader = log.state.find_leader(0)
     proposal = Proposal(commit, make_vote(0, 0, commit.hash, leader, log.state.head), ())
     [fetch] = [it for it in log.receive(1e6, leader, encode(proposal)) if it.kind == "fetch"]
@@ -553,8 +557,8 @@ def test_proof_in_commit_ends_vote():
     proof = Proof(make_vote(3, 3, b"a"), make_vote(3, 3, b"b"))
     after = advance(advance(state, PEERS[:4], proofs=[proof]), PEERS[:4], times=9)
     assert after.voters == (PEERS[0], PEERS[2], PEERS[3]) and after.banned == (PEERS[1],)
-    assert after.accepts(make_commit(after, PEERS[:1]), lambda record: True)
-    assert not after.accepts(make_commit(after, PEERS[:1], proofs=[proof]), lambda record: True)
+    assert after.accepts(make_commit(after, PEERS[:3]), lambda record: True)
+    assert not after.accepts(make_commit(after, PEERS[:3], proofs=[proof]), lambda record: True)
 
 
 def test_voter_follows_from_counted_offers():
@@ -631,17 +635,46 @@ def test_list_does_not_wait_for_offers_without_a_place():
 
 
 def test_list_waits_no_longer_than_share_of_epoch():
-    """For the last voters, and for most voters, whatever other peers offer."""
+    """For the last voters; but forever for most voters, because of a short list, each offer has a large weight."""
     state = make_state(3)
-    for peers, shares in ((PEERS[:2], 1), ((PEERS[0], PEERS[3]), 16)):
+    for peers, has_most in ((PEERS[:2], True), ((PEERS[0], PEERS[3]), False)):
         log = make_log(state=state)
         log.spans.append(80.0)
         for peer in peers:
             log.receive(1e6, peer, encode(make_offer(peer, state.head)))
-        log.tick(1e6 + shares * (TIMEOUT + 10) - 0.1)
+        log.tick(1e6 + TIMEOUT + 10 - 0.1)
         assert log.ready_time > log.now
-        log.tick(1e6 + shares * (TIMEOUT + 10))
-        assert log.ready_time == log.now
+        log.tick(1e6 + TIMEOUT + 10)
+        assert log.ready_time == log.now if has_most else log.ready_time > log.now
+        log.tick(1e6 + 1000 * TIMEOUT)
+        assert math.isfinite(log.ready_time) is has_most and bool(log.make_list()) is has_most
+
+
+def test_list_of_few_voters_or_of_two_offers_of_one_is_refused():
+    """Weights follow from the list alone: such a list would let one or two peers of seven change the model at will."""
+    state = advance(make_state(7), PEERS[:7])
+    whole = make_commit(state, PEERS[:7])
+    assert state.accepts(whole, lambda record: True)
+    assert state.accepts(make_commit(state, PEERS[:4]), lambda record: True)
+    assert not state.accepts(make_commit(state, [*PEERS[:3], *PEERS[8:12]]), lambda record: True)
+    before = replace(state, counted=(), owners=state.owners)
+    late = make_offer(PEERS[0], before.parent, b"l" * 32)
+    both = replace(whole, offers=tuple(sorted((*whole.offers, late), key=lambda it: it.key)))
+    assert before.fits(late) and not before.accepts(both, lambda record: True)
+    log = make_log(state=before)
+    for offer in both.offers:
+        log.receive(1e6, offer.peer, encode(offer))
+    listed = log.make_list().offers
+    assert {it.peer for it in listed} == {*PEERS[:7]} and late not in listed and len(listed) == 7
+
+
+def test_first_commit_takes_two_thirds():
+    """One peer of seven that votes with both halves of the others would split the swarm for good."""
+    state = make_state(7)
+    votes = [make_vote(0, 0, bytes(32), peer, state.head) for peer in PEERS[:7]]
+    assert not state.has_quorum(votes[:4]) and state.has_quorum(votes[:5])
+    after = advance(state, PEERS[:7])
+    assert after.has_quorum(votes[:4]) and not after.has_quorum(votes[:3])
 
 
 def test_late_offer_counts_once_or_returns():

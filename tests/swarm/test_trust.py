@@ -184,10 +184,10 @@ def test_peer_that_delays_rounds_in_a_row_is_named():
 def test_late_sender_of_parameters_is_not_banned(are_parameters):
     """Parameters wait behind gradients, so an honest sender of them may be late in each round."""
     own, late = PeerID(b"own"), PeerID(b"late")
-    averager = SimpleNamespace(are_parameters=are_parameters, max_weight=None, _trust=RoundTrust())
+    averager = SimpleNamespace(are_parameters=are_parameters, max_weight=None, _trust=RoundTrust(), peer_id=own)
     runner = SimpleNamespace(ordered_peer_ids=[own, late], sender_peer_ids=[own, late], banned_senders=set())
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.late, runner.violations = [late], {}
+    runner.late, runner.violations, runner.leader = [late], {}, own
     for _ in range(MAX_BROKEN_ROUNDS):
         result = VerifyingAverager._check_round(averager, runner)[late]
     assert result.violations.keys() == (set() if are_parameters else {late})
@@ -196,11 +196,15 @@ def test_late_sender_of_parameters_is_not_banned(are_parameters):
 def test_sender_that_comes_too_late_to_count_is_banned():
     """It claims a slow line and sends nothing. Each round with it succeeds, but takes seconds."""
     own, other, third, absent = map(PeerID, (b"own", b"other", b"third", b"absent"))
-    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust())
+    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust(), peer_id=own)
     everyone = [own, other, third, absent]
     runner = SimpleNamespace(ordered_peer_ids=everyone, sender_peer_ids=everyone, banned_senders={absent}, late=[])
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.violations = {}
+    runner.violations, runner.leader = {}, other  # which may not have told it to begin
+    for _ in range(2 * MAX_BROKEN_ROUNDS):
+        VerifyingAverager._check_round(averager, runner)
+    assert not runner.violations
+    averager._trust, runner.leader = RoundTrust(), own
     for _ in range(MAX_BROKEN_ROUNDS):
         assert not runner.violations
         VerifyingAverager._check_round(averager, runner)
@@ -214,10 +218,10 @@ def test_sender_that_comes_too_late_to_count_is_banned():
 def test_round_counts_for_auxiliary_peer():
     """It sends no gradients. Without rounds, each third failure in its life, and each blame, would have banned it."""
     own, peer, aux = map(PeerID, (b"own", b"peer", b"aux"))
-    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust())
+    averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust(), peer_id=own)
     runner = SimpleNamespace(ordered_peer_ids=[own, peer, aux], sender_peer_ids=[own, peer], banned_senders=set())
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.late, runner.violations = [], {}
+    runner.late, runner.violations, runner.leader = [], {}, own
     for _ in range(2 * MAX_BROKEN_ROUNDS):
         VerifyingAverager._check_round(averager, runner)
         averager._trust.record_broken_round([aux])
