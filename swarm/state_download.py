@@ -97,8 +97,9 @@ class Donor:
         return self.metadata["epoch"], self.metadata["lineage"]
 
     def has_state_of(self, other: "Donor") -> bool:
-        """Return whether both donors describe the same state; of those that do, the metadata of one is used."""
-        own, others = ((it.key, it.metadata.get("group")) for it in (self, other))
+        """Return whether both donors describe the same state; of those that do, the metadata of one is used. In a log,
+        parameters and outer momentum must be the same to the last bit."""
+        own, others = ((it.key, it.metadata.get("group"), it.metadata.get("hashes")) for it in (self, other))
         return own == others and not digests_differ(self.digests, other.digests, self.floors)
 
     def measure_distance(self, other: "Donor") -> float:
@@ -405,7 +406,9 @@ class BlockDownload:
         block = codec.extract(message)
         if (block.dtype, block.shape) != (target.dtype, target.shape):
             raise ValueError(f"a block of tensor {index} is of {block.dtype} and shape {tuple(block.shape)[:9]}")
-        if digests_differ(donor.digests[numbers[0]], digest(block)):
+        own = state_server.hash_exactly(block, self.infos[index])
+        described = donor.metadata.get("hashes", b"")[len(own) * numbers[0] :][: len(own)]
+        if described and described != own or digests_differ(donor.digests[numbers[0]], digest(block)):
             raise ValueError(f"tensor {index} differs from the donor's description")
         donor.elements += len(block)
         if self.missing.pop(numbers.pop(0), None):  # otherwise another donor was faster

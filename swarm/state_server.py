@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import hashlib
 import math
 import multiprocessing
 import statistics
@@ -19,7 +20,7 @@ from typing import Annotated, AsyncIterator, NamedTuple  # noqa: UP035 (hivemind
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.compression import CompressionBase, CompressionInfo
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import TensorDescriptor, ValueWithExpiration
@@ -33,6 +34,7 @@ BLOCK = 2**16  # elements; the unit of requests, checks and retries
 MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # per request
 MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
+HASH_BYTES = 8
 NUM_SUMS = 8  # of each block, with different signs
 MIN_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is given up; lower bound
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
@@ -89,6 +91,12 @@ def digest(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat((numbers.norm().view(1), make_signs()[:, : len(numbers)] @ numbers))
 
 
+def hash_exactly(numbers: torch.Tensor, info: CompressionInfo) -> bytes:
+    """Return a hash of a block that has the same bits on all peers of a log; zeros for the moments of an optimizer."""
+    is_exact = info.role != TensorRole.OPTIMIZER
+    return hashlib.sha256(numbers.contiguous().numpy()).digest()[:HASH_BYTES] if is_exact else bytes(HASH_BYTES)
+
+
 @dataclass(frozen=True)
 class StateRequest:
     """A request of a downloading peer: for these blocks of a state or step, or without any, for its description."""
@@ -123,6 +131,8 @@ class StateSnapshot:
             "tensors": describe_tensors(tensors),
             "digests": torch.stack([digest(self.read(*block)) for block in self.blocks]).numpy().tobytes(),
         }
+        if len(self.lineage) == MAX_LINEAGE:  # the hash of a commit
+            self.description["hashes"] = b"".join(hash_exactly(self.read(*it), infos[it[0]]) for it in self.blocks)
 
     @property
     def last_use(self) -> float:

@@ -37,7 +37,17 @@ from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
 from swarm.optimizer_state import list_params, list_state
 from swarm.state_download import BlockDownload, Donor, DownloadProgress, StateDownload, digests_differ, group_donors
-from swarm.state_server import BLOCK, NOTHING, NUM_SUMS, STATE, StateRequest, StateServer, StateSnapshot, digest
+from swarm.state_server import (
+    BLOCK,
+    MAX_LINEAGE,
+    NOTHING,
+    NUM_SUMS,
+    STATE,
+    StateRequest,
+    StateServer,
+    StateSnapshot,
+    digest,
+)
 from swarm.state_sync import StateSync
 from swarm.uplink import Uplink
 
@@ -288,6 +298,29 @@ def test_empty_messages_are_limited():
     download = BlockDownload([donor], averager, lambda peer, error: failures.append(str(error)))
     asyncio.run(download.run(60.0))
     assert failures == ["the donor sent more data than requested"] and len(messages) < 1000
+
+
+@pytest.mark.parametrize("is_log", [True, False])
+def test_false_bit_names_donor_in_log(is_log):
+    """There, all peers must have the same bits, or they load the state in each epoch. The description is a copy."""
+    lineage, honest = "c" * MAX_LINEAGE if is_log else "a", torch.randn(4 * BLOCK)
+    false = honest.clone()
+    false.view(torch.int32)[::BLOCK] ^= 1
+    copies, failures = [make_copy(it, lineage=lineage) for it in (honest, false)], []
+
+    async def answer(peer: PeerID, request: StateRequest):
+        await asyncio.sleep(0.05 if peer == PeerID(b"a") else 0.0)
+        for message in copies[peer == PeerID(b"b")].serve(request.blocks, LOAD_STATE_COMPRESSIONS["none"], peer):
+            yield message
+
+    averager = SimpleNamespace(request_state=answer, donor_timeout=9.0, download_progress=DownloadProgress())
+    averager.state_compression = LOAD_STATE_COMPRESSIONS["none"]
+    donors = [offer(copies[0], name) for name in (b"a", b"b")]
+    download = BlockDownload(donors, averager, lambda peer, error: failures.append((peer, str(error))))
+    asyncio.run(download.run(60.0))
+    assert not download.missing and download.tensors[0].equal(honest) is is_log
+    assert [peer for peer, _ in failures] == [PeerID(b"b")] * is_log
+    assert offer(copies[0]).has_state_of(offer(copies[1])) is not is_log
 
 
 def test_busy_donor_offers_state_without_step():
