@@ -445,7 +445,7 @@ def parse_arguments(*groups: type, description: str | None = None, before: Seque
     averaging = next((group for group in found.values() if isinstance(group, AveragingArguments)), None)
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:
         averaging.local_steps_from = max(200, found[OptimizerArguments].warmup_steps)  # see docs/measured.md
-    if trainer and averaging.local_steps > 1 and averaging.local_steps_from >= found[OptimizerArguments].total_steps:
+    if averaging and averaging.local_steps > 1 and averaging.local_steps_from >= found[OptimizerArguments].total_steps:
         raise UserError(
             f"--local_steps {averaging.local_steps}: they begin at epoch {averaging.local_steps_from}, when the run is "
             "over: pass a smaller --local_steps_from or --warmup_steps, or a larger --total_steps"

@@ -232,6 +232,8 @@ def report(output_dir: Path, epochs: int) -> None:
 def run(args: argparse.Namespace, stop: threading.Event) -> None:
     """Run the demo; raise a DemoError if it fails, and a UserError if it cannot begin."""
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
+    if args.config_path not in CONFIGS:
+        raise UserError(f"--config_path must be one of {', '.join(CONFIGS)}")
     is_causal = args.config_path == CONFIGS[2]
     lock_folder("--output_dir", output_dir)
     clear_folder(output_dir)
@@ -266,7 +268,7 @@ def main() -> int:
     """Parse the flags, run the demo and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
-    parser.add_argument("--config_path", default=CONFIGS[0], choices=CONFIGS, help="the model")
+    parser.add_argument("--config_path", default=CONFIGS[0], help=f"the model: {', '.join(CONFIGS)}")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
     os.chdir(ROOT)

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from arguments import MIN_SEQUENCE_LENGTH, parse_arguments
-from common.console import UserError, edge, setup_logging
+from common.console import UserError, edge, first_line, setup_logging
 from common.flags import FlagGroup, flag
 
 
@@ -25,7 +25,9 @@ class PredictArguments(FlagGroup):
     """Predictions of a tuned model. Names are RuLeanALBERT's."""
 
     model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
-    arch: str = flag("", "Ignored, for old commands: the tokenizer is the one saved with the model.", aliases=["-a"])
+    arch: str = flag(
+        "lean_albert", "Tokenizer: an id or folder, or lean_albert for the one saved with the model.", aliases=["-a"]
+    )
     data_dir: str = flag(
         ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
     )
@@ -45,7 +47,7 @@ from transformers import AutoModelForSequenceClassification
 from common.files import write_file
 from experiment.tasks import TASKS, format_predictions, load_examples
 from finetune_mlm import choose_length, encode, predict
-from models.pretrained import Pretrained, check_tokenizer, load_folder, load_weights
+from models.pretrained import Pretrained, check_tokenizer, load_folder, load_tokenizer, load_weights
 
 logger = logging.getLogger("finetune")
 
@@ -61,6 +63,16 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     if task != "TERRa":
         raise UserError(f"--model {folder} was tuned for {task}: {cure}")
     pretrained = load_folder(folder / "model", str(folder / "model"), cure)
+    if args.arch != "lean_albert":
+        own = pretrained.tokenizer
+        try:
+            pretrained.tokenizer = load_tokenizer(args.arch)
+            if pretrained.tokenizer.get_vocab() != own.get_vocab():
+                raise ValueError(f"its {len(pretrained.tokenizer):,} tokens differ from the run's {len(own):,}")
+        except (OSError, ValueError, KeyError) as e:
+            raise UserError(
+                f"--arch {args.arch} is not the tokenizer of this run ({first_line(e)}): give lean_albert"
+            ) from e
     check_tokenizer(pretrained)
     return pretrained, load_weights(AutoModelForSequenceClassification, pretrained, is_tuned=True)
 

@@ -90,8 +90,8 @@ def main(*groups) -> None:
     with stop_when_out_of_memory(args, device, model):
         worker = ranks.distribute(model)  # the model that computes
         autocast, scaler = place_model(worker, device, args)
-        target_batch_size = averaging_args.target_batch_size if ranks.is_main else None
-        args = tune_to_device(worker, trial, args, device, autocast, target_batch_size, ranks.count)
+        averaging = averaging_args if ranks.is_main else None
+        args = tune_to_device(worker, trial, args, device, autocast, averaging, ranks.count)
 
     # the loop
     start = None

@@ -148,7 +148,7 @@ def check_targets(tokenizer_path: Path, dataset_path: Path):
     """Raise UserError if an output folder exists or one lies inside the other."""
     for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path):
-            raise UserError(f"{path} already exists: remove it, or give another {name}")
+            raise UserError(f"{path} already exists: give another {name}, or remove it")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")

@@ -92,6 +92,10 @@ class LocalMetrics(BaseModel):
     # with local steps: by `peer_label`, the share of each owner's last updates that counted
     counted: dict[constr(strict=True, min_length=8, max_length=8), confloat(strict=True, ge=0.0, le=1.0)] | None = None
 
+    def dict(self, **options) -> dict:
+        """Return the fields that have a value, because older peers reject fields that they do not know."""
+        return super().dict(**{**options, "exclude_none": True})
+
     @root_validator(skip_on_failure=True)
     def validate_consistency(cls, values: dict) -> dict:
         """Compare fields with each other."""

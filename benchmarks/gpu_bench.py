@@ -31,7 +31,7 @@ import torch
 from bench_optimizer import measure_muon, measure_steps
 from throughput import ROOT, wait_for
 
-from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from common.console import UserError, edge
 from common.files import read_json_lines
 from experiment.data import load_data, make_train_batches
@@ -99,7 +99,8 @@ def measure_model(scale: Scale, name: str) -> dict:
     sequence = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     sequence |= {"token_type_ids": torch.zeros_like(ids), "sentence_order_label": torch.tensor([1])}
     flop = devices.count_flop(model, sequence, device) / spec.length
-    tuned = devices.tune_to_device(model, lambda: sequence, args, device, autocast, scale.samples, 1)
+    averaging = AveragingArguments(target_batch_size=scale.samples)
+    tuned = devices.tune_to_device(model, lambda: sequence, args, device, autocast, averaging, 1)
     rows = tuned.per_device_train_batch_size
     batch = move_batch(devices.stretch_batch(sequence, rows), device)
     for _ in range(3):  # may compile again for this batch size

@@ -71,7 +71,7 @@ def main() -> None:
             matchmaking = {"--matchmaking_time": 300 if name == "waiting" else 1}
             own = flags(swarm, data, matchmaking, {"--output_dir": folder / name})
             start(name, "benchmarks/paced_trainer.py", paces, *LOOPBACK, *own)
-        start("aux", "run_aux_peer.py", *LOOPBACK, *flags(swarm, {}), "--assist_in_averaging")
+        start("aux", "run_aux_peer.py", *LOOPBACK, *flags(swarm), "--assist_in_averaging")
 
         scripts["aux"].wait_for("others may join", 120)
         for name in PACES:

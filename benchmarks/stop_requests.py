@@ -90,7 +90,7 @@ def main() -> None:
             peers = ["--initial_peers", host.wait_for(r"(?m)^--initial_peers (\S+)$", 300)[1]]
             shared = [*common, *peers, "--output_dir"]
             commands = {
-                "trainer": ["run_trainer.py", *shared[:-3], *flags(TRAINER), *tokenizer]
+                "trainer": ["run_trainer.py", *shared[:-1], *flags(TRAINER), *tokenizer]
                 + ["--dataset_path", args.dataset_path, "--output_dir"],
                 "monitor": ["run_training_monitor.py", *shared],
                 "aux": ["run_aux_peer.py", "--assist_in_averaging", "--config_path", TRAINER["--config_path"]]

@@ -80,7 +80,9 @@ class Publisher:
 
 def read_stamp(folder: Path) -> dict:
     """Return the content of a checkpoint's training_state.json, or an empty dictionary if it is invalid."""
-    return read_json(folder / "training_state.json")
+    with contextlib.suppress(OSError):
+        return read_json(folder / "training_state.json")
+    return {}
 
 
 def find_token() -> str | None:

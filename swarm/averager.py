@@ -276,9 +276,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
             self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
-        # those that came too late to count are late, too, unless this peer's own line is slow. Only the leader knows
-        # that it has told them to begin
-        has_few = runner.leader == self.peer_id and 2 * len(runner.banned_senders) < len(peers)
+        # those that came too late to count are late, too, but only the leader knows that it has told them to begin
+        has_few = runner.leader == self.peer_id and 2 * len(runner.banned_senders) < len(
+            peers
+        )  # else, it is slow itself
         too_late = runner.banned_senders if has_few else set()
         late = set() if self.are_parameters else {*runner.late, *too_late}
         runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)

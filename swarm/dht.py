@@ -61,10 +61,7 @@ class DHT(hivemind.DHT):
     ended: a helper process, as in each clean stop, or the killed main process."""
 
     def __init__(self, *args, identity_path: str | None = None, membership: Membership | None = None, **kwargs):
-        """
-        :param identity_path: the file of the peer's key; default: a temporary key
-        :param membership: the membership of a closed run; None if the run is open
-        """
+        """Start it. Without `identity_path`, the key is a temporary one. Without membership, the run is open."""
         self.uplink, self.membership = Uplink(), membership
         #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
         self.attestation: RunAttestation | None = None

@@ -113,7 +113,7 @@ class Epoch:
         if not self.is_compared and inputs.read_at >= self.began:
             self.is_compared = True
             return inputs.swarm_epoch != self.number
-        return inputs.swarm_epoch > self.number + 1
+        return abs(inputs.swarm_epoch - self.number) > 1
 
     def should_search(self, inputs: EpochInputs) -> bool:
         """Return whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is

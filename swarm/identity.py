@@ -19,11 +19,10 @@ KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
 
 def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membership | None:
     """Set this process's key, and return the membership of a closed run, or None if the run is open. Call this once,
-    before any network access and before helpers are forked. The key is in `invite`, or else in `identity_path`, or else
-    in `kept_at`. If the file is missing, the key is new, and hivemind or `keep_identity` writes it there.
+    before any network access and before helpers are forked. If the file of the key is missing, the key is new.
 
-    :param kept_at: with a new key, a restarted trainer would be another peer, and the samples in its checkpoint would
-        count twice in total_samples
+    :param kept_at: the file without `invite` and `identity_path`: with a new key, a restarted trainer would be another
+        peer, and the samples in its checkpoint would count twice in total_samples
     :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
     path, names, membership = config.identity_path or kept_at, (config.experiment_prefix, config.username), None

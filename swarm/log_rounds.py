@@ -129,7 +129,7 @@ class LogRounds:
         self.log: Log | None = None
         self.log_id = b""
         self.epoch = 0  # of this peer's model; set by the optimizer
-        self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
+        self._head, self._clock_offset = b"", get_dht_time() - time.clock_gettime(CLOCK)
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
@@ -307,6 +307,8 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
+                    if self._head != self.log.state.head:  # promises bind for one commit
+                        self._head, self._clock_offset = self.log.state.head, get_dht_time() - time.clock_gettime(CLOCK)
                     participants, voters = self._list_participants(), self.log.state.voters
                     self._seen = {it: self._seen[it] for it in self._seen if it in self.tracker.others or it in voters}
                     self.exchange.participants = frozenset(map(PeerID, participants))

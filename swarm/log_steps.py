@@ -40,6 +40,7 @@ MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
 SILENCE_TIMEOUT = 600.0  # seconds without a commit, until the peers that are there begin a new log
 SILENT_EPOCHS = 5  # the same in usual epochs; the longer time counts
+MAX_EXPECTED_EPOCH = 1800.0  # seconds, before a log has had an epoch
 
 
 def is_near(own: Numbers, anchor: Iterable[bytes]) -> bool:
@@ -207,9 +208,9 @@ class LogSteps:
     def _check_progress(self, head: bytes) -> None:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
         log, newest, now = self.rounds.log, self.rounds.log.state, time.monotonic()
-        # the first epoch of a log may last longer, too
-        usual = statistics.median_high([*log.spans, self.tracker.dht.uplink.timeouts.epoch_seconds])
-        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * usual)
+        # the first epoch of a log may last longer, too; of a peer that others have left, the estimate is too long
+        expected = min(self.tracker.dht.uplink.timeouts.epoch_seconds, MAX_EXPECTED_EPOCH)
+        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_high([*log.spans, expected]))
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()

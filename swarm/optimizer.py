@@ -353,7 +353,7 @@ class CollaborativeOptimizer:
             self.stats.total_samples += sent
         # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
         may_be_averaged = group and (epochs > 1 or not is_synchronous)
-        if samples and (was_averaged or may_be_averaged or self.local_epoch - self.oldest_epoch > MAX_STALENESS):
+        if samples and (was_averaged or may_be_averaged or abs(self.local_epoch - self.oldest_epoch) > MAX_STALENESS):
             logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
         samples = self.grad_averager.samples

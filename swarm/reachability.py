@@ -52,8 +52,9 @@ def find_reachability(dht: hivemind.DHT) -> tuple[list[str], bool | None]:
     47). Return the IP addresses at which others see this peer, and whether they can reach it (None: no answer)."""
     answers = dht.run_coroutine(partial(ask_to_dial_back, find_ports(dht)))
     # An IP version without an address here was not tested, if there is a public address of the other one.
-    own = {ip.version for maddr in dht.get_visible_maddrs() if (ip := get_ip(maddr)) and ip.is_global}
-    answers = [answer for answer in answers if not own or ipaddress.ip_address(answer[0]).version in own]
+    ips = [ip for maddr in dht.get_visible_maddrs() if (ip := get_ip(maddr))]
+    versions = {ip.version for ip in ips} if any(ip.is_global for ip in ips) else {4, 6}
+    answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).version in versions]
     # A peer in the same network cannot test the path from outside.
     answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).is_global] or answers
     return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers) if answers else None
@@ -69,8 +70,7 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
         seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
         places = [f"/ip{ip.version}/{ip}/tcp/{port}" for ip in seen_at[:1] for port in ports]
         reached = False
-        # otherwise, the caller becomes a client, which is the safe mistake
-        if places and context.remote_id not in callers and len(callers) < MAX_CALLERS:
+        if places and context.remote_id not in callers and len(callers) < MAX_CALLERS:  # else, it becomes a client
             callers.add(context.remote_id)
             try:
                 # A firewall lets in packets of QUIC from this peer's own port, to which the caller has sent some.

@@ -187,8 +187,9 @@ class RoundTrust:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
         for peer in peers:
             self.rounds[peer] += peer not in late
-            self.broken_rounds[peer] = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
-        return {peer: "delays all rounds" for peer in peers if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
+            broken = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
+            self.broken_rounds[peer] = min(broken, MAX_BROKEN_ROUNDS)
+        return {peer: "delays all rounds" for peer in late if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
 
     def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
         """Record a round that has failed, which may be chance; raise MaliciousPeersError after several of them. Of two

@@ -88,7 +88,7 @@ class ForkedProcess:
 # variables that no import reads (torch sets the last ones when it compiles); if others differ, a program does not fork
 LATE_VARIABLES = re.compile(
     "CLOCK_FILE|CUDA_VISIBLE_DEVICES|GOGC|GOMAXPROCS|HF_ENDPOINT|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|"
-    "TRACKIO_.*|WANDB_.*|_TORCHINDUCTOR_.*"
+    "WANDB_.*|_TORCHINDUCTOR_.*"
 )
 
 

@@ -118,7 +118,7 @@ def test_guide_flags_exist():
     known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {"include_path", "model_args", "tasks"}  # lm_eval's
     # of pip, systemctl, and torchrun
-    known |= {"index-url", "now", "nproc_per_node", "standalone", "project"}
+    known |= {"index-url", "now", "nproc_per_node", "standalone"}
     for field in (field for groups in GROUPS.values() for group in groups for field in dataclasses.fields(group)):
         known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}
     for path in SIMPLE.values():

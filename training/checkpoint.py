@@ -121,7 +121,10 @@ def save_checkpoint(
     extra_files: dict[str, bytes] | None = None,
 ) -> bool:
     """Save the model to `checkpoint-{epoch}`, then remove the oldest checkpoints beyond the limit. Later checkpoints,
-    which exist if the swarm has gone back, are moved away first."""
+    which exist if the swarm has gone back, are moved away first.
+
+    :param extra_files: see `save_model`; default: the model's card
+    """
     output_dir, epoch = Path(output_dir), state["local_epoch"]
     try:
         set_aside(output_dir, epoch)
@@ -193,7 +196,9 @@ def load_state(path: str | Path) -> dict:
     path = Path(path)
     check_files(path)
     state, weights = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True), load_weights(path)
-    state["model"] |= {name: weights[find_plain_name(name)] for name in state.pop("stored")}
+    # states of earlier versions have no list of stored names: all files' weights count
+    stored = {name: weights[find_plain_name(name)] for name in state.pop("stored", weights)}
+    state["model"] = stored | state.get("model", {})
     return {**state, "path": path}
 
 
@@ -237,7 +242,7 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
                 state = load_state(Path(args.resume_from_checkpoint))
         if state:
             check_weights(state, model)
-            if state["tokenizer"] != tokenizer:
+            if state.get("tokenizer", tokenizer) != tokenizer:
                 raise CheckpointError(f"{state['path']} belongs to a different tokenizer (see --tokenizer_path)")
     except CheckpointError as e:
         raise UserError(
@@ -248,6 +253,8 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     if state is None:
         return None
     logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
+    if args.overwrite_output_dir:
+        logger.info("--overwrite_output_dir is ignored: use --resume_from_checkpoint none to start over")
     return state["path"]
 
 
@@ -290,6 +297,10 @@ def collect_state(
         **state,
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
+        "random": {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        },
         "arguments": arguments,
         "versions": VERSIONS,
     }
@@ -312,6 +323,10 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
                 tensor.copy_(saved[name])
     if scaler and state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
+    if randomness := state.get("random"):
+        torch.set_rng_state(randomness["torch"])
+        if randomness["cuda"] is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(randomness["cuda"])
 
 
 def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -334,7 +349,9 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
             raise CheckpointError(f"{problem} (see --seed, --model_name_or_path): {reason}")
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{problem}: it has {unknown[0]}")
-    saved, ours = state["architecture"], describe_architecture(model)
-    if saved != ours:
+    saved, ours = state.get("architecture"), describe_architecture(model)
+    # states of earlier versions have no objective after the model's type, and a digest of other fields
+    is_old = saved is None or " " not in saved.split(",")[0]
+    if not is_old and saved != ours:
         raise CheckpointError(f"{problem} (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from arguments import DataArguments, TrainerArguments
+from arguments import AveragingArguments, DataArguments, TrainerArguments
 from common.console import UserError, first_line
 from experiment.data import make_train_batches
 from experiment.objectives import compute_losses
@@ -200,7 +200,13 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
 
 
 def find_batch_size(
-    model, batch: Batch, device: torch.device, autocast: AbstractContextManager, largest_step: int, num_devices: int = 1
+    model,
+    batch: Batch,
+    device: torch.device,
+    autocast: AbstractContextManager,
+    largest_step: int,
+    num_devices: int = 1,
+    copies: int = 0,
 ) -> tuple[int, int]:
     """Return the samples per forward pass and the batches per step that suit this machine.
 
@@ -209,11 +215,11 @@ def find_batch_size(
 
     :param batch: the longest sequence, from make_trial_batch
     :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
+    :param copies: the number of copies of the trained parameters that the device will have to hold later
     """
     best, best_seconds, size = 0, float("inf"), 1
     at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
-    # local steps will need the pending update, the anchor and two moments, of which loading a state makes new ones
-    later = [torch.empty_like(it) for it in model.parameters() if it.requires_grad for _ in range(6)]
+    later = [torch.empty_like(it) for it in model.parameters() if it.requires_grad for _ in range(copies)]
     with leave_no_trace(model, device):
         while size <= max(1, largest_step):
             try:
@@ -281,21 +287,23 @@ def tune_to_device(
     args: TrainerArguments,
     device: torch.device,
     autocast: AbstractContextManager,
-    target_batch_size: int | None,
+    averaging: AveragingArguments | None,
     num_devices: int,
 ) -> TrainerArguments:
     """Compile the model and choose its batch size, if --torch_compile and --per_device_train_batch_size auto are set.
 
-    :param target_batch_size: the swarm's, at least eight steps of this peer; None if another rank chooses
+    :param averaging: the swarm's settings; its batch is at least eight steps of this peer. None if another rank chooses
     :returns: the arguments with the chosen batch size
     """
-    is_auto = args.per_device_train_batch_size == "auto" and target_batch_size is not None
+    is_auto = args.per_device_train_batch_size == "auto" and averaging is not None
     batch = make_trial() if args.torch_compile or is_auto else None
     if args.torch_compile:
         compile_model(model, batch, device, autocast)
     if is_auto:
-        largest_step = target_batch_size // (8 * num_devices)
-        size, count = find_batch_size(model, batch, device, autocast, largest_step, num_devices)
+        largest_step = averaging.target_batch_size // (8 * num_devices)
+        # the pending gradients; with local steps, also the anchor and two moments, of which loading makes new ones
+        copies = 6 if averaging.local_steps > 1 else 1
+        size, count = find_batch_size(model, batch, device, autocast, largest_step, num_devices, copies)
         logger.info(f"--per_device_train_batch_size {size} --gradient_accumulation_steps {count} suit this device")
         args = dataclasses.replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=count)
     return args

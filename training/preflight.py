@@ -145,7 +145,7 @@ def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tupl
     trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, seed)
     with stop_when_out_of_memory(args, device, model):
         autocast, _ = place_model(model, device, args)
-        args = tune_to_device(model, trial, args, device, autocast, averaging.target_batch_size, len(devices))
+        args = tune_to_device(model, trial, args, device, autocast, averaging, len(devices))
         size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
         batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=seed)
         times, deadline = [], time.monotonic() + MEASURED_SECONDS

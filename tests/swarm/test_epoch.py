@@ -67,6 +67,14 @@ def test_missed_step_counts_only_if_all_step_together(is_synchronous):
     assert not busy.allows(4, ahead, 0.0) and not Epoch(6).has_missed_step(ahead)
 
 
+def test_peer_far_ahead_loads_state_of_others_at_once():
+    """It was alone when it compared, because its line was cut."""
+    epoch, backoff = Epoch(13), SyncBackoff()
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=13, read_at=1.0), backoff, 1.0)
+    assert not epoch.compare_with_swarm(make_inputs(swarm_epoch=12, read_at=2.0), backoff, 2.0)
+    assert epoch.compare_with_swarm(make_inputs(swarm_epoch=5, read_at=2.0), backoff, 2.0)
+
+
 def test_failed_download_pauses_the_next():
     epoch, backoff, ahead = Epoch(5), SyncBackoff(), make_inputs(swarm_epoch=9)
     backoff.record_failure(100.0)

@@ -150,11 +150,18 @@ def test_dials_back_are_limited(monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("own, expected", [("192.168.1.5", False), ("198.41.0.4", None)])
-def test_address_of_other_ip_version_is_not_tested(own, expected):
+@pytest.mark.parametrize(
+    "own, seen_at, expected",
+    [
+        (["/ip4/192.168.1.5"], "2a00::1", False),
+        (["/ip4/198.41.0.4"], "2a00::1", None),
+        (["/ip4/192.168.1.5", "/ip6/2a00::5"], "198.41.0.4", False),
+    ],
+)
+def test_address_of_other_ip_version_is_not_tested(own, seen_at, expected):
     """A peer that listens on IPv4 alone is seen at its IPv6 address, where no port of it is open."""
-    visible = [f"/ip4/{own}/tcp/31337"]
-    dht = SimpleNamespace(get_visible_maddrs=lambda **_: visible, run_coroutine=lambda _: [("2a00::1", False)])
+    visible = [f"{place}/tcp/31337" for place in own]
+    dht = SimpleNamespace(get_visible_maddrs=lambda **_: visible, run_coroutine=lambda _: [(seen_at, False)])
     assert reachability.find_reachability(dht)[1] is expected
 
 

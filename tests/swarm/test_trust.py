@@ -178,6 +178,10 @@ def test_peer_that_delays_rounds_in_a_row_is_named():
     assert named == [[]] * (len(late) - 1) + [[slow]]
     with pytest.raises(MaliciousPeersError):
         trust.record_broken_round([slow])  # it has not been in time since
+    for _ in range(9):
+        trust.record_round([slow, other], [other])
+    assert not trust.record_round([slow, other], [])  # not for a round in time
+    assert not trust.record_round([slow, other], []) and trust.broken_rounds[other] == MAX_BROKEN_ROUNDS - 2
 
 
 @pytest.mark.parametrize("are_parameters", [False, True])
