@@ -276,11 +276,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
             self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
-        # those that came too late to count are late, too, but only the leader knows that it has told them to begin
-        has_few = runner.leader == self.peer_id and 2 * len(runner.banned_senders) < len(
-            peers
-        )  # else, it is slow itself
-        too_late = runner.banned_senders if has_few else set()
+        # those that came too late to count are late, too, with a second leader: one may not have told them to begin
+        first = {peer: self._trust.leaders.setdefault(peer, runner.leader) for peer in runner.banned_senders}
+        too_late = [peer for peer in first if first[peer] != runner.leader and 2 * len(first) < len(peers)]
         late = set() if self.are_parameters else {*runner.late, *too_late}
         runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)
         members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings

@@ -30,9 +30,8 @@ MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are k
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then it is LATE
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
-# A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
-# nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
-# of a few samples is mostly noise. A single round proves nothing: an honest gradient can point away from all others.
+# A peer's score is a moving average of how much of this peer's gradient is in its averages, weighted by this peer's
+# share of them. A single round proves nothing: an honest gradient can point away from all others.
 TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
 REVERSED_PART = -0.5  # the share in one peer's part, below which that points away
 REVERSED_AVERAGE = -0.3  # the share in the whole average, below which that is not used
@@ -182,9 +181,11 @@ class RoundTrust:
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
         #: rounds that each peer has broken, less those with it that succeeded in time, and the number of the latter
         self.broken_rounds, self.rounds = Counter(), Counter()
+        self.leaders: dict[PeerID, PeerID] = {}  # of the first round in which a peer sent nothing, since it was in time
 
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
+        self.leaders = {peer: leader for peer, leader in self.leaders.items() if peer in late or peer not in peers}
         for peer in peers:
             self.rounds[peer] += peer not in late
             broken = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))

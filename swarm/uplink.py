@@ -28,9 +28,8 @@ POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two polls, with 
 PROBES = 3  # pings at each poll; the fastest answer counts: others' uplinks may be full
 # Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
 STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
-# Factors of the rate, at one poll. A rate above the uplink's costs more than one below it: 5 % too much made a round of
-# 16 s one of 22 s, because TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly at
-# first: by more at each poll than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
+# Factors of the rate, at one poll. A rate 5 % above the uplink's made a round of 16 s one of 22. So after a queue, the
+# rate grows slowly at first: by more at each poll than at the one before.
 MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
 MAX_RECOVERY, RECOVERY_STEP = 1.2, 0.02  # the same until the rate before a drain is back
 RATE_COOLDOWN_POLLS = 5  # polls until a lower rate shows, because the queue has to drain first

@@ -207,8 +207,9 @@ def test_sender_that_comes_too_late_to_count_is_banned():
     runner.violations, runner.leader = {}, other  # which may not have told it to begin
     for _ in range(2 * MAX_BROKEN_ROUNDS):
         VerifyingAverager._check_round(averager, runner)
-    assert not runner.violations
-    averager._trust, runner.leader = RoundTrust(), own
+    assert not runner.violations and absent not in averager._trust.rounds
+    averager._trust.rounds.clear()
+    runner.leader = third
     for _ in range(MAX_BROKEN_ROUNDS):
         assert not runner.violations
         VerifyingAverager._check_round(averager, runner)
