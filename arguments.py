@@ -415,6 +415,9 @@ BASIC_FLAGS = {
     *("store_checkpoints", "assist_in_averaging"),
 }
 
+#: lists that may have no value: guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
+MAY_BE_EMPTY = {"announce_maddrs"}
+
 
 def begin_new_run(groups: dict[type, FlagGroup]) -> None:
     """Name a run that has neither a name nor peers.
@@ -436,7 +439,7 @@ def begin_new_run(groups: dict[type, FlagGroup]) -> None:
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
-    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
+    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
     swarm, trainer = map(found.get, (SwarmArguments, TrainerArguments))
     if trainer and trainer.num_train_epochs and found[DataArguments].streaming:
         raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")

@@ -47,7 +47,8 @@ TRAINER = (
     "--dataloader_num_workers 0 --do_eval --max_eval_samples 512 --eval_steps 32"
 )
 AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --status_port 0 --assist_in_averaging"
-CONFIGS = [f"configs/{name}.json" for name in ("demo", "lean-demo", "gpt-demo")]  # the last one is causal
+CAUSAL = "configs/gpt-demo.json"  # this model predicts the next token
+CONFIGS = ("configs/demo.json", "configs/lean-demo.json", CAUSAL)
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -234,7 +235,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
     start_time, output_dir = time.monotonic(), Path(args.output_dir)
     if args.config_path not in CONFIGS:
         raise UserError(f"--config_path must be one of {', '.join(CONFIGS)}")
-    is_causal = args.config_path == CONFIGS[2]
+    is_causal = args.config_path == CAUSAL
     lock_folder("--output_dir", output_dir)
     clear_folder(output_dir)
     with Scripts(output_dir, stop) as scripts:

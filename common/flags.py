@@ -132,12 +132,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def parse_flags(
     groups: Sequence[type],
     basic: Collection[str],
+    may_be_empty: Collection[str],
     description: str | None,
     before: Sequence[str] = (),
 ) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
     :param basic: names of the flags that --help lists if there are many; --help_all lists all
+    :param may_be_empty: names of list flags that may have no value
     :param before: arguments in front of the command line, which overrides them
     :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
     """
@@ -154,7 +156,7 @@ def parse_flags(
     required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
     parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
     for action in parser._actions:
-        if action.dest == "announce_maddrs":  # guides write $ANNOUNCE_ON, which is not always set
+        if action.dest in may_be_empty:
             action.nargs = "*"
         if action.dest in declared:
             describe_flag(action, is_shown=action.dest in basic or not is_short)

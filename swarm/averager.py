@@ -81,7 +81,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
         self._limit: asyncio.Timeout | None = None
-        self._round: asyncio.Future | None = None  # has the runner of the running round
+        self._round: asyncio.Future | None = None  # resolves to the runner of the current round
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -276,7 +276,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             own = runner.tensor_part_reducer.shares.get(runner.sender_peer_ids.index(self.peer_id), 1.0)
             shares = {peers[index]: share for index, share in container.estimate_contributions(own).items()}
             self._trust.record_averages(shares, container.estimate_contribution(own, range(container.group_size)), own)
-        # those that came too late to count are late, too, with a second leader: one may not have told them to begin
+        # a sender that came too late to count is late, too, but not with its first leader, which may not have told it
         first = {peer: self._trust.leaders.setdefault(peer, runner.leader) for peer in runner.banned_senders}
         too_late = [peer for peer in first if first[peer] != runner.leader and 2 * len(first) < len(peers)]
         late = set() if self.are_parameters else {*runner.late, *too_late}

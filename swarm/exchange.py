@@ -368,6 +368,7 @@ class Exchange:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
         hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
+        most = MAX_COPIES * self.num_blocks * max(1.0, PERIOD / max(0.5, self.uplink.timeouts.epoch_seconds or PERIOD))
         while numbers:
             if not hashes and (store := self._find_store(blob)):
                 hashes = store.list_hashes(blob)
@@ -376,8 +377,7 @@ class Exchange:
             ready = {n: it for n in numbers if n < len(hashes) and (it := self._find_store(hashes[n], n))}
             for number in sorted(ready):
                 self._counts["block", peer] += 1
-                num_epochs = max(1.0, PERIOD / max(0.5, self.uplink.timeouts.epoch_seconds or PERIOD))
-                if self._counts["block", peer] > MAX_COPIES * self.num_blocks * num_epochs:
+                if self._counts["block", peer] > most:
                     raise ValueError("too many copies requested")
                 async with lock:
                     await self._send_block(peer, number, ready[number].get(hashes[number], number), writer)

@@ -21,8 +21,8 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
     """Set this process's key, and return the membership of a closed run, or None if the run is open. Call this once,
     before any network access and before helpers are forked. If the file of the key is missing, the key is new.
 
-    :param kept_at: the file without `invite` and `identity_path`: with a new key, a restarted trainer would be another
-        peer, and the samples in its checkpoint would count twice in total_samples
+    :param kept_at: the file of the key if neither `invite` nor `identity_path` is given: with a new key, a restarted
+        trainer would be another peer, and the samples in its checkpoint would count twice in total_samples
     :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
     path, names, membership = config.identity_path or kept_at, (config.experiment_prefix, config.username), None

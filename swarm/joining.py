@@ -187,7 +187,7 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
     logger.info(f"{reason}, and no peer that averages can be reached directly: others reach it through {places[0]}")
     options |= dict(client_mode=False, force_reachability="private", announce_maddrs=places)
     dht = start_dht(config, validators, dht.membership, strict=False, **options)
-    dht.reservations = dht.run_coroutine(partial(reachability.keep_reservations, relays), return_future=True)
+    dht.run_coroutine(partial(reachability.keep_reservations, relays), return_future=True)
     return dht
 
 

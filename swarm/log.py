@@ -109,14 +109,14 @@ class State:
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
     def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
-        """Return whether more than half of the voters have one of these records. For the first commit, it takes two
-        thirds: the leader may have shown each half of the others another first state, and vote with both."""
+        """Return whether more than half of the voters have one of these records. The first commit takes two thirds (two
+        of three): the leader may have shown each half of the others another first state, and vote with both."""
         least = 1 / 2 if self.counted else 0.66
         return len({record.peer for record in records} & {*self.voters}) > least * len(self.voters)
 
     def has_most_voters(self, commit: Commit) -> bool:
-        """Return whether most voters have an offer in this list, or leave. Weights follow from the list alone, so of a
-        short one, a few peers would decide on any change of the model."""
+        """Return whether most voters have an offer in this list, or leave. Weights depend on the list alone, so the few
+        peers of a short list could make any change of the model."""
         known = {record.peer for record in (*commit.offers, *commit.leaves)} & {*self.voters}
         return 2 * len(known) > min(len(self.voters), MAX_OFFERS)
 
@@ -537,7 +537,7 @@ class Log:
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def choose_one_each(self, offers: Iterable[Offer]) -> list[Offer]:
-        """Return the chosen offers, of each owner the newest one: all rules of a list count offers as peers."""
+        """Return the newest chosen offer of each owner, because the rules of a list count each offer as a peer."""
         chosen = self.choose(offers)
         newest = {offer.peer: offer for offer in reversed(chosen)}
         return [offer for offer in chosen if newest[offer.peer] is offer]
@@ -567,8 +567,7 @@ class Log:
         settled = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
         if current and self.now < self.first_time:
             self.first_time = self.now
-            late = (it for it in self.select(Offer) if it.base == self.state.parent)
-            self.owed = {it.key for it in late if self.holds(it.blob)}
+            self.owed = {it.key for it in self.select(Offer) if it.base == self.state.parent and self.holds(it.blob)}
         if self.state.has_quorum(settled):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
@@ -578,12 +577,12 @@ class Log:
 
     def is_fair(self, commit: Commit) -> bool:
         """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
-        time, or if it is long, newer ones of their owners. So no leader omits a voter until it loses its vote."""
+        time, or newer ones of their owners. So no leader omits a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.state.voters and self.holds(offer.blob)]
         expected, listed = self.choose_one_each(offers), {offer.key for offer in commit.offers}
         owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
         first = [it for it in expected[:MAX_OWED] if it in omitted]
-        owed = {it.key if it.peer in owners else self.state.parent + it.peer for it in first} & self.owed
+        owed = {self.state.parent + it.peer for it in first if it.peer not in owners} & self.owed
         return 3 * len(omitted) <= len(expected) and not owed
 
     def settle(self) -> None:

@@ -46,7 +46,7 @@ from utils import RecordValidator, find_peer_id
 TICK = 0.5  # seconds between two calls of `Log.tick`
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 RECENT = 30.0  # seconds for which a peer's message tells its log
-TIE_EPOCHS = 16  # by which one of two logs with equally many peers is ahead if the peers of the other were asleep
+TIE_EPOCHS = 16  # of two logs with equally many peers, the one in a later block of this many epochs stays
 POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
@@ -153,7 +153,7 @@ class LogRounds:
         self._thread.start()
 
     def _now(self) -> float:
-        """Return the swarm's time. If this machine's clock is set, promises for later slots must not bind this peer."""
+        """Return the swarm's time. If this machine's clock was set, a promise for a later slot would bind this peer."""
         return self._clock_offset + time.clock_gettime(CLOCK)
 
     # --- for the training loop

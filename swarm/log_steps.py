@@ -323,19 +323,20 @@ class LogSteps:
         options = dict(lr=optimizer.averaging.outer_lr, outer_momentum=optimizer.averaging.outer_momentum)
         optimizer.epoch.enter(EpochState.STEPPING)
         try:
-            with self.tracker.pause_updates(), averager.lock_optimizer, averager.lock_averaged_tensors:
-                state = Numbers(list_params(opt)), Numbers(list_momenta(opt))
-                weights = aggregate(*state, contributions, **options, seed=commit.hash)
-                averager.set_epoch(optimizer.local_epoch + 1)
-                averager.lineage = commit.hash.hex()
+            with self.tracker.pause_updates():
+                with averager.lock_optimizer, averager.lock_averaged_tensors:
+                    state = Numbers(list_params(opt)), Numbers(list_momenta(opt))
+                    weights = aggregate(*state, contributions, **options, seed=commit.hash)
+                    averager.set_epoch(optimizer.local_epoch + 1)
+                    averager.lineage = commit.hash.hex()
+                optimizer.local.move_anchor(list_params(opt))
+                self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         except Exception as e:  # a block has just gone, or memory is full: the anchor may be half changed
             averager.lineage = ""
             optimizer.begin_epoch()
             self._load_state(f"the outer step has failed ({e!r})")
             return False
-        optimizer.local.move_anchor(list_params(opt))
         opt.grad_norm = torch.nn.utils.get_total_norm(list_momenta(opt)).item()
-        self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         optimizer.stats.averaging_seconds += time.monotonic() - started
         for it, weight in zip(commit.offers, weights, strict=True):
             self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)

@@ -92,7 +92,7 @@ class CollaborativeOptimizer:
         self.local: LocalSteps | None = None
         self.log_steps: LogSteps | None = None
         self.parked: tuple[list[torch.Tensor], int] | None = None  # the update and samples that no log has taken yet
-        self.oldest_epoch = 0  # that the pending gradients began in
+        self.oldest_epoch = 0  # of the oldest pending gradients
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
@@ -296,7 +296,7 @@ class CollaborativeOptimizer:
         is_local = self._takes_local_steps and self.log_steps.exists
         batches = self.averaging.local_steps if is_local else 1
         self.tracker.set_target(batches * self.averaging.target_batch_size - self.averaging.batch_size_lead)
-        if is_local != averager.is_local:  # what is pending is of the other kind
+        if is_local != averager.is_local:  # the pending gradients or updates are of the other kind
             update = None if is_local else averager.copy_update()
             averager.drop_pending()
             averager.is_local = is_local

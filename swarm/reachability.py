@@ -51,7 +51,7 @@ def find_reachability(dht: hivemind.DHT) -> tuple[list[str], bool | None]:
     """Ask peers to dial back through a new connection; a ping in return, as in hivemind, passes every firewall (note
     47). Return the IP addresses at which others see this peer, and whether they can reach it (None: no answer)."""
     answers = dht.run_coroutine(partial(ask_to_dial_back, find_ports(dht)))
-    # An IP version without an address here was not tested, if there is a public address of the other one.
+    # A peer with a public address has no open port at the IP version that it does not listen on.
     ips = [ip for maddr in dht.get_visible_maddrs() if (ip := get_ip(maddr))]
     versions = {ip.version for ip in ips} if any(ip.is_global for ip in ips) else {4, 6}
     answers = [answer for answer in answers if ipaddress.ip_address(answer[0]).version in versions]
@@ -90,8 +90,8 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     """Return the highest rate of several batches of requests to initial peers, in Mbit/s; MIN_BANDWIDTH if all are too
-    slow. A slow peer may be busy itself, so the next one is asked until a rate is at least USUAL_BANDWIDTH. Each batch
-    is twice the last one, so that a slow connection needs few."""
+    slow. A slow peer may be busy itself, so others are asked, and all once more, until a rate reaches USUAL_BANDWIDTH.
+    Each batch is twice the last one, so that a slow connection needs few."""
     request, best = BytesValue(value=bytes(MEASURE_BYTES)), None
     for peer_id in [*node.initial_ids] * 2:
         requests, start = 1, time.monotonic()

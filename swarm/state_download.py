@@ -406,9 +406,9 @@ class BlockDownload:
         block = codec.extract(message)
         if (block.dtype, block.shape) != (target.dtype, target.shape):
             raise ValueError(f"a block of tensor {index} is of {block.dtype} and shape {tuple(block.shape)[:9]}")
-        own = state_server.hash_exactly(block, self.infos[index])
-        described = donor.metadata.get("hashes", b"")[len(own) * numbers[0] :][: len(own)]
-        if described and described != own or digests_differ(donor.digests[numbers[0]], digest(block)):
+        described = donor.metadata.get("hashes", b"")[state_server.HASH_BYTES * numbers[0] :][: state_server.HASH_BYTES]
+        is_other = described and described != state_server.hash_exactly(block, self.infos[index])
+        if is_other or digests_differ(donor.digests[numbers[0]], digest(block)):
             raise ValueError(f"tensor {index} differs from the donor's description")
         donor.elements += len(block)
         if self.missing.pop(numbers.pop(0), None):  # otherwise another donor was faster

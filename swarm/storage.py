@@ -20,7 +20,7 @@ from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 # Per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB; all of a key fit in 4 MB.
 PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
-MAX_SENDERS = 1024  # that stored records in the last hour
+MAX_SENDERS = 1024  # peers whose records a node stores within an hour
 MAX_UNKNOWN = 2  # nodes in an answer that may be invented; a search asks the nearest five
 SEARCH_LIFETIME = 60.0  # seconds until the nearest nodes are searched again, although this node knows no nearer ones
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")

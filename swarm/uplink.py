@@ -225,7 +225,7 @@ class Uplink:
             pings = {peer: ping for peer, ping in pings.items() if not ping.done()}  # a late answer is not a sample
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in pings}
             pings |= fresh
-            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # a slow return path is no queue
+            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # a slow return path delays answers, too
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(pings.values(), timeout=patience))
             answers = {peer: ping.result() for peer, ping in fresh.items() if ping.done() and ping.result()}
             for peer, (delay, rtt) in answers.items():

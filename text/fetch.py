@@ -174,7 +174,7 @@ def check_archive(archive: Path) -> None:
     if os.path.lexists(archive):
         raise UserError(f"{archive} already exists: remove it, or give another --archive")
     if not archive.parent.is_dir():
-        raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
+        raise UserError(f"--archive {archive}: the folder {archive.parent} does not exist: create it first")
 
 
 def make_archive(dataset_path: Path, tokenizer_path: Path, archive: Path) -> None:

@@ -183,7 +183,7 @@ def test_remaining_half_begins_new_log(start, are_clients, seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize("silence, seconds", [(600, 200), (70, 200)])
 def test_last_peer_continues_with_its_updates(start, silence, seconds):
-    """One of two peers leaves or dies, and its record counts for 60 s. A single vote of two is no quorum."""
+    """One of two peers leaves or dies, and its record counts for 60 s. One vote of two is not a quorum."""
     swarm = Peers(start, *[("--silence", silence)] * 2)
     one, two = swarm.all
     last = swarm.wait(one, two, more=2)
