@@ -430,7 +430,8 @@ def begin_new_run(groups: dict[type, FlagGroup]) -> None:
     output_dir = next(group.output_dir for group in groups.values() if hasattr(group, "output_dir"))
     place = f"{platform.node()} {os.path.abspath(output_dir)}"
     groups[SwarmArguments].experiment_prefix = f"run-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
-    model, data = groups[ModelArguments], groups.get(DataArguments)
+    model = groups[ModelArguments]
+    data = groups.get(DataArguments)
     if data and model.tokenizer_path == model.model_name_or_path:
         is_given = data.train_file or data.dataset_name or data.streaming or data.dataset_path != DEFAULT_DATASET_PATH
         # another tokenizer may have made the default dataset

@@ -44,19 +44,26 @@ class CollaborativeCallback:
         display: ProgressDisplay | None = None,
         page: StatusServer | None = None,
     ):
-        self.state, self.args, self.stats = state, state.args, state.stats
-        self.swarm, self.optimizer = state.swarm, state.optimizer
+        self.state = state
+        self.args = state.args
+        self.stats = state.stats
+        self.swarm = state.swarm
+        self.optimizer = state.optimizer
         self.metrics = MetricsReporter(state)
-        self.evaluator, self.display = evaluator, display
+        self.evaluator = evaluator
+        self.display = display
         self.page = TrainerPage(page, self.swarm, self.describe) if page else None
-        self.contract_lifetime, self.next_contract_time = self.optimizer.averaging.metadata_expiration, 0.0
+        self.contract_lifetime = self.optimizer.averaging.metadata_expiration
+        self.next_contract_time = 0.0
         self.has_contributed = False
         self.start_loss: float | None = None
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Load the state that this trainer has saved, log its address, evaluate, and catch up with the swarm."""
         settle_memory()  # before a state is loaded, which may have to be collected later
-        optimizer, tracker, final_epoch = self.optimizer, self.optimizer.tracker, self.state.final_epoch
+        optimizer = self.optimizer
+        tracker = self.optimizer.tracker
+        final_epoch = self.state.final_epoch
         optimizer.accumulate_on(self.state.model.device)
         if saved_state:
             self.state.load(saved_state)
@@ -71,7 +78,8 @@ class CollaborativeCallback:
             others = format_count(len(tracker.present), "other peer")
             logger.info(f"catching up with {others} at epoch {tracker.view.epoch}")
             optimizer.catch_up()
-        self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
+        self.stats.epoch = EpochStats(optimizer.local_epoch)
+        self.stats.train_start = time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:
             logger.info(
@@ -80,7 +88,9 @@ class CollaborativeCallback:
 
     def log_start(self) -> None:
         """Log the run, and how others join through this peer."""
-        swarm, dht, size = self.swarm, self.swarm.dht, self.state.model.num_parameters()
+        swarm = self.swarm
+        dht = self.swarm.dht
+        size = self.state.model.num_parameters()
         peer = f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
         logger.info(f"run {swarm.prefix} until epoch {self.state.final_epoch}, {size:,} parameters, {peer}")
         if not dht.client_mode:
@@ -105,7 +115,8 @@ class CollaborativeCallback:
 
     def run_periodic_tasks(self) -> None:
         """Do the tasks that are due, which most times are none."""
-        optimizer, now = self.optimizer, time.monotonic()
+        optimizer = self.optimizer
+        now = time.monotonic()
         if self.swarm.dht.membership:
             self.swarm.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
@@ -115,15 +126,16 @@ class CollaborativeCallback:
             self.publish()
         if not self.has_contributed and self.stats.computed_samples > self.stats.samples_before:
             self.has_contributed = True
-            seconds, next_epoch = time.time() - psutil.Process().create_time(), self.stats.epoch.number + 1
+            seconds = time.time() - psutil.Process().create_time()
+            next_epoch = self.stats.epoch.number + 1
             logger.info(f"first samples computed {seconds:.1f} s after the start; they count in epoch {next_epoch}")
         if optimizer.local_epoch != self.stats.epoch.number:
             self.on_epoch_end()
         if self.display:
             self.display.update(self.format_progress)
         if self.stats.computed_samples >= self.state.sample_limit and optimizer.local_epoch < self.state.final_epoch:
-            passes, size = self.args.num_train_epochs, len(self.state.dataset["train"])
-            logger.info(f"{passes:g} passes over {size:,} samples are done: stopping")
+            size = len(self.state.dataset["train"])
+            logger.info(f"{self.args.num_train_epochs:g} passes over {size:,} samples are done: stopping")
             # The data end between two epochs. Publish a last evaluation now, while this peer is still in the swarm.
             if self.args.eval_steps and self.metrics.metrics and self.evaluator.measure():
                 self.publish()
@@ -136,7 +148,8 @@ class CollaborativeCallback:
         self.swarm.recheck_contract()
         self.publish_attestation()
         self.publish()
-        is_last, period = self.optimizer.local_epoch >= self.state.final_epoch, self.args.eval_steps
+        is_last = self.optimizer.local_epoch >= self.state.final_epoch
+        period = self.args.eval_steps
         evaluation = self.evaluator.measure() if period and (is_last or self.is_due(period)) else None
         if evaluation:
             self.publish()
@@ -155,10 +168,11 @@ class CollaborativeCallback:
 
     def publish_attestation(self) -> None:
         """Serve the run's contract, flags and contributors to new peers that have this peer's address."""
-        swarm, attestation, has_contributed = self.swarm, self.swarm.dht.attestation, self.stats.epochs > 0
+        swarm = self.swarm
+        has_contributed = self.stats.epochs > 0
         group = [swarm.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group]
         # As long as no peer has contributed, this trainer's settings may be the wrong ones.
-        is_sure = has_contributed or not attestation or attestation.contract
+        is_sure = has_contributed or not self.swarm.dht.attestation or self.swarm.dht.attestation.contract
         swarm.attest(swarm.contract if is_sure else None, swarm.contract.flags, group if has_contributed else ())
 
     def publish(self) -> None:
@@ -167,15 +181,17 @@ class CollaborativeCallback:
 
     def format_progress(self) -> str:
         """Return the line of progress in the middle of an epoch, with the swarm's progress to the next one."""
-        tracker, samples, values = self.optimizer.tracker, self.optimizer.grad_averager.samples, self.describe()
+        samples = self.optimizer.grad_averager.samples
+        values = self.describe()
         values |= {"averaged_with": self.optimizer.stats.group_size, "num_peers": values["peers"]}
         values |= {"samples_accumulated": samples, "epoch_seconds": time.monotonic() - self.stats.epoch.start}
-        share = min(1.0, max(tracker.view.samples, samples) / tracker.target_batch_size)
+        share = min(1.0, max(self.optimizer.tracker.view.samples, samples) / self.optimizer.tracker.target_batch_size)
         return f"{format_epoch(values)}  next epoch {share:.0%}"
 
     def describe(self) -> dict:
         """Return this trainer's figures for its status page, which calls this from its own thread."""
-        saved_epoch, evaluation = self.state.saved_epoch, self.evaluator.last
+        saved_epoch = self.state.saved_epoch
+        evaluation = self.evaluator.last
         return {
             "epoch": self.optimizer.local_epoch,
             "loss": self.stats.loss,
@@ -197,8 +213,11 @@ class CollaborativeCallback:
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether model and state are saved."""
-        stats, model, output_dir = self.stats, self.state.model, Path(self.args.output_dir)
-        summary, folder = self.metrics.summarize(), output_dir / "model"
+        stats = self.stats
+        model = self.state.model
+        output_dir = Path(self.args.output_dir)
+        summary = self.metrics.summarize()
+        folder = output_dir / "model"
         card = {"README.md": write_readme(model, folder)}
         is_saved = save_model(model, self.state.tokenizer, folder, {"epoch": summary["epoch"]}, extra_files=card)
         is_saved &= self.state.is_saved

@@ -37,7 +37,8 @@ HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
 # A group of two is full, and averages at once. AdamW has a high rate; the real run's LAMB needs larger batches and
 # thousands of epochs.
-ADAMW, MUON = "--optim adamw --learning_rate 3e-3", "--optim muon --learning_rate 6e-3"
+ADAMW = "--optim adamw --learning_rate 3e-3"
+MUON = "--optim muon --learning_rate 6e-3"
 SHARED = (
     f"{ADAMW} --warmup_steps 15 --target_batch_size 512 "
     "--matchmaking_time 2 --target_group_size 2 --average_state_every 16"
@@ -54,7 +55,8 @@ TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 STALL_LIMIT = 180.0  # seconds; the demo fails after this time without a new epoch
 # the first peer's output about joining, and about its status page
-JOIN, PAGE = r"--initial_peers .+$", r"status page: http://\S+:(\d+)/"
+JOIN = r"--initial_peers .+$"
+PAGE = r"status page: http://\S+:(\d+)/"
 STOP_LIMIT = 20.0  # seconds; time for scripts to stop after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6
@@ -68,7 +70,8 @@ class Scripts:
     """The running scripts, each with its own session and log. They stop when the block ends."""
 
     def __init__(self, output_dir: Path, stop: threading.Event):
-        self.output_dir, self.stop = output_dir, stop
+        self.output_dir = output_dir
+        self.stop = stop
         self.running: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str, what: str, command: str, is_shown: bool = True, **environment: str) -> None:
@@ -158,7 +161,8 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     """Start the monitor, or the auxiliary peer instead, and return the --initial_peers flag for the others."""
     command = f"{command} --output_dir {shlex.quote(str(folder))}"
     scripts.start("monitor", what, command)
-    deadline, text = time.monotonic() + STALL_LIMIT, ""
+    deadline = time.monotonic() + STALL_LIMIT
+    text = ""
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
             raise DemoError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
@@ -171,13 +175,16 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
 
 def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
     """Print the progress every ten seconds until both trainers have ended."""
-    epoch, last_change, next_time = 0, time.monotonic(), 0.0
+    epoch = 0
+    last_change = time.monotonic()
+    next_time = 0.0
     while not all([scripts.has_ended(name) for name in TRAINERS]):
         if scripts.has_ended("monitor"):
             raise DemoError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
         metrics = list(read_json_lines(metrics_file))
         if metrics and metrics[-1]["epoch"] != epoch:
-            epoch, last_change = metrics[-1]["epoch"], time.monotonic()
+            epoch = metrics[-1]["epoch"]
+            last_change = time.monotonic()
         if time.monotonic() >= next_time:
             next_time = time.monotonic() + 10
             elapsed = format_clock(time.monotonic() - start_time)
@@ -198,7 +205,8 @@ def report(output_dir: Path, epochs: int) -> None:
     weights, others = (load_file(folder / "model" / "model.safetensors") for folder in folders)
 
     final_loss = max(summary["final_loss"] for summary in summaries)
-    start_loss, entropy = summaries[0]["start_loss"], summaries[0]["unigram_entropy"]
+    start_loss = summaries[0]["start_loss"]
+    entropy = summaries[0]["unigram_entropy"]
     samples = [summary["samples"] for summary in summaries]
     shares = [
         f"peer {number} contributed {count:,} samples ({count / max(1, sum(samples)):.1%})"
@@ -232,7 +240,8 @@ def report(output_dir: Path, epochs: int) -> None:
 
 def run(args: argparse.Namespace, stop: threading.Event) -> None:
     """Run the demo; raise a DemoError if it fails, and a UserError if it cannot begin."""
-    start_time, output_dir = time.monotonic(), Path(args.output_dir)
+    start_time = time.monotonic()
+    output_dir = Path(args.output_dir)
     if args.config_path not in CONFIGS:
         raise UserError(f"--config_path must be one of {', '.join(CONFIGS)}")
     is_causal = args.config_path == CAUSAL
@@ -242,7 +251,9 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         epochs = 96 if is_causal else 128
         data_flags = tokenize(scripts, output_dir / "data", is_causal)
         shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
-        what, command, trainer = "Start the monitor, the first peer of the run", MONITOR, f"{TRAINER} {shape}"
+        what = "Start the monitor, the first peer of the run"
+        command = MONITOR
+        trainer = f"{TRAINER} {shape}"
         if args.clients:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"

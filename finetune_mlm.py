@@ -138,7 +138,8 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
     """Return the pretrained encoder with a new head, initialized by torch's generator, or raise a UserError."""
-    config, has_span_head = pretrained.config, task.head in ("spans", "entities")
+    config = pretrained.config
+    has_span_head = task.head in ("spans", "entities")
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     if getattr(config, "is_decoder", False):
         # a BERT trained with --objective clm: its first token, which the head reads, must attend to all others
@@ -220,7 +221,8 @@ def collate(examples: list[Example], task: Task, tokenizer, device: torch.device
 def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits [examples, answers] in fp32, and `right`."""
     inputs = dict(batch)
-    right, possible = inputs.pop("right"), inputs.pop("possible")
+    right = inputs.pop("right")
+    possible = inputs.pop("possible")
     logits = model(**inputs).logits.float().view(right.shape)
     return logits.masked_fill(~possible, torch.finfo(torch.float32).min), right
 
@@ -275,20 +277,23 @@ def tune(
         for group in make_param_groups(model)
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
-    train, validation = examples["train"], examples["validation"]
+    train = examples["train"]
+    validation = examples["validation"]
     padded_lengths = np.array([-(-example.length // PADDING) for example in train])
     steps_per_epoch = math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
     total = steps_per_epoch * args.num_train_epochs
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
-    result, best_state = {"seed": seed, "best_epoch": 0, "metrics": {}, "history": []}, {}
+    result = {"seed": seed, "best_epoch": 0, "metrics": {}, "history": []}
+    best_state = {}
 
     with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
             batches = group_by_length(padded_lengths, args.batch_size, generator, keep_rest=True)
             # kept on the device to avoid a synchronization in each step
-            loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+            loss_sum = torch.zeros((), device=device)
+            right_sum = torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):
                 group = batches[start : start + args.grad_acc_steps]
                 samples = sum(map(len, group))
@@ -343,7 +348,8 @@ def load_results(settings: dict, file: Path) -> list[dict]:
     """Return the seeds in results.json, or raise a UserError if it is broken or has other settings."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        seeds, saved = results["seeds"], dict(results["settings"])
+        seeds = results["seeds"]
+        saved = dict(results["settings"])
         format_table(results)  # checks the fields of each seed
     except FileNotFoundError:
         return []

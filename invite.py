@@ -62,7 +62,8 @@ def parse_duration(text: str) -> float:
 
 def invite(args: InviteArguments) -> None:
     """Write an invitation file for --username and print how to use it."""
-    lifetime, path = parse_duration(args.expires), Path(args.out or f"{args.username}.invite")
+    lifetime = parse_duration(args.expires)
+    path = Path(args.out or f"{args.username}.invite")
     if path.exists():
         raise UserError(f"--out {path} exists: name a new file, because an invitation is for one peer")
     prefix = find_run(args)

@@ -85,7 +85,8 @@ def main(args: PredictArguments) -> None:
     examples = load_examples(task, args.data_dir)["test"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     max_length = choose_length(model, args.max_length)
-    cut, pairs = encode(examples, pretrained, max_length), f"{len(examples):,} pairs"
+    cut = encode(examples, pretrained, max_length)
+    pairs = f"{len(examples):,} pairs"
     logger.info(f"{task.name}: {pairs}; {cut:,} are longer than {max_length} tokens and were cut; {device}")
     predictions = predict(model.to(device), examples, task, pretrained.tokenizer, args.batch_size, device)
     name, text = format_predictions(task, examples, predictions)

@@ -44,7 +44,8 @@ def main(*groups) -> None:
     check_flags("an auxiliary peer", swarm_args, archive_args)
 
     # join the swarm: from here on, this peer connects new peers and relays
-    report, page = RunReport(args, swarm_args, groups), open_page(swarm_args)
+    report = RunReport(args, swarm_args, groups)
+    page = open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
     report.attest(swarm)
     require_reachable(swarm)

@@ -61,7 +61,8 @@ def main(*groups) -> None:
     setup_logging("trainer", args.logging_dir)
     if args.preflight:
         raise SystemExit(run_preflight(*begin(groups)))
-    ranks, optimizer = join_ranks(args), None
+    ranks = join_ranks(args)
+    optimizer = None
     if ranks.is_main:
         membership, groups = begin(groups, kept_at=Path(args.output_dir) / KEY_FILE)
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
@@ -72,7 +73,8 @@ def main(*groups) -> None:
 
     # swarm and optimizer
     if ranks.is_main:
-        saved_state, flags = prepare_start(groups, model, tokenizer, corpus), describe_shared(groups)
+        saved_state = prepare_start(groups, model, tokenizer, corpus)
+        flags = describe_shared(groups)
         ranks.start_others(swarm_args, flags)
         page = open_page(swarm_args)
         # hivemind forks its helpers. This must precede any CUDA context and the data loader's workers (note 38).

@@ -46,7 +46,8 @@ def main(*groups) -> None:
     check_flags("a monitor", swarm_args, archive_args)
 
     # start the DHT: from here on, this peer welcomes new peers
-    report, page = RunReport(args, swarm_args, groups), open_page(swarm_args)
+    report = RunReport(args, swarm_args, groups)
+    page = open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
     report.attest(swarm)
     if archive_args.store_checkpoints:
@@ -90,7 +91,8 @@ def print_how_to_join(swarm: Swarm, flags: str) -> None:
     if swarm.dht.client_mode:
         return
     maddrs = swarm.list_maddrs()
-    peers, command = " ".join(maddrs), format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
+    peers = " ".join(maddrs)
+    command = format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
     print_line(f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n")
 
 

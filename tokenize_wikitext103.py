@@ -95,7 +95,8 @@ class TokenizeArguments(FlagGroup):
 
 def main():
     (args,) = parse_arguments(TokenizeArguments, description=__doc__)
-    tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
+    tokenizer_path = Path(args.tokenizer_path)
+    dataset_path = Path(args.dataset_path)
     objective = args.objective
     if objective not in KINDS:  # an objective of your own, which reuses a kind
         from experiment.objectives import OBJECTIVES
@@ -127,7 +128,8 @@ def main():
             new_tokenizer.rename(tokenizer_path)
             new_dataset.rename(dataset_path)
 
-    instances, tokens = corpus["instances"], corpus["tokens"]
+    instances = corpus["instances"]
+    tokens = corpus["tokens"]
     print(
         f"wrote {instances['train']:,} sequences ({tokens['train']:,} tokens) for training and "
         f"{instances['validation']:,} ({tokens['validation']:,}) for validation to {dataset_path}\n"
@@ -149,7 +151,8 @@ def check_targets(tokenizer_path: Path, dataset_path: Path):
     for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path):
             raise UserError(f"{path} already exists: give another {name}, or remove it")
-    tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
+    tokenizer_path = tokenizer_path.resolve()
+    dataset_path = dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
 
@@ -165,7 +168,8 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, Documents]]:
         source = ", ".join(Path(path).name for path in args.text_files)
         documents = [document for path in args.text_files for document in read_documents(path, args.text_column, kind)]
     elif args.corpus == "sample":
-        source, documents = SAMPLE_CORPUS.name, split_chapters(read_text(SAMPLE_CORPUS))
+        source = SAMPLE_CORPUS.name
+        documents = split_chapters(read_text(SAMPLE_CORPUS))
     else:
         # raw, because the other version replaces rare words by <unk>
         name = ["Salesforce/wikitext", "wikitext-103-raw-v1"]

@@ -32,7 +32,8 @@ from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 logger = logging.getLogger("utils")
 
 # A whole dictionary must fit into one p2pd message (4 MB). Searches for a group often load one without a schema.
-MAX_RECORD_BYTES, MAX_BYTES_WITHOUT_SCHEMA = 16 * 1024, 2 * 1024
+MAX_RECORD_BYTES = 16 * 1024
+MAX_BYTES_WITHOUT_SCHEMA = 2 * 1024
 MAX_EPOCH_GAP = 1000  # between the records of one run, which live for 600 s; no epoch takes less than a second
 FETCH_TIMEOUT = 30.0  # seconds
 MAX_WORKERS = 64  # contributors that one record may name
@@ -234,7 +235,8 @@ def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch
         parts[-1].append(record)
 
     def rank(part: list) -> tuple:
-        first, newest = part[0][1].epoch, part[-1][1].epoch
+        first = part[0][1].epoch
+        newest = part[-1][1].epoch
         fits_last = last_epoch is not None and first - MAX_EPOCH_GAP <= last_epoch <= newest + MAX_EPOCH_GAP
         return len(part), fits_last, newest
 

@@ -115,7 +115,8 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
         nonlocal start, first, unsaved
         STOP_REQUESTED.set()
         if start is None:
-            start, first = time.monotonic(), number
+            start = time.monotonic()
+            first = number
             if unsaved:
                 logger.info("stopping: saving; Ctrl-C again discards unsaved work")
         elif signal.SIGHUP in (number, first) and number != signal.SIGINT:

@@ -46,7 +46,8 @@ def flag(
     if aliases:
         help += f" Also known as {', '.join(aliases)}."
     text = Help(help)
-    text.is_shared, text.bounds = shared, bounds
+    text.is_shared = shared
+    text.bounds = bounds
     text.requires, text.excludes = ([it] if isinstance(it, str) else [*it] for it in (requires, excludes))
     default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**default, metadata={"help": text, "aliases": [*aliases]})
@@ -57,7 +58,9 @@ class FlagGroup:
 
     def __post_init__(self):
         for item in fields(self):
-            name, value, rules = item.name, getattr(self, item.name), item.metadata["help"]
+            name = item.name
+            value = getattr(self, item.name)
+            rules = item.metadata["help"]
             for bound, limit in rules.bounds.items() if isinstance(value, int | float) else ():
                 is_inside, words = BOUNDS[bound]
                 other = getattr(self, limit) if isinstance(limit, str) else limit

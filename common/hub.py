@@ -13,9 +13,11 @@ def hub(what: str, alternative: str):
     """Turn errors of a load from the Hub into a UserError; without a connection, use the cache and do not retry."""
     from huggingface_hub import constants
 
-    was_offline, variable = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
+    was_offline = constants.HF_HUB_OFFLINE
+    variable = os.environ.get("HF_HUB_OFFLINE")
     if not was_offline and not is_reachable(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         yield
     except (OSError, ValueError) as e:

@@ -38,7 +38,8 @@ def load_documents(args: DataArguments, kind: InstanceKind) -> tuple[str, dict[s
         cache_dir = Path(args.dataset_cache_dir) / "hub"
         source, splits = load_hub_splits(name, args.text_column, cache_dir, "--train_file", kind)
     else:
-        source, splits = Path(args.train_file).name, {"train": read_documents(args.train_file, args.text_column, kind)}
+        source = Path(args.train_file).name
+        splits = {"train": read_documents(args.train_file, args.text_column, kind)}
     if args.validation_file:
         splits["validation"] = read_documents(args.validation_file, args.text_column, kind)
     return source, splits
@@ -65,11 +66,13 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
     if args.streaming and kind.has_turns:
         raise UserError(f"--streaming reads no conversations (--objective {kind.name}): give --train_file instead")
     if args.streaming and not needs_validation:
-        tokenizer, splits = load_tokenizer(model_args.tokenizer_path, kind), {}
+        tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
+        splits = {}
         corpus = {"unigram_entropy": None, "objective": kind.name}
     else:
         if args.train_file or args.dataset_name:
-            tokenizer, (source, documents) = load_tokenizer(model_args.tokenizer_path, kind), load_documents(args, kind)
+            tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
+            (source, documents) = load_documents(args, kind)
             folder = tokenize_for_trainer(source, documents, tokenizer, kind, model_args.seed, args)
         else:
             folder, fetched = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)

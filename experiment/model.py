@@ -54,7 +54,8 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
 
     :param tokenizer: the tokenizer, which defines the vocabulary size and the special tokens, or that size alone
     """
-    config, objective = load_config(args), find_objective(args)
+    config = load_config(args)
+    objective = find_objective(args)
     vocab_size = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
     copy_special_tokens(config, tokenizer, vocab_size, objective.is_causal)
     model = build_model(find_class(objective, config), config, args, vocab_size)

@@ -51,7 +51,8 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Mo
     If possible, the model computes no others. Those of all positions would take most of a small model's time and
     memory.
     """
-    positions, objective = batch["labelled_positions"], model.objective
+    positions = batch["labelled_positions"]
+    objective = model.objective
     inputs = {name: batch[name] for name in model.input_names if name in batch}
     if model.keeps_documents_apart and "position_ids" in batch:
         # without a mask, transformers finds the documents by these positions, and limits attention to each of them

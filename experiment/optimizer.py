@@ -115,7 +115,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 device = param.device
                 self.step_matrix(param, device)
         # after Muon: the first step creates the states in the order in which peers exchange them
-        self.adamw.state, self.adamw.param_groups = self.state, self.param_groups[1:]  # load_state_dict replaces both
+        self.adamw.state = self.state  # load_state_dict replaces these two
+        self.adamw.param_groups = self.param_groups[1:]
         self.adamw.step()
 
     def step_matrix(self, param: torch.Tensor, device: torch.device) -> None:
@@ -123,7 +124,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         :raises RuntimeError: the device is out of memory, or cannot compute the step
         """
-        state, group = self.state[param], self.param_groups[0]
+        state = self.state[param]
+        group = self.param_groups[0]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
         gradient = param.grad.to(device)
@@ -146,7 +148,8 @@ def choose_optimizer(
     if args.optim == "adamw":
         # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters
         return partial(torch.optim.AdamW, fused=True, **options), terms
-    options["clamp_value"], terms = args.clamp_value, f"{terms}, clamp {args.clamp_value:g}"
+    options["clamp_value"] = args.clamp_value
+    terms = f"{terms}, clamp {args.clamp_value:g}"
     if args.optim == "lamb":
         from torch_optimizer import Lamb
 
@@ -220,7 +223,8 @@ def make_optimizer(
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     config = make_config(AveragingConfig, averaging)
-    has_log, load_state = config.local_steps > 1, LOAD_STATE_COMPRESSIONS[config.load_state_compression]
+    has_log = config.local_steps > 1
+    load_state = LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     if has_log:
         logger.info(f"local steps from epoch {config.local_steps_from} on (--local_steps_from)")

@@ -29,13 +29,17 @@ from text.batches import check_data_arguments, sequence_length_at
 from text.collators import IGNORED_LABEL
 from text.tokenizers import find_word_beginnings
 
-BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES = 4, 2, 3
+BATCH_SIZE = 4
+SHOWN_ROWS = 2
+SHOWN_BATCHES = 3
 
 
 def format_row(ids: np.ndarray, labels: np.ndarray, tokenizer) -> str:
     """Return a sequence without padding as text, with a label in brackets behind each token to predict."""
-    begins_word, special = find_word_beginnings(tokenizer), tokenizer.all_special_ids
-    text, previous = "", special[0]
+    begins_word = find_word_beginnings(tokenizer)
+    special = tokenizer.all_special_ids
+    text = ""
+    previous = special[0]
     for seen, label in zip(ids.tolist(), labels.tolist(), strict=True):
         true = seen if label == IGNORED_LABEL else label
         pieces = [token.lstrip("▁Ġ").removeprefix("##") for token in tokenizer.convert_ids_to_tokens([seen, true])]
@@ -60,7 +64,8 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     print(f"Batches as the model sees them; {what}:")
     for number, batch in enumerate(itertools.islice(batches, SHOWN_BATCHES), start=1):
         for row in range(SHOWN_ROWS):
-            length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
+            length = int(batch["attention_mask"][row].sum())
+            width = batch["attention_mask"].shape[1]
             ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
             facts = [f"{length} tokens, {width - length} of padding"]
             if "sentence_order_label" in batch:

@@ -101,7 +101,8 @@ def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict
 
 def measure_answers(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
     """Compute MuSeRC's mean F1 of the paragraphs, and the share of questions with only correct predictions (em)."""
-    paragraphs, questions = defaultdict(list), defaultdict(list)
+    paragraphs = defaultdict(list)
+    questions = defaultdict(list)
     for example, predicted in zip(examples, predictions, strict=True):
         index = example.record["idx"]
         paragraphs[index["paragraph"]].append((example.label, predicted))
@@ -112,7 +113,8 @@ def measure_answers(examples: list[Example], predictions: Sequence[int]) -> dict
 
 def measure_entities(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
     """Compute RuCoS's F1 of words and exact match (em) with the best right entity, like ReCoRD (arXiv:1810.12885)."""
-    f1, matches = [], []
+    f1 = []
+    matches = []
     for example, predicted in zip(examples, predictions, strict=True):
         chosen = normalize_answer(example.record["entities"][predicted])
         answers = [normalize_answer(answer) for answer in example.record["answers"]]
@@ -180,7 +182,8 @@ def read_word_senses(record: dict, task: "Task") -> Example:
     texts = (record["sentence1"].replace("\xa0", " "), record["sentence2"].replace("\xa0", " "))
     spans = []
     for number, text in enumerate(texts):
-        start, end = int(record[f"start{number + 1}"]), int(record[f"end{number + 1}"])
+        start = int(record[f"start{number + 1}"])
+        end = int(record[f"end{number + 1}"])
         spans.append([(number, *find_word(text, start, end, record["word"]))])
     return Example(record, [texts], find_label(record, task), spans)
 
@@ -408,7 +411,8 @@ def require(record: dict, names: Iterable[str]) -> None:
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
     """Return the records of the Hub's Parquet conversion, because the Hub no longer runs the dataset's script."""
-    here, name = Path(data_dir) / task.name, task.name.lower()
+    here = Path(data_dir) / task.name
+    name = task.name.lower()
     files = f"{', '.join(str(here / file) for file in task.files.values())} from {task.address} (or give --data_dir)"
     if not task.hub:
         raise UserError(f"no folder {here}: get {files}")
@@ -450,7 +454,8 @@ def load_task_file(path: str | Path) -> Task:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
         if unknown := facts.keys() - {*TASK_FILE_FIELDS.split(", ")}:
             raise ValueError(f"unknown field {unknown.pop()}")
-        head, splits = facts.get("head", "classes"), {name: facts[name] for name in ("train", "validation")}
+        head = facts.get("head", "classes")
+        splits = {name: facts[name] for name in ("train", "validation")}
         if head not in ("classes", "spans") or (head == "spans" and not facts.get("text_pair")):
             raise ValueError(f"the head {head} is not classes, or spans with a text_pair")
         if not isinstance(facts.get("labels", []), list):
@@ -531,7 +536,9 @@ class SpanModel(nn.Module):
 
     def __init__(self, encoder: nn.Module, num_labels: int | None, dropout: float):
         super().__init__()
-        self.encoder, self.config, self.is_choice = encoder, encoder.config, num_labels is None
+        self.encoder = encoder
+        self.config = encoder.config
+        self.is_choice = num_labels is None
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear((3 if self.is_choice else 5) * encoder.config.hidden_size, num_labels or 1)
         nn.init.normal_(self.classifier.weight, std=0.02)
@@ -545,10 +552,12 @@ class SpanModel(nn.Module):
         hidden = self.encoder(**inputs).last_hidden_state
         spans = span_weights.to(hidden.dtype) @ hidden
         if self.is_choice:
-            first, second = spans[:, :1].expand(-1, spans.shape[1] - 1, -1), spans[:, 1:]
+            first = spans[:, :1].expand(-1, spans.shape[1] - 1, -1)
+            second = spans[:, 1:]
             features = [first, second, first * second]
         else:
-            first, second = spans[:, 0], spans[:, 1]
+            first = spans[:, 0]
+            second = spans[:, 1]
             features = [hidden[:, 0], first, second, (first - second).abs(), first * second]
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(torch.cat(features, dim=-1))))
 

@@ -123,7 +123,6 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             if args.model_name_or_path:
-                rows = config.vocab_size
                 with calm_transformers():
                     options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
                     model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
@@ -132,7 +131,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 warn_of_weights(name, model, report["missing_keys"], report["unexpected_keys"])
                 # a pretrained vocabulary that was rounded up keeps its rows
-                if vocab_size > rows:
+                if vocab_size > config.vocab_size:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
                 config.vocab_size = vocab_size
@@ -143,7 +142,8 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     except Exception as e:  # many types: from files, values and missing packages
         raise UserError(f"the model {name} cannot be made ({first_line(e)})") from e
     model.train()
-    model.initial_weights, model.seed = initial_weights, args.seed
+    model.initial_weights = initial_weights
+    model.seed = args.seed
     if args.lora_r:
         add_lora(model, args)
     return model
@@ -182,7 +182,8 @@ def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], u
 
 def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:
     """Return a short hash of the weights without random ones, whose last bits may differ between machines."""
-    total, left_out = hashlib.sha256(), set(left_out)
+    total = hashlib.sha256()
+    left_out = set(left_out)
     for name, param in model.named_parameters():
         if name not in left_out:
             total.update(param.detach().contiguous().numpy().data)
@@ -205,7 +206,8 @@ def describe_architecture(model: PreTrainedModel) -> str:
     The description covers the fields that differ from their defaults, because later versions of transformers may add
     fields. A pretrained folder and its configuration alone have the same architecture.
     """
-    config, defaults = model.config, type(model.config)().to_dict()
+    config = model.config
+    defaults = type(model.config)().to_dict()
     fields = {
         name: value
         for name, value in config.to_dict().items()

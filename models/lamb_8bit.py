@@ -42,7 +42,8 @@ class DynamicQuantizer:
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (codes, scales); a number that is not finite makes its block's scale not finite."""
-        self.values, self.table = self.values.to(tensor.device), self.table.to(tensor.device)
+        self.values = self.values.to(tensor.device)
+        self.table = self.table.to(tensor.device)
         blocks = pad(tensor.flatten(), (0, -tensor.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         scales = blocks.abs().amax(1)
         shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
@@ -52,7 +53,8 @@ class DynamicQuantizer:
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return the numbers that these codes and scales stand for."""
-        self.values, self.table = self.values.to(codes.device), self.table.to(codes.device)
+        self.values = self.values.to(codes.device)
+        self.table = self.table.to(codes.device)
         index = pad(codes.flatten(), (0, -codes.numel() % BLOCK_SIZE)).int()
         blocks = self.values.index_select(0, index).view(-1, BLOCK_SIZE).mul_(scales[:, None])
         return blocks.view(-1)[: codes.numel()].view(codes.shape)
@@ -68,7 +70,8 @@ class Lamb8bit(torch.optim.Optimizer):
         self, params, lr: float, betas: tuple[float, float], eps: float, clamp_value: float, min_8bit_size: int
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
-        self.clamp_value, self.min_8bit_size = clamp_value, min_8bit_size
+        self.clamp_value = clamp_value
+        self.min_8bit_size = min_8bit_size
         # The state has the root of the second moment, which has half the range on a log scale. Next to a gradient 2,500
         # times as large, as frequent tokens have, a square would round to 0, and the step divided by it would be huge.
         self.quantizers = {"exp_avg": DynamicQuantizer(signed=True), "exp_avg_sq_root": DynamicQuantizer(signed=False)}
@@ -85,7 +88,8 @@ class Lamb8bit(torch.optim.Optimizer):
         """Make the step of one parameter."""
         state = self.state[param] or self.make_state(param)
         state["step"] += 1
-        gradient, step = param.grad.flatten(), torch.empty(param.numel(), device=param.device)
+        gradient = param.grad.flatten()
+        step = torch.empty(param.numel(), device=param.device)
         for start in range(0, param.numel(), PIECE):
             piece = slice(start, start + PIECE)
             mean, square = self.read(state, piece)
@@ -96,13 +100,15 @@ class Lamb8bit(torch.optim.Optimizer):
             torch.div(mean, root.add_(eps), out=step[piece])
         step = step.view(param.shape).add_(param, alpha=weight_decay)
         bias_correction = (1 - betas[1] ** state["step"]) ** 0.5 / (1 - betas[0] ** state["step"])
-        weight_norm, step_norm = param.norm().clamp(0, self.clamp_value).item(), step.norm().item()
+        weight_norm = param.norm().clamp(0, self.clamp_value).item()
+        step_norm = step.norm().item()
         trust_ratio = weight_norm / step_norm if weight_norm and step_norm else 1.0
         param.add_(step, alpha=-lr * bias_correction * trust_ratio)
 
     def make_state(self, param: torch.Tensor) -> dict:
         """Make a parameter's state."""
-        state, zeros = self.state[param], torch.zeros(param.shape, device=param.device)
+        state = self.state[param]
+        zeros = torch.zeros(param.shape, device=param.device)
         state["step"] = 0
         if param.numel() < self.min_8bit_size:
             state |= {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}

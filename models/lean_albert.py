@@ -99,8 +99,11 @@ class LeanAlbertConfig(PreTrainedConfig):
         # for all Auto classes, not only for the saved model's
         kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
-        layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
-        sets, shares = self.num_inner_matrices, int(self.share_large_matrices)
+        layers = self.num_hidden_layers
+        groups = self.num_hidden_groups
+        heads = self.num_attention_heads
+        sets = self.num_inner_matrices
+        shares = int(self.share_large_matrices)
         own_layers = groups * self.num_inner_groups
         if self.position_embedding_type not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
@@ -177,7 +180,8 @@ def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: Rotati
     """
     query, key, value = states.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     if rotation:
-        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        query = rotate(query, *rotation)
+        key = rotate(key, *rotation)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
@@ -204,11 +208,11 @@ class LeanAlbertMatrices(nn.Module):
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         self.qkv = nn.Parameter(torch.empty(3 * hidden, hidden))
         self.attention_output = nn.Parameter(torch.empty(hidden, hidden))
-        self.ffn_input = nn.Parameter(torch.empty((1 + config.hidden_act_gated) * intermediate, hidden))
-        self.ffn_output = nn.Parameter(torch.empty(hidden, intermediate))
+        self.ffn_input = nn.Parameter(torch.empty((1 + config.hidden_act_gated) * config.intermediate_size, hidden))
+        self.ffn_output = nn.Parameter(torch.empty(hidden, config.intermediate_size))
 
 
 class LeanAlbertLayer(nn.Module):
@@ -216,15 +220,18 @@ class LeanAlbertLayer(nn.Module):
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
-        hidden, intermediate, rank = config.hidden_size, config.intermediate_size, config.adapter_dim
-        self.num_heads, self.is_gated, eps = config.num_attention_heads, config.hidden_act_gated, config.layer_norm_eps
+        hidden = config.hidden_size
+        rank = config.adapter_dim
+        self.num_heads = config.num_attention_heads
+        self.is_gated = config.hidden_act_gated
+        eps = config.layer_norm_eps
         self.activation = choose_activation(config.hidden_act)
         self.attention_norm = nn.LayerNorm(hidden, eps)
         self.qkv = SharedLinear(hidden, 3 * hidden, config.attn_qkv_bias, rank)
         self.attention_output = SharedLinear(hidden, hidden, config.out_proj_bias, rank)
         self.ffn_norm = nn.LayerNorm(hidden, eps)
-        self.ffn_input = SharedLinear(hidden, (1 + self.is_gated) * intermediate, True, rank)
-        self.ffn_output = SharedLinear(intermediate, hidden, config.out_proj_bias, rank)
+        self.ffn_input = SharedLinear(hidden, (1 + self.is_gated) * config.intermediate_size, True, rank)
+        self.ffn_output = SharedLinear(config.intermediate_size, hidden, config.out_proj_bias, rank)
         self.attention_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
         self.ffn_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
 
@@ -284,7 +291,8 @@ class LeanAlbertEmbeddings(nn.Module):
         types = types.weight[0] if token_type_ids is None else types(token_type_ids)
         embeddings = self.word_embeddings(input_ids) + types
         if self.position_embeddings is not None:
-            length, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
+            length = input_ids.shape[1]
+            longest = self.position_embeddings.num_embeddings
             if length > longest:
                 raise ValueError(
                     f"a sequence of {length} tokens is longer than max_position_embeddings {longest}: truncate it, or "
@@ -411,7 +419,8 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
         if labels is None:
             return None, self.predictions(hidden)
         positions = find_labelled_positions(labels)
-        logits, targets = self.predictions(hidden.flatten(0, 1)[positions]), labels.flatten()[positions]
+        logits = self.predictions(hidden.flatten(0, 1)[positions])
+        targets = labels.flatten()[positions]
         # not the mean, which would be 0 / 0 without labels
         loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(positions))
         return loss, logits if self.training else self.predictions(hidden)

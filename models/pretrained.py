@@ -67,7 +67,8 @@ def load_old_checkpoint(path: Path) -> Pretrained:
 
 def check_tokenizer(pretrained: Pretrained) -> None:
     """Raise a UserError if the tokenizer does not fit the model."""
-    tokens, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
+    tokens = len(pretrained.tokenizer)
+    rows = pretrained.config.vocab_size
     # other models may have rounded the size of the vocabulary up
     if tokens > rows or (tokens < rows and pretrained.config.model_type == "lean_albert"):
         raise UserError(

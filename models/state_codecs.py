@@ -38,7 +38,8 @@ class Scaled16bit(CompressionBase):
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
         """Decode a tensor, or raise a ValueError if the bytes do not match its size."""
-        data, shape = bytearray(serialized_tensor.buffer), torch.Size(serialized_tensor.size)
+        data = bytearray(serialized_tensor.buffer)
+        shape = torch.Size(serialized_tensor.size)
         if len(data) != 4 + 2 * shape.numel() or not shape.numel():
             raise ValueError(f"{len(data)} bytes for {shape.numel()} elements in 16 bits")
         scale = torch.frombuffer(data, dtype=torch.float32, count=1)
@@ -67,7 +68,8 @@ class Dynamic8bit(CompressionBase):
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
         """Decode a tensor, or raise a ValueError if the bytes do not match its size."""
-        is_root, data = serialized_tensor.buffer[:1] == b"\1", bytearray(serialized_tensor.buffer[1:])
+        is_root = serialized_tensor.buffer[:1] == b"\1"
+        data = bytearray(serialized_tensor.buffer[1:])
         shape = torch.Size(serialized_tensor.size)
         blocks = -(-shape.numel() // BLOCK_SIZE)
         if len(data) != 4 * blocks + shape.numel() or not data:
@@ -85,7 +87,8 @@ class Dynamic8bit(CompressionBase):
 class MatrixMoments8bit(AdaptiveCompressionBase):
     """A codec of Dynamic8bit for float32 matrices; step counts, norms, biases and Lamb8bit's bytes stay as they are."""
 
-    matrix, other = Dynamic8bit(), NoCompression()
+    matrix = Dynamic8bit()
+    other = NoCompression()
 
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
         """Return the codec for a tensor of this shape and type."""

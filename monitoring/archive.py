@@ -81,9 +81,12 @@ class CheckpointHandler:
 
     def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
         swarm, report_args, self.args, *_ = groups
-        self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
+        self.prefix = swarm.experiment_prefix
+        self.output_dir = Path(report_args.output_dir)
         self.folder = Path(self.args.local_path or self.output_dir)
-        self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
+        self.model = model
+        self.tokenizer = tokenizer
+        self.optimizer = optimizer
         for adapter in getattr(model, "peft_config", {}).values():
             # for a repository with adapters, transformers opens this model; other machines lack this one's folders
             if self.args.repo_url or os.path.exists(adapter.base_model_name_or_path):
@@ -103,8 +106,8 @@ class CheckpointHandler:
         except OSError as e:
             text = f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
             raise UserError(text) from e
-        url, interval = self.args.repo_url, self.args.upload_interval
-        self.publisher = Publisher(url, interval, self.folder) if url else None
+        url = self.args.repo_url
+        self.publisher = Publisher(url, self.args.upload_interval, self.folder) if url else None
 
     def step(self, metrics: SwarmMetrics | None, history: list[dict], validation: dict) -> None:
         """Continue downloads and uploads that are due, without waiting for network or disk.
@@ -120,7 +123,8 @@ class CheckpointHandler:
                 options = {"clients": self.optimizer.tracker.list_clients(), "timeout": MAX_SNAPSHOT_AGE}
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, **options)
         elif self.download.done() and history:  # empty after a run has just started over
-            loaded, self.download = self.download.result(), None
+            loaded = self.download.result()
+            self.download = None
             if loaded is None:
                 logger.warning("no peer sent its state: retrying at the next epoch")
             elif self.last_epoch - REPORT_LAG <= loaded[0]["epoch"] <= self.last_epoch:
@@ -134,12 +138,12 @@ class CheckpointHandler:
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict], validation: dict) -> None:
         """Load a state that has just been downloaded, and start to write it."""
-        averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
-        averager.apply_downloaded_state(metadata, tensors)
+        epoch = self.optimizer.local_epoch
+        self.optimizer.state_averager.apply_downloaded_state(metadata, tensors)
         # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
         state = checkpoint.collect_state(self.model, self.optimizer, self.settings)
         # an aux peer that averages continues at its previous epoch
-        averager.set_epoch(epoch)
+        self.optimizer.state_averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's epoch, or the last known one before it
         known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
@@ -160,7 +164,8 @@ class CheckpointHandler:
 
     def write(self, state: dict, stamp: dict, known: list[dict]) -> None:
         """Write a checkpoint and its card; this runs in a thread, because it takes seconds."""
-        curve, extra_files = self.output_dir / "learning_curve.png", {}
+        curve = self.output_dir / "learning_curve.png"
+        extra_files = {}
         with contextlib.suppress(FileNotFoundError):
             # only of this run; the report draws it every half minute
             if curve.stat().st_mtime >= self.start:
@@ -191,7 +196,8 @@ class CheckpointHandler:
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
     """Return the README.md of a checkpoint, from card.md; `place` is the model's name for from_pretrained."""
-    settings, text = stamp["settings"], CARD.read_text(encoding="utf-8")
+    settings = stamp["settings"]
+    text = CARD.read_text(encoding="utf-8")
     options = dict(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     return jinja2.Template(text, **options).render(
         stamp=stamp,

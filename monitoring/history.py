@@ -120,7 +120,8 @@ class Contributions:
     def update(self, records: dict[str, tuple[LocalMetrics, float]], reports: dict, now: float) -> None:
         """Add the peers' newest records, each with its expiration time, and their reports to hivemind's tracker."""
         for label, (metrics, expiration_time) in records.items():
-            known, new_samples = self.peers.get(label), metrics.total_samples
+            known = self.peers.get(label)
+            new_samples = metrics.total_samples
             if known and expiration_time <= known.expiration_time:  # an older or the same record
                 continue
             if known and metrics.total_samples >= known.reported_samples:

@@ -38,9 +38,12 @@ class Publisher:
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
-        self.repo_id, self.interval, self.folder = repo_id, interval, folder
+        self.repo_id = repo_id
+        self.interval = interval
+        self.folder = folder
         self.record = folder / "uploaded.json"
-        self.thread, self.uploaded = None, {}
+        self.thread = None
+        self.uploaded = {}
         with contextlib.suppress(OSError):
             if (record := read_json(self.record)).get("repo_id") == repo_id:
                 self.uploaded = record
@@ -64,7 +67,8 @@ class Publisher:
 
     def upload(self, folder: Path) -> None:
         """Upload one checkpoint and record it, in a thread; if that fails, warn and schedule a retry."""
-        stamp, start = read_stamp(folder), time.monotonic()
+        stamp = read_stamp(folder)
+        start = time.monotonic()
         try:
             url = upload_checkpoint(folder, self.repo_id)
             self.next_upload = start + self.interval
@@ -119,7 +123,8 @@ def bound_waiting_for_the_hub() -> None:
 
 def upload_checkpoint(folder: Path, repo_id: str) -> str:
     """Upload all files of an archive's checkpoint in one commit, and return its address. Errors are not caught."""
-    stamp, api = read_stamp(folder), huggingface_hub.HfApi(token=find_token())
+    stamp = read_stamp(folder)
+    api = huggingface_hub.HfApi(token=find_token())
     if "settings" not in stamp:
         raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
     with contextlib.ExitStack() as files:

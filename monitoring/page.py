@@ -38,8 +38,10 @@ logger = logging.getLogger("status")
 
 MAX_VISITORS = 64  # visits at once
 SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
-ANSWER_PERIOD, MAX_ANSWERS = 1.0, 64  # seconds for which answers are cached, and their number
-READ_INTERVAL, READ_TIMEOUT = 10.0, 2.0  # seconds; for a trainer's downloads of the swarm's metrics
+ANSWER_PERIOD = 1.0  # seconds for which answers are cached
+MAX_ANSWERS = 64  # that are cached
+READ_INTERVAL = 10.0  # seconds between a trainer's downloads of the swarm's metrics
+READ_TIMEOUT = 2.0  # seconds for such a download
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -54,7 +56,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, prefix: str):
-        self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
+        self.prefix = prefix
+        self.slots = threading.BoundedSemaphore(MAX_VISITORS)
         #: the keys are the open visits, oldest first
         self.visits: dict[socket.socket, None] = {}
         is_dual = socket.has_dualstack_ipv6()
@@ -74,10 +77,14 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
         :param read_progress: returns epoch, loss, peers and other figures (None if unknown) and the run's shared flags
         """
-        self.dht, self.read_progress, self.history = dht, read_progress, history
+        self.dht = dht
+        self.read_progress = read_progress
+        self.history = history
         # once, because the DHT's process may be too busy to answer a visitor
         self.maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
-        self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
+        self.answers = {}
+        self.next_answers = 0.0
+        self.answering = threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
         threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
@@ -90,7 +97,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
         """Return the result of `make` as JSON, or its cached result for this name."""
         with self.answering:
             if time.monotonic() >= self.next_answers or len(self.answers) >= MAX_ANSWERS:
-                self.answers, self.next_answers = {}, time.monotonic() + ANSWER_PERIOD
+                self.answers = {}
+                self.next_answers = time.monotonic() + ANSWER_PERIOD
             if name not in self.answers:
                 indent = 2 if name == "status" else None  # for readers
                 self.answers[name] = json.dumps(make(), indent=indent).encode() + b"\n"
@@ -99,7 +107,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def make_status(self) -> dict:
         """Return the content of /status.json."""
         progress = self.read_progress()
-        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
+        flags = progress.pop("flags")
+        can_welcome = self.maddrs and not self.dht.client_mode
         is_closed = self.dht.membership is not None
         return {
             "experiment_prefix": self.prefix,
@@ -149,7 +158,8 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
     """A handler for one visit to the status page."""
 
     timeout = VISIT_TIMEOUT
-    server_version, sys_version = "status", ""
+    server_version = "status"
+    sys_version = ""
 
     def do_GET(self) -> None:
         """Answer a request for the page, the status or the history of the loss."""
@@ -198,8 +208,12 @@ class TrainerPage:
     """A page with a trainer's own curve and figures, and with the swarm's metrics, which only visits refresh."""
 
     def __init__(self, server: StatusServer, swarm: Swarm, describe: Callable[[], dict]):
-        self.server, self.swarm, self.describe = server, swarm, describe
-        self.history, self.contributions, self.workers = History(), Contributions({}), ContributorRegistry()
+        self.server = server
+        self.swarm = swarm
+        self.describe = describe
+        self.history = History()
+        self.contributions = Contributions({})
+        self.workers = ContributorRegistry()
         #: the swarm's newest metrics, if any
         self.metrics: dict = {}
         self.next_read = 0.0
@@ -222,7 +236,8 @@ class TrainerPage:
             self.contributions.update(records, {}, time.time())
             metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
             self.metrics = vars(metrics) if metrics else {}
-        own, shown = self.describe(), describe_swarm(self.metrics, self.history) | self.contributions.describe()
+        own = self.describe()
+        shown = describe_swarm(self.metrics, self.history) | self.contributions.describe()
         is_over = self.history and self.history[-1]["epoch"] >= own.get("final_epoch", math.inf)
         ended = self.history[-1]["time"] if is_over else None
         return {**shown, **own, "ended": ended, "flags": self.swarm.contract.flags}

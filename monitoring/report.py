@@ -53,7 +53,9 @@ class RunReport:
     """
 
     def __init__(self, args: ReportArguments, swarm: SwarmArguments, groups: tuple = ()):
-        self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
+        self.args = args
+        self.prefix = swarm.experiment_prefix
+        self.output_dir = Path(args.output_dir)
         try:
             lock_folder("--output_dir", self.output_dir)
             (self.output_dir / "metrics.jsonl").touch()
@@ -79,9 +81,12 @@ class RunReport:
         #: reads in a row that found no trainer, no contract, and only epochs before the last one
         self.empty_reads = self.lost_contracts = self.older_reads = 0
         #: the progress of each trainer in the last read that found any, and until when it counts after others
-        self.reports, self.reports_until = {}, 0.0
+        self.reports = {}
+        self.reports_until = 0.0
         self.writing = threading.Lock()  # at the end, the reader's thread may still draw
-        self.alive_peers, self.next_contract, self.next_drawing = 0, 0.0, time.monotonic() + CURVE_PERIOD
+        self.alive_peers = 0
+        self.next_contract = 0.0
+        self.next_drawing = time.monotonic() + CURVE_PERIOD
 
     def attest(self, swarm: Swarm) -> None:
         """Attest the settings that this peer has learned of the run that it joined, or its own ones."""
@@ -149,11 +154,13 @@ class RunReport:
                 progress = pool.submit(figures.fetch_progress, dht, self.prefix)
                 if time.monotonic() >= self.next_contract:
                     contracts = pool.submit(fetch_contracts, dht, self.prefix, CONTRACT_TIMEOUT)
-        records, reports = fetching.result(), progress.result() if progress else {}
+        records = fetching.result()
+        reports = progress.result() if progress else {}
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last update must not wait for this one
         if reports or time.monotonic() > self.reports_until:
-            self.reports, self.reports_until = reports, time.monotonic() + REPORT_LIFETIME
+            self.reports = reports
+            self.reports_until = time.monotonic() + REPORT_LIFETIME
         if contracts:
             self.update_contract(contracts.result(), has_trainers=not self.reports.keys().isdisjoint(records))
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
@@ -191,7 +198,8 @@ class RunReport:
     def update_contract(self, found: dict[bytes, RunContract], has_trainers: bool) -> None:
         """Update the contract by those that live trainers publish, by their public keys."""
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in self.workers.ids):
-            self.contract, self.lost_contracts = contract, 0
+            self.contract = contract
+            self.lost_contracts = 0
             self.next_contract = time.monotonic() + CONTRACT_PERIOD
         else:
             self.lost_contracts += 1
@@ -219,7 +227,8 @@ class RunReport:
 
     def read_progress(self) -> dict:
         """Return the content of the status page, which calls this from its own thread."""
-        last, has_ended = self.last, self.last and self.empty_reads >= READS_BEFORE_THE_END
+        last = self.last
+        has_ended = self.last and self.empty_reads >= READS_BEFORE_THE_END
         # the Unix time of the last trainer's last report, if all trainers have left
         seen = (peer.last_seen for _, peer in self.contributions.ranking())
         ended = max(seen, default=last["time"]) if has_ended else None

@@ -122,7 +122,8 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[f
 
     :param seed: of the hash. No owner knows it in time, or it could place numbers that hide the direction of the rest
     """
-    squares, sketch = [], np.zeros(2 * BUCKETS)
+    squares = []
+    sketch = np.zeros(2 * BUCKETS)
     factor, offset = np.frombuffer(hashlib.sha256(seed).digest()[:16], "<u8")
     for block in range(numbers.num_blocks):
         try:
@@ -163,7 +164,8 @@ def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, see
     norms, sketches = zip(*(summarize(it.blocks, numbers, seed) for it in contributions), strict=True)
     indices = range(len(contributions))
     counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
-    voters, cosines = {i for i in indices if contributions[i].is_voter}, compute_cosines(sketches)
+    voters = {i for i in indices if contributions[i].is_voter}
+    cosines = compute_cosines(sketches)
     judges = [i for i in counted if i in voters]
     agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
     if 2 * len(voters.intersection(agreed)) > len(judges):

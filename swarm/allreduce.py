@@ -25,7 +25,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
         super().__init__(*args, **kwargs)
-        self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
+        self.uplink = uplink
+        self.settings = settings
+        self.has_uplink_slowed = has_uplink_slowed
         self.leader: PeerID | None = None  # of the group; set by the averager, as the peers that cannot be called
         self.clients: set[PeerID] = set()
         self.tensor_part_reducer.configure(settings)
@@ -60,7 +62,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         try:
             await super()._communicate_with_peer(peer_id)
         except Exception as e:
-            cause, is_violation = self.blamed.get(peer_id, peer_id), isinstance(e, ProtocolViolation)
+            cause = self.blamed.get(peer_id, peer_id)
+            is_violation = isinstance(e, ProtocolViolation)
             if is_violation and peer_id != self.peer_id:
                 self.violations[peer_id] = str(e)
             if is_violation or cause == peer_id:
@@ -114,7 +117,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def _accumulate_parts_streaming(self, stream, sender_index: int):
         """Average the parts of a sender, like hivemind, but accept and return empty messages."""
-        reducer, peer_id, part_index = self.tensor_part_reducer, self.sender_peer_ids[sender_index], 0
+        reducer = self.tensor_part_reducer
+        peer_id = self.sender_peer_ids[sender_index]
+        part_index = 0
 
         def read(message: averaging_pb2.AveragingData) -> tuple:
             return deserialize_torch_tensor(message.tensor_part) if message.tensor_part.buffer else None, message
@@ -122,14 +127,17 @@ class FailFastAllReduceRunner(AllReduceRunner):
         parts = amap_in_executor(read, stream, max_prefetch=self.tensor_part_container.prefetch)
         try:
             async for tensor, message in parts:
-                weight, is_requested = message.weight, bool(message.tensor_part.size)
+                weight = message.weight
+                is_requested = bool(message.tensor_part.size)
                 if tensor is None:
-                    tensor, weight = torch.zeros(reducer.part_shapes[part_index]), NO_WEIGHT
+                    tensor = torch.zeros(reducer.part_shapes[part_index])
+                    weight = NO_WEIGHT
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
                 if is_requested:
-                    delta, codec = average - tensor, message.tensor_part.compression
+                    delta = average - tensor
+                    codec = message.tensor_part.compression
                     answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize_torch_tensor, delta, codec))
                 yield answer
         except BannedException:
@@ -158,7 +166,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         is_foreign = message.code == averaging_pb2.BAD_GROUP_ID  # perhaps the leader has shown it another group
         blamed = self.leader if is_foreign else PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
-            self.blamed[peer_id], deadline = blamed, time.monotonic() + (0.0 if is_foreign else CONFIRM_TIMEOUT)
+            self.blamed[peer_id] = blamed
+            deadline = time.monotonic() + (0.0 if is_foreign else CONFIRM_TIMEOUT)
             while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
                 await asyncio.sleep(CONFIRM_INTERVAL)
 
@@ -170,13 +179,14 @@ class FailFastAllReduceRunner(AllReduceRunner):
     @property
     def progress(self) -> float:
         """The share of this round's messages that have arrived from other peers."""
-        parts, reducer = self.tensor_part_container, self.tensor_part_reducer
-        expected = sum(parts.num_parts_by_peer) + reducer.num_parts * reducer.num_senders
+        reducer = self.tensor_part_reducer
+        expected = sum(self.tensor_part_container.num_parts_by_peer) + reducer.num_parts * reducer.num_senders
         return min(1.0, self.arrived.total() / max(1, expected))  # a peer may send more than it should
 
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""
-        parts, reducer = self.tensor_part_container, self.tensor_part_reducer
+        parts = self.tensor_part_container
+        reducer = self.tensor_part_reducer
         senders = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
         awaited = {peer for peer, received in senders if received < reducer.num_parts} - self.banned_senders
         reducers = zip(self.ordered_peer_ids, parts._outputs_registered_by_peer, parts.num_parts_by_peer, strict=True)

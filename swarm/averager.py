@@ -76,7 +76,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """:param max_weight: see RoundSettings"""
         self.max_weight = max_weight
         # of the next round, see RoundSettings
-        self._num_partitions, self._partition_index, self._expected = 1, 0, None
+        self._num_partitions = 1
+        self._partition_index = 0
+        self._expected = None
         #: the id of the last round's group in hex; empty until its peers exchange data
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
@@ -132,7 +134,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
         an answer, the others would ban this peer instead of the leader."""
-        request, running = await anext(stream), self._running_groups
+        request = await anext(stream)
+        running = self._running_groups
         if request.group_id not in running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
@@ -165,8 +168,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
         """Run an all-reduce, like hivemind, but with our plan, pacing, timeouts and runner."""
         members = [parse_gathered(data) for data in group_info.gathered]
-        modes, bandwidths = [member.mode for member in members], [member.mbits for member in members]
-        own, uplink = group_info.peer_ids.index(self.peer_id), self.dht.uplink
+        modes = [member.mode for member in members]
+        bandwidths = [member.mbits for member in members]
+        own = group_info.peer_ids.index(self.peer_id)
+        uplink = self.dht.uplink
         bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
         fractions = choose_fractions(peer_fractions, modes, self.allreduce_kwargs["min_vector_size"])
         plan = plan_allreduce(bits, fractions, modes, bandwidths)
@@ -185,11 +190,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 f"the uplink carries {mbits[0]} Mbit/s, the fastest one in the group {mbits[1]}: sending "
                 f"{1 / num_partitions:.0%} of the {'parameters' if self.are_parameters else 'gradients'} in each round"
             )
-            self._num_partitions, self._partition_index = num_partitions, 0
+            self._num_partitions = num_partitions
+            self._partition_index = 0
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
         uplink.expect_round(plan.seconds, own_seconds)
         self._limit.reschedule(asyncio.get_running_loop().time() + uplink.timeouts.averaging)
-        started, late_after = time.monotonic(), uplink.timeouts.next_chunk + MAX_SLOWNESS * plan.seconds
+        started = time.monotonic()
+        late_after = uplink.timeouts.next_chunk + MAX_SLOWNESS * plan.seconds
         turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index, late_after=late_after)
         settings = RoundSettings(self.are_parameters, self.max_weight, residual=self.residual, **turn)
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
@@ -213,15 +220,20 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
         owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
         timeouts = self.dht.uplink.timeouts
-        ping_delay, max_pause = max(MIN_PING_DELAY, timeouts.round_seconds / 8), 2 * timeouts.next_chunk
+        ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
+        max_pause = 2 * timeouts.next_chunk
         max_step = CHECK_INTERVAL + 2 * timeouts.silence_in_round  # of the clock: a frozen peer blames no other for it
-        elapsed, checked_at = 0.0, time.monotonic()
-        pauses, pings = Counter(), Counter()  # seconds and pings since the last message, by peer and its message count
+        elapsed = 0.0
+        checked_at = time.monotonic()
+        # since the last message, by peer and its message count
+        pauses = Counter()  # seconds
+        pings = Counter()
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
             if runner.has_uplink_slowed():  # a new plan is faster for all peers
                 return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
-            step, checked_at = min(time.monotonic() - checked_at, max_step), time.monotonic()
+            step = min(time.monotonic() - checked_at, max_step)
+            checked_at = time.monotonic()
             elapsed += step
             allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
             allowed = min(allowed, timeouts.longest_round)
@@ -267,7 +279,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, RoundResult]:
         """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""
-        container, peers = runner.tensor_part_container, runner.ordered_peer_ids
+        container = runner.tensor_part_container
+        peers = runner.ordered_peer_ids
         averaged = set(runner.sender_peer_ids) - runner.banned_senders
         if len(averaged) < 2:  # this peer counts too, unless it is auxiliary
             raise AllreduceException(f"no other peer's data entered the average of {len(peers)} peers")
@@ -281,6 +294,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         too_late = [peer for peer in first if first[peer] != runner.leader and 2 * len(first) < len(peers)]
         late = set() if self.are_parameters else {*runner.late, *too_late}
         runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)
-        members, settings = tuple(map(PeerID.to_bytes, runner.sender_peer_ids)), runner.settings
-        turn = settings.num_partitions, settings.partition_index
+        members = tuple(map(PeerID.to_bytes, runner.sender_peer_ids))
+        turn = runner.settings.num_partitions, runner.settings.partition_index
         return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))

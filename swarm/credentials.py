@@ -25,7 +25,8 @@ from common.files import locked, write_file
 from swarm import SwarmError
 from utils import RecordValidator, find_peer_id
 
-SIGNATURE_BYTES, MAX_CREDENTIAL_BYTES = 64, 2048
+SIGNATURE_BYTES = 64
+MAX_CREDENTIAL_BYTES = 2048
 # Unexpired revoked credentials per run; limited because peers send the list to each other again and again.
 MAX_REVOKED = 1000
 MAX_LIST_BYTES = 64 * MAX_REVOKED
@@ -45,7 +46,8 @@ def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> l
     """Return the content of signed data of this kind, or raise a ValueError, before decoding it, if it is forged."""
     if len(data) > max_bytes:
         raise ValueError("it is too long")
-    signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
+    signature = data[:SIGNATURE_BYTES]
+    body = data[SIGNATURE_BYTES:]
     try:
         Ed25519PublicKey.from_public_bytes(authority).verify(signature, kind + body)
     except InvalidSignature:
@@ -102,7 +104,8 @@ class Authority:
 
     def invite(self, prefix: str, username: str, lifetime: float, path: Path) -> None:
         """Write an invitation that is valid for `lifetime` seconds, and add its peer to the member list."""
-        key, expires = RSAPrivateKey(), get_dht_time() + lifetime
+        key = RSAPrivateKey()
+        expires = get_dht_time() + lifetime
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
         with self.open_run(prefix) as run:  # first, because only listed invitations can be revoked
             run["members"][str(PeerID(peer_id))] = {"username": username, "expires": expires, "revoked": False}

@@ -38,7 +38,8 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     seen: dict[PeerID, float] = {}  # when each peer was last there
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
-        now, present = time.monotonic(), node.protocol.routing_table.peer_id_to_uid.keys()
+        now = time.monotonic()
+        present = node.protocol.routing_table.peer_id_to_uid.keys()
         if present:  # otherwise, this peer's own line is down
             seen = {peer: at for peer, at in seen.items() if at > now - LOST_AFTER} | dict.fromkeys(present, now)
         await asyncio.gather(*map(node.protocol.call_ping, {*seen, *node.initial_ids} - present))
@@ -49,7 +50,8 @@ async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
     jobs = [reconnect_lost_peers(dht, node), dht.uplink.watch(node)]
     if dht.membership:
         jobs.append(maintain_revocations(dht, node))
-    jobs, daemon = asyncio.gather(*jobs), find_helpers()  # a reference: asyncio holds tasks weakly (note 81)
+    jobs = asyncio.gather(*jobs)  # a reference: asyncio holds tasks weakly (note 81)
+    daemon = find_helpers()
     while all(map(is_alive, daemon)) and not jobs.done():
         await asyncio.sleep(1.0)
     if node.is_alive:  # without the daemon, no call would ever be answered: `exit_if_process_dies` notices the end
@@ -62,7 +64,8 @@ class DHT(hivemind.DHT):
 
     def __init__(self, *args, identity_path: str | None = None, membership: Membership | None = None, **kwargs):
         """Start it. Without `identity_path`, the key is a temporary one. Without membership, the run is open."""
-        self.uplink, self.membership = Uplink(), membership
+        self.uplink = Uplink()
+        self.membership = membership
         #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
         self.attestation: RunAttestation | None = None
         maddrs = {name: kwargs.get(name) for name in ("initial_peers", "host_maddrs", "announce_maddrs")}
@@ -80,7 +83,9 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
-        DHTNode.uplink, DHTNode.membership, DHTNode.initial_ids = self.uplink, self.membership, self.initial_ids
+        DHTNode.uplink = self.uplink
+        DHTNode.membership = self.membership
+        DHTNode.initial_ids = self.initial_ids
         install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()
@@ -93,7 +98,8 @@ class DHT(hivemind.DHT):
 
 async def ping_peers(dht: DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None) -> set[bytes]:
     """Return the ids of peers that answer one of two pings within `patience` seconds; default: the response timeout."""
-    uplink, timeout = dht.uplink, patience or dht.uplink.timeouts.response
+    uplink = dht.uplink
+    timeout = patience or dht.uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:
         for attempt in range(2):

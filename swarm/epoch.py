@@ -89,7 +89,9 @@ class Epoch:
     """One epoch of a peer. Its timers end with it: the next epoch is a new object."""
 
     def __init__(self, number: int, began: float = -math.inf):
-        self.number, self.began, self.state = number, began, EpochState.ACCUMULATING
+        self.number = number
+        self.began = began
+        self.state = EpochState.ACCUMULATING
         self.is_compared = False  # whether the swarm's epoch was compared with this one, since that has begun
         self.unconfirmed = "", 0  # the last group that exchanged data in a round that failed here, and the samples sent
         self.retry_at = -math.inf  # a failed round may be retried with a view of the swarm from this time on

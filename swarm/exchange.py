@@ -38,7 +38,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import SwarmError
 
-REQUEST, HEADER = struct.Struct("<32sI"), struct.Struct("<iI")
+REQUEST = struct.Struct("<32sI")
+HEADER = struct.Struct("<iI")
 HASH_BYTES = 32  # of a block
 HASHES = -1  # the number of the hashes in a header, in which blocks have theirs
 PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 ms behind one piece
@@ -46,13 +47,16 @@ PIECE = 2**13  # bytes that are sent at once: at 1 Mbit/s, a vote waits for 65 m
 # Limits of a participant: at once, and in PERIOD seconds. All other peers together have the same limits. The third
 # number divides them for each single one of these peers, so that it cannot take all.
 PERIOD = 60.0
-MAX_REQUESTS, MAX_MESSAGES = (64, 500, 4), (8, 2000, 8)
+MAX_REQUESTS = (64, 500, 4)
+MAX_MESSAGES = (8, 2000, 8)
 MAX_COPIES = 64  # of whole blobs, for each peer in an epoch or a period: 16 updates, and more if requests repeat
 MAX_MESSAGE_BYTES = 2**17
-MIN_MBITS, MAX_MBITS = 0.5, 1000.0  # of a peer, as far as its claim counts; a slower source fails
+MIN_MBITS = 0.5  # of a peer, as far as its claim counts; a slower source fails
+MAX_MBITS = 1000.0
 MIN_SHARE = 1 / 400  # of the claim, which a source must send to a peer: at 1,000 Mbit/s, 15 peers share 40 of QUIC
 
-MIN_STALL, MAX_STALL = 2.5, 120.0  # seconds in which a source has to begin; each block adds its time
+MIN_STALL = 2.5  # seconds in which a source has to begin; each block adds its time
+MAX_STALL = 120.0
 RETRY_PAUSE = 1.0  # seconds until all holders are tried again
 REQUEST_TIMEOUT = 10.0  # seconds for the request of a stream
 KNOWN_BLOBS = 256  # blobs whose hashes stay in memory: the log asks for those of an epoch at each message
@@ -76,7 +80,9 @@ class BlobStore:
     """
 
     def __init__(self, folder: str | Path, max_bytes: int, num_blocks: int):
-        self.folder, self.max_bytes, self.num_blocks = Path(folder), max_bytes, num_blocks
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.num_blocks = num_blocks
         self._lock = threading.Lock()
         self.list_hashes = functools.lru_cache(KNOWN_BLOBS)(self._read_hashes)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,8 @@ class StoredBlob:
     """A sequence of the blocks of a blob on disk. Reading one raises a KeyError if it is not there."""
 
     def __init__(self, store: BlobStore, names: list[bytes]):
-        self.store, self.names = store, names
+        self.store = store
+        self.names = names
 
     def __getitem__(self, index: int) -> bytes:
         return self.store.get(self.names[index], index)
@@ -206,10 +213,14 @@ class Download:
     """A blob on its way to this peer."""
 
     def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int, format: Format, voters=frozenset()):
-        self.blob, self.owner, self.num_blocks, self.format = blob, owner, num_blocks, format
+        self.blob = blob
+        self.owner = owner
+        self.num_blocks = num_blocks
+        self.format = format
         self.voters: frozenset[PeerID] = voters  # which have the blob, and come first
         self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
-        self.missing, self.hashes = set(range(num_blocks)), b""
+        self.missing = set(range(num_blocks))
+        self.hashes = b""
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
@@ -243,16 +254,22 @@ class Exchange:
     """
 
     def __init__(self, dht: DHT, prefix: str, on_message: Callable[[PeerID, bytes], bytes], *stores: BlobStore):
-        self.stores, self.num_blocks, self.on_message = stores, stores[0].num_blocks, on_message
-        self.uplink, self.peer_id = dht.uplink, dht.peer_id
+        self.stores = stores
+        self.num_blocks = stores[0].num_blocks
+        self.on_message = on_message
+        self.uplink = dht.uplink
+        self.peer_id = dht.peer_id
         #: the peers of the log, whose requests come before those of all other peers; set by the caller
         self.participants: frozenset[PeerID] = frozenset()
         #: those whose messages and blocks do not wait for background data; set by the caller
         self.urgent: frozenset[PeerID] = frozenset()
-        self._message_name, self._fetch_name = f"{prefix}::Exchange.message", f"{prefix}::Exchange.fetch"
+        self._message_name = f"{prefix}::Exchange.message"
+        self._fetch_name = f"{prefix}::Exchange.fetch"
         self._downloads: dict[bytes, Download] = {}
         self._excluded: dict[tuple[PeerID, PeerID], float] = {}  # until this time, by owner and source
-        self._active, self._counts, self._period_end = Counter(), Counter(), 0.0
+        self._active = Counter()
+        self._counts = Counter()
+        self._period_end = 0.0
         self._locks = weakref.WeakValueDictionary()  # by peer
         # messages and blocks do not wait for each other
         self._message_worker, self._block_worker = (ThreadPoolExecutor(1, f"exchange {it}") for it in ("log", "blocks"))
@@ -264,7 +281,8 @@ class Exchange:
         started.result(START_TIMEOUT)
 
     async def _run(self, daemon: Multiaddr, started: Future) -> None:
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
         try:
             self._p2p = await P2P.replicate(daemon)
             await self._p2p.add_protobuf_handler(self._message_name, self._serve_message, BytesValue)
@@ -297,7 +315,8 @@ class Exchange:
         is_trusted = peer in self.participants
         names = [(act, peer)] if is_trusted else [(act, peer), (act, None)]
         for counts, most in ((self._active, at_once), (self._counts, in_period)):
-            own, total = counts[act, peer], counts[act, None]
+            own = counts[act, peer]
+            total = counts[act, None]
             is_over = own >= (most if is_trusted else most / share)
             if not is_trusted and total >= most:
                 others = sum(name[0] == act and name[1] not in self.participants for name in counts) - 1
@@ -343,19 +362,18 @@ class Exchange:
 
     async def _serve(self, info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read a request, and send its answer; then close the stream."""
-        peer = info.peer_id
         writer.transport.set_write_buffer_limits(0)  # at the end, nothing waits to be sent
         # asyncio logs a traceback for a handler that is cancelled at the shutdown
         errors = contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError)
         try:
-            with errors, self._admit("request", peer, *MAX_REQUESTS):
+            with errors, self._admit("request", info.peer_id, *MAX_REQUESTS):
                 async with asyncio.timeout(REQUEST_TIMEOUT):
                     blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
                     if not 0 < count <= self.num_blocks:
                         raise ValueError("no blocks requested, or too many")
                     numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
                 closing = asyncio.create_task(reader.read(1))  # until the caller closes the stream (note 87)
-                serving = asyncio.create_task(self._serve_blocks(peer, blob, numbers, writer))
+                serving = asyncio.create_task(self._serve_blocks(info.peer_id, blob, numbers, writer))
                 closing.add_done_callback(lambda _: serving.cancel())  # it may wait long for a block, or the uplink
                 async with asyncio.timeout(FETCH_TIMEOUT * count):
                     await serving
@@ -366,7 +384,8 @@ class Exchange:
 
     async def _serve_blocks(self, peer: PeerID, blob: bytes, numbers: set[int], writer: asyncio.StreamWriter) -> None:
         """Send these blocks of a blob, the hashes first, each as soon as it is here, and remove them from `numbers`."""
-        hashes, unknown_at = [], time.monotonic() + UNKNOWN_BLOB_TIMEOUT
+        hashes = []
+        unknown_at = time.monotonic() + UNKNOWN_BLOB_TIMEOUT
         lock = self._locks.setdefault(peer, asyncio.Lock())  # so each peer gets the same share of the uplink
         most = MAX_COPIES * self.num_blocks * max(1.0, PERIOD / max(0.5, self.uplink.timeouts.epoch_seconds or PERIOD))
         while numbers:
@@ -426,7 +445,8 @@ class Exchange:
             download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format, voters)
             if before:
                 before.task.cancel()
-                download.missing, download.hashes = before.missing, before.hashes
+                download.missing = before.missing
+                download.hashes = before.hashes
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= {peer: mbits for peer, mbits in holders.items() if mbits is not None}
         download.clients |= holders.keys() - download.uplinks.keys()
@@ -458,7 +478,8 @@ class Exchange:
 
     def _start_fetching(self, tasks: asyncio.TaskGroup, download: Download, numbers: Iterable[int], tried) -> None:
         """Fetch each block from its best source that has not been tried."""
-        groups, now = defaultdict(list), time.monotonic()
+        groups = defaultdict(list)
+        now = time.monotonic()
         self._excluded = {key: end for key, end in self._excluded.items() if end > now}
         for number in numbers:
             sources = [peer for peer in download.list_sources(number, self.peer_id) if peer not in tried]
@@ -505,7 +526,8 @@ class Exchange:
 
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
-        store, at = download.format.store, number * HASH_BYTES
+        store = download.format.store
+        at = number * HASH_BYTES
         name = download.blob if number == HASHES else download.hashes[at : at + HASH_BYTES]
         if hashlib.sha256(data).digest() != name:
             raise ValueError("its data has another hash")

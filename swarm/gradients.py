@@ -26,7 +26,8 @@ class GradientAverager(VerifyingAverager):
         self.parameters = tuple(parameters)
         # the optimizer sets these four
         #: the LocalSteps of this peer's model, or None; and whether the peers take local steps now
-        self.local, self.is_local = None, False
+        self.local = None
+        self.is_local = False
         #: the epoch of the gradients, whether the whole swarm averages in step, and the lineage
         self.round_state = 0, False, ""
         #: the epoch and the lineage before the last step, and the id of its group; None once the next round has started
@@ -35,7 +36,8 @@ class GradientAverager(VerifyingAverager):
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         self.samples = 0  # the samples of the pending gradients that have not been in a round
         # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
-        self._behind, self._next_partition = [0], 0
+        self._behind = [0]
+        self._next_partition = 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
         self._in_mean = 1  # the divisor of the averaged sums: their samples
         self._lock = threading.Lock()  # a round in the background may end at any moment
@@ -72,7 +74,8 @@ class GradientAverager(VerifyingAverager):
         with self._lock:
             self._in_flight = self.unsent, self.samples
             samples = self.samples + self._behind[self._next_partition]
-            self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
+            self.unsent = [torch.zeros_like(tensor) for tensor in self.unsent]
+            self.samples = 0
         self._in_mean = max(1, samples)
         with self.get_tensors() as averaged:  # a round that was cancelled may still write to them
             self.residual.zero_()
@@ -88,7 +91,8 @@ class GradientAverager(VerifyingAverager):
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
-        self._behind[partition_index], self._next_partition = 0, (partition_index + 1) % num_partitions
+        self._behind[partition_index] = 0
+        self._next_partition = (partition_index + 1) % num_partitions
         if result:  # keep the part of the averaged tensors that did not reach the other peers
             residuals = self.residual.split([param.numel() for param in self.parameters])
             with self._lock:
@@ -114,7 +118,9 @@ class GradientAverager(VerifyingAverager):
         with self._lock:
             for tensor in self.unsent:
                 tensor.zero_()
-            self.samples, self._behind, self._next_partition = 0, [0], 0
+            self.samples = 0
+            self._behind = [0]
+            self._next_partition = 0
         if self.local:
             self.local.drop_pending()
 

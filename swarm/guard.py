@@ -21,7 +21,8 @@ FAR_TOO_LONG = -math.inf  # the contribution in an average that cannot be one
 MIN_OWN_SHARE = 0.0  # in the part that this peer averages itself; with less, it may be the outlier
 CHUNK = 1024  # numbers; all chunks count the same, because the largest gradients, those of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by averaging: relative to their norm, and absolute for each number
-SKETCH_SIZE, SKETCH_WIDTH = 9, 1024
+SKETCH_SIZE = 9
+SKETCH_WIDTH = 1024
 MAX_PARAM_DEVIATION = 0.05  # of a peer's parameters from those of most peers, relative to their norm
 NO_WEIGHT = 1e-9  # weight of a part that was not sent; with 0, an average of such parts only would be infinite
 
@@ -41,7 +42,8 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
     """Return the factor for each sender's gradient: below 1 if its norm is above the median (of two, above the smaller
     norm); of three or more, 0 if it points away from the sum of all others. The products are those of all parts sent so
     far, of shape (senders, senders), and the counts are the elements of each sender."""
-    factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
+    factors = torch.ones_like(counts)
+    senders = torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
         return factors
     norms = products.diagonal().sqrt()[senders]
@@ -98,12 +100,14 @@ class RobustReducer(TensorPartReducer):
             sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
             self.sent = {}
             if len(sent) >= (3 if self.settings.are_parameters else 2):
-                self.accumulator, self.denominator = self.average_part(sent), 1.0
+                self.accumulator = self.average_part(sent)
+                self.denominator = 1.0
         super().check_current_part_finished()
 
     def average_part(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
         """Return the average of the current part, given the part and the weight of each sender, by index."""
-        indices, parts = torch.tensor(list(sent)), torch.stack([part for part, _ in sent.values()])
+        indices = torch.tensor(list(sent))
+        parts = torch.stack([part for part, _ in sent.values()])
         if self.settings.are_parameters:
             # faster than torch.median by a factor of several; of an even number, torch takes the lower middle value
             parts = parts.sort(dim=0).values
@@ -126,9 +130,11 @@ class VerifyingContainer(TensorPartContainer):
 
     def configure(self, settings: RoundSettings, own_index: int) -> None:
         """Set up what this peer sends in a round, and the checks of the averages; call this once, before it starts."""
-        self.settings, self.own_index, self.input_parts = settings, own_index, self._input_parts_by_peer
-        parts, residual = chain.from_iterable(self.input_parts), settings.residual
-        residuals = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
+        self.settings = settings
+        self.own_index = own_index
+        self.input_parts = self._input_parts_by_peer
+        parts = chain.from_iterable(self.input_parts)
+        residuals = iter([] if settings.residual is None else settings.residual.split([len(part) for part, _ in parts]))
         #: the residual of each part, by the index of the peer that averages it
         self.residuals = [list(islice(residuals, count)) for count in self.num_parts_by_peer]
         #: per reducer, summed over its parts: own @ own, average @ average, own @ average, number of elements
@@ -138,7 +144,8 @@ class VerifyingContainer(TensorPartContainer):
 
     async def iterate_input_parts_for(self, peer_index: int) -> AsyncIterator[runtime_pb2.Tensor | None]:
         """Yield the messages for a peer, like hivemind, but None or a request of the average if a part is not sent."""
-        first, settings = sum(self.num_parts_by_peer[:peer_index]), self.settings
+        first = sum(self.num_parts_by_peer[:peer_index])
+        settings = self.settings
 
         def make_message(part_index: int) -> runtime_pb2.Tensor | None:
             part, info = self.input_parts[peer_index][part_index]
@@ -211,7 +218,8 @@ def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
     sketches is about that between the parameters (Johnson and Lindenstrauss). NaN counts as infinity."""
     # as many +1 as -1, so that a rounding bias does not add up over millions of parameters
     signs = torch.rand(SKETCH_WIDTH, SKETCH_SIZE - 1, generator=torch.Generator().manual_seed(0)).argsort(dim=0) % 2
-    square, columns = torch.zeros((), dtype=torch.float64), torch.zeros(SKETCH_WIDTH, dtype=torch.float64)
+    square = torch.zeros((), dtype=torch.float64)
+    columns = torch.zeros(SKETCH_WIDTH, dtype=torch.float64)
     for tensor in (parameter.detach().flatten().float() for parameter in parameters):
         square += (tensor @ tensor).double().cpu()
         padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % SKETCH_WIDTH))

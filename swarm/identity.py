@@ -25,10 +25,13 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
         trainer would be another peer, and the samples in its checkpoint would count twice in total_samples
     :raises SwarmError: if `invite`, `authority_key` or the file with the key is not usable
     """
-    path, names, membership = config.identity_path or kept_at, (config.experiment_prefix, config.username), None
+    path = config.identity_path or kept_at
+    names = (config.experiment_prefix, config.username)
+    membership = None
     if config.invite:
         invitation = load_invitation(config.invite)
-        key, membership = invitation.key, Membership(invitation.credential, invitation.authority)
+        key = invitation.key
+        membership = Membership(invitation.credential, invitation.authority)
         invited = membership.prefix, membership.username
         for setting, value, theirs in zip(("experiment_prefix", "username"), names, invited, strict=True):
             if value and value != theirs:

@@ -26,7 +26,8 @@ from utils import MAX_WORKERS, make_validators
 logger = logging.getLogger("joining")
 
 STORE_TIMEOUT = 2.0  # seconds to wait at the end for this peer's last records
-PING_TIMEOUT, STRAGGLER_TIMEOUT = 10.0, 3.0  # seconds; an initial peer may ping this peer's killed process meanwhile
+PING_TIMEOUT = 10.0  # seconds; an initial peer may ping this peer's killed process meanwhile
+STRAGGLER_TIMEOUT = 3.0
 NO_ANSWER_PAUSE = 60.0  # seconds until initial peers that are gone are asked again, which takes seconds
 
 
@@ -35,7 +36,10 @@ class Swarm:
 
     def __init__(self, config: SwarmConfig, dht: DHT, public_key: bytes):
         """:param public_key: the subkey of the records that this peer signs"""
-        self.config, self.prefix, self.dht, self.public_key = config, config.experiment_prefix, dht, public_key
+        self.config = config
+        self.prefix = config.experiment_prefix
+        self.dht = dht
+        self.public_key = public_key
         self.contract: RunContract | None = None  # the contract that this peer trains by, and publishes
         self.stores: dict[str, MPFuture] = {}  # by name, the last record of this peer on its way to the DHT
         self._next_check = 0.0  # of the contract
@@ -49,8 +53,7 @@ class Swarm:
         """
         raise_file_limit()
         quiet_hivemind_logs()
-        prefix = config.experiment_prefix
-        validators, public_key = make_validators(prefix, schema=RunSchema)
+        validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if config.initial_peers and not config.client_mode:
             seen_at, is_reachable = reachability.find_reachability(dht)
@@ -61,7 +64,7 @@ class Swarm:
             elif is_reachable is False:
                 dht = restart_as_client_or_relayed(config, validators, dht, where)
         try:
-            dht.attestation = attestation.ask_initial_peers(dht, prefix, config.new_run)
+            dht.attestation = attestation.ask_initial_peers(dht, config.experiment_prefix, config.new_run)
         except SwarmError:
             shut_down(dht)
             raise

@@ -34,7 +34,9 @@ class LocalSteps:
 
     def __init__(self, params: Sequence[torch.Tensor], joint: Optimizer, make_inner: Callable[[], Optimizer]):
         """:param make_inner: a function that creates an optimizer of these parameters, for the local steps"""
-        self.params, self.joint, self.make_inner = params, joint, make_inner
+        self.params = params
+        self.joint = joint
+        self.make_inner = make_inner
         self.inner: Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
         self.offered: list[torch.Tensor] = []  # the update of the last offer, which `move_anchor` removes
@@ -67,7 +69,8 @@ class LocalSteps:
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
         """Move the anchor, and the local parameters along with it; if they are not finite, reset them to the anchor."""
-        updates, self.offered = self.offered, []
+        updates = self.offered
+        self.offered = []
         for param, update in zip(self.params, updates, strict=False):
             param.add_(update)
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):

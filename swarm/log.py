@@ -123,7 +123,9 @@ class State:
     def allows(self, proposal: Proposal, known: Collection[tuple[int, bytes]]) -> bool:
         """Return whether the leader was the right one, and its promises allow the list: a new one, or that of the last
         vote in them, if `known` has that proposal (attempt, list): a promise may name one that was never made."""
-        vote, promises, name = proposal.vote, proposal.promises, proposal.commit.hash
+        vote = proposal.vote
+        promises = proposal.promises
+        name = proposal.commit.hash
         is_leader = vote.peer == self.find_leader(vote.attempt)
         is_own = (vote.parent, vote.proposal, vote.last) == (self.head, name, vote.attempt)
         asked = {(self.head, vote.attempt - 1)} if vote.attempt else set()
@@ -233,11 +235,15 @@ class Log:
         :param holds: returns whether a blob is here, complete and valid
         :param memory: of the last action `save`; None if this peer may have voted in this log and not know it
         """
-        self.identity, self.timeout, self.holds = identity, timeout, holds
-        self.me, self.now = identity.peer, now
+        self.identity = identity
+        self.timeout = timeout
+        self.holds = holds
+        self.me = identity.peer
+        self.now = now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         self.model = state.head
-        memories, kind = (), Annotated[tuple, 0, MAX_COMMITS, log_records.Memory]
+        memories = ()
+        kind = Annotated[tuple, 0, MAX_COMMITS, log_records.Memory]
         try:
             memories = log_records.unpack(kind, memory) if memory else ()
         except ValueError:
@@ -254,12 +260,14 @@ class Log:
         self.missing_keys: set[bytes] = set()
         self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
         self.actions: list[Action] = []
-        self.is_leaving, self.status_time = False, now
+        self.is_leaving = False
+        self.status_time = now
         self.start_choice(state)
 
     def add_offer(self, now: float, offer: Offer) -> list[Action]:
         """Publish this peer's offer, see `sign`."""
-        self.now, self.own[offer.key] = now, offer
+        self.now = now
+        self.own[offer.key] = offer
         if self.state.fits(offer):
             self.add_record(offer)
             self.send(offer)
@@ -267,15 +275,20 @@ class Log:
 
     def leave(self, now: float) -> list[Action]:
         """Announce that this peer leaves. It should stay until a commit has its record, for an epoch at most."""
-        self.now, self.is_leaving = now, True
+        self.now = now
+        self.is_leaving = True
         self.sign_leave()
         return self.finish()
 
     def tick(self, now: float) -> list[Action]:
         """Continue with the passage of time; called twice a second, see TICK in `swarm/log_rounds.py`."""
-        self.now, self.num_ticks = now, self.num_ticks + 1
+        self.now = now
+        self.num_ticks += 1
         if not 0 <= now - self.status_time < STATUS_INTERVAL:  # the clock may jump
-            self.status_time, self.missing_keys, self.traffic, self.is_dirty = now, set(), {}, True
+            self.status_time = now
+            self.missing_keys = set()
+            self.traffic = {}
+            self.is_dirty = True
         if self.is_dirty:
             self.is_dirty = False
             self.send_status()
@@ -283,11 +296,15 @@ class Log:
 
     def receive(self, now: float, sender: bytes, *messages: bytes) -> list[Action]:
         """Process messages, maybe invalid, of a peer with a proven id; without any, continue after a blob has come."""
-        self.now, count, missing, newest = now, len(self.records), set(self.missing_keys), next(reversed(self.chain))
+        self.now = now
+        count = len(self.records)
+        missing = set(self.missing_keys)
+        newest = next(reversed(self.chain))
         for message in messages:
             if len(self.records) != count:  # this message may be about the next commit
                 self.settle()
-            count, records = len(self.records), []
+            count = len(self.records)
+            records = []
             with contextlib.suppress(ValueError):
                 records = log_records.decode(message) if self.spend(sender, len(message)) else []
             least = sum(STATUS_BYTES if isinstance(record, Status) else RECORD_BYTES for record in records)
@@ -305,7 +322,8 @@ class Log:
         """Return all actions that follow from the new knowledge."""
         self.settle()
         self.fetch()
-        actions, self.actions = self.actions, []
+        actions = self.actions
+        self.actions = []
         return actions
 
     def spend(self, peer: bytes, num_bytes: int) -> bool:
@@ -314,7 +332,8 @@ class Log:
         used = self.traffic[peer] = self.traffic.get(peer, 0) + num_bytes
         if peer in self.state.voters:
             return used <= MAX_TRAFFIC
-        total, others = self.traffic.get(b"", 0) + num_bytes, len(self.traffic.keys() - {b"", *self.state.voters})
+        total = self.traffic.get(b"", 0) + num_bytes
+        others = len(self.traffic.keys() - {b"", *self.state.voters})
         is_allowed = used <= MAX_TRAFFIC // 4 and min(total, used * others) <= MAX_TRAFFIC
         if is_allowed:
             self.traffic[b""] = total
@@ -351,7 +370,8 @@ class Log:
 
     def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
         """Say what this peer has, to a peer or to some random ones."""
-        path, newest = list(self.list_path()), next(reversed(self.chain))  # maybe of a branch that a peer is sending
+        path = list(self.list_path())
+        newest = next(reversed(self.chain))  # maybe of a branch that a peer is sending
         ancestors = [path[-1 - step] for step in log_records.ANCESTOR_STEPS if step < len(path)]
         trusted = self.state.participants
         missing = sorted(self.missing_keys, key=lambda peer: (peer != to, peer not in trusted, peer))
@@ -385,7 +405,8 @@ class Log:
 
     def take_offer(self, offer: Offer) -> None:
         """Keep a valid offer: the first one for each key, and of new peers the first ones in turn."""
-        offers, expected = {it.key: it for it in self.select(Offer)}, {*self.state.participants, self.me}
+        offers = {it.key: it for it in self.select(Offer)}
+        expected = {*self.state.participants, self.me}
         pool = [] if offer.peer in expected else [it for it in offers.values() if it.peer not in expected]
         replaced = sorted(pool, key=self.find_turn)[MAX_POOL - 1 :]
         has_room = not replaced or self.find_turn(offer) < self.find_turn(replaced[0])
@@ -404,7 +425,8 @@ class Log:
     def fetch(self) -> None:
         """Request blobs that the next commit may contain, or that a commit contains. If attempt 0 has failed, the peers
         that voted for a list serve its blobs: their owners may have sent them to some voters only."""
-        proposals, holders = self.list_proposals(), defaultdict(set)
+        proposals = self.list_proposals()
+        holders = defaultdict(set)
         for vote in self.select(Vote) if self.memory.promised else ():
             for offer in proposals[key].commit.offers if (key := (vote.last, vote.proposal)) in proposals else ():
                 holders[offer.blob].add(vote.peer)
@@ -421,7 +443,8 @@ class Log:
 
     def list_path(self) -> dict[bytes, Entry]:
         """Return the commits up to the newest one by their hashes, the oldest first."""
-        entries, entry = [], self.chain[self.state.head]
+        entries = []
+        entry = self.chain[self.state.head]
         while entry:
             entries.append(entry)
             entry = self.chain.get(entry.state.parent) if entry.commit else None
@@ -433,7 +456,10 @@ class Log:
 
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state."""
-        self.state, self.since, self.is_dirty, self.num_ticks = state, self.now, True, 0
+        self.state = state
+        self.since = self.now
+        self.is_dirty = True
+        self.num_ticks = 0
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last promised
         self.first_time = self.most_time = self.ready_time = self.promise_time = math.inf
         turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
@@ -441,11 +467,13 @@ class Log:
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
         kept = [it for it in self.records.values() if isinstance(it, Offer | Leave | Proof) and state.fits(it)]
-        self.records, self.turns = {}, turns
+        self.records = {}
+        self.turns = turns
         for record in (*kept, *self.own.values(), *self.memory.choice):
             self.add_record(record)
         self.memories = {name: item for name, item in self.memories.items() if item.epoch > state.epoch}
-        self.fetching, self.owed = {}, set()  # late offers that the next list must have, see `is_fair`
+        self.fetching = {}
+        self.owed = set()  # late offers that the next list must have, see `is_fair`
         if self.is_leaving:
             self.sign_leave()
 
@@ -464,7 +492,8 @@ class Log:
         """Add a valid commit, and follow its branch if that is the better one."""
         state = self.chain[commit.parent].state.advance(commit)
         self.chain[commit.hash] = Entry(commit, state)
-        path, branch = self.list_path(), [self.chain[commit.hash]]
+        path = self.list_path()
+        branch = [self.chain[commit.hash]]
         while branch[0].commit.parent not in path:
             if branch[0].commit.parent not in self.chain:
                 return
@@ -528,12 +557,13 @@ class Log:
         Late ones whose owners have newer ones come last; otherwise, all offers of more than MAX_OFFERS peers would soon
         be late. Others get only a quarter and the places that voters leave free, because new keys cost nothing.
         """
-        ranked, head = list({offer.key: offer for offer in offers}.values()), self.state.head
-        new = {it.peer for it in ranked if it.base == head}
-        ranked.sort(key=lambda it: (it.base != head and it.peer in new, self.find_turn(it)))
+        ranked = list({offer.key: offer for offer in offers}.values())
+        new = {it.peer for it in ranked if it.base == self.state.head}
+        ranked.sort(key=lambda it: (it.base != self.state.head and it.peer in new, self.find_turn(it)))
         voters = [offer for offer in ranked if offer.peer in self.state.voters]
         others = [offer for offer in ranked if offer.peer not in self.state.voters]
-        first, rest = RESERVED_OFFERS, MAX_OFFERS - RESERVED_OFFERS
+        first = RESERVED_OFFERS
+        rest = MAX_OFFERS - RESERVED_OFFERS
         return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
 
     def choose_one_each(self, offers: Iterable[Offer]) -> list[Offer]:
@@ -549,8 +579,8 @@ class Log:
     def make_list(self) -> Commit | None:
         """Return a list of the newest offers and all notices that this peer holds, or None if it lacks those of most
         voters. Only the first attempt lists offers of others, because peers may lack the blobs of new keys."""
-        is_first, voters = not self.memory.promised, self.state.voters
-        offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in voters)]
+        is_first = not self.memory.promised
+        offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in self.state.voters)]
         notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
         ordered = tuple(sorted(self.choose_one_each(offers), key=lambda offer: offer.key))
         commit = Commit(self.state.head, self.state.epoch + 1, ordered, *map(tuple, notices))
@@ -563,7 +593,8 @@ class Log:
     def update_ready_time(self) -> None:
         """Set `ready_time`, from which this peer proposes or votes in attempt 0: once it has the updates of most voters
         and of all awaited ones, or at a deadline. A list waits for no leaving peer, and no update without a place."""
-        chosen, current = {*self.choose(self.select(Offer))}, self.select_current()
+        chosen = {*self.choose(self.select(Offer))}
+        current = self.select_current()
         settled = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
         if current and self.now < self.first_time:
             self.first_time = self.now
@@ -579,8 +610,10 @@ class Log:
         """Return whether a list has two thirds of the voters' offers that are here, and late ones that were here in
         time, or newer ones of their owners. So no leader omits a voter until it loses its vote."""
         offers = [offer for offer in self.select(Offer) if offer.peer in self.state.voters and self.holds(offer.blob)]
-        expected, listed = self.choose_one_each(offers), {offer.key for offer in commit.offers}
-        owners, omitted = {offer.peer for offer in commit.offers}, [it for it in expected if it.key not in listed]
+        expected = self.choose_one_each(offers)
+        listed = {offer.key for offer in commit.offers}
+        owners = {offer.peer for offer in commit.offers}
+        omitted = [it for it in expected if it.key not in listed]
         first = [it for it in expected[:MAX_OWED] if it in omitted]
         owed = {self.state.parent + it.peer for it in first if it.peer not in owners} & self.owed
         return 3 * len(omitted) <= len(expected) and not owed
@@ -607,11 +640,13 @@ class Log:
 
     def lead(self) -> None:
         """Propose a list, if it is this peer's turn."""
-        memory, attempt = self.memory, self.memory.promised
+        memory = self.memory
+        attempt = self.memory.promised
         is_turn = attempt in (0, self.find_slot()) and self.state.find_leader(attempt) == self.me
         if not is_turn or memory.last >= attempt:
             return
-        commit, promises = self.make_list(), self.list_promises(attempt)
+        commit = self.make_list()
+        promises = self.list_promises(attempt)
         if attempt > 0:
             if not self.state.has_quorum(promises):
                 return
@@ -633,7 +668,8 @@ class Log:
         So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. It may also
         ignore those of a list that omits most offers, if a quorum denies a vote for it.
         """
-        lists, promises = self.list_proposals(), [it for it in self.select(Vote) if it.attempt == attempt - 1]
+        lists = self.list_proposals()
+        promises = [it for it in self.select(Vote) if it.attempt == attempt - 1]
         if self.state.has_quorum(denials := [it for it in promises if it.last < 0]):
             return tuple(denials)  # so no list can have a quorum of votes
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in promises}
@@ -648,10 +684,12 @@ class Log:
 
     def vote(self) -> None:
         """Vote for the newest proposal, if this peer may and holds its blobs."""
-        memory, newest = self.memory, max(self.select(Proposal), key=lambda it: it.attempt, default=None)
+        memory = self.memory
+        newest = max(self.select(Proposal), key=lambda it: it.attempt, default=None)
         if not newest or newest.attempt < memory.promised or newest.attempt <= memory.last:
             return
-        attempt, commit = newest.attempt, newest.commit
+        attempt = newest.attempt
+        commit = newest.commit
         is_due = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
         is_due = is_due or any(it.last >= 0 for it in newest.promises) and self.may_be_chosen(attempt)
         if is_due and self.holds_all(commit):
@@ -660,7 +698,8 @@ class Log:
 
     def promise(self) -> None:
         """Once attempt 0 has had its time, send the last vote in each slot, and promise not to vote in earlier ones."""
-        memory, attempt = self.memory, self.find_slot()
+        memory = self.memory
+        attempt = self.find_slot()
         if self.now >= self.ready_time + self.timeout and memory.promised < attempt:
             self.promise_time = self.now
             self.remember(replace(memory, promised=attempt))
@@ -674,7 +713,9 @@ class Log:
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Keep a valid proposal with the records in it."""
-        commit, known, votes = proposal.commit, self.list_proposals(), (proposal.vote, *proposal.promises)
+        commit = proposal.commit
+        known = self.list_proposals()
+        votes = (proposal.vote, *proposal.promises)
         if commit.votes or (proposal.attempt, commit.hash) in known:
             return
         is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}

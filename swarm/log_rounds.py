@@ -47,7 +47,8 @@ TICK = 0.5  # seconds between two calls of `Log.tick`
 EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the more time, the less slow uplinks send
 RECENT = 30.0  # seconds for which a peer's message tells its log
 TIE_EPOCHS = 16  # of two logs with equally many peers, the one in a later block of this many epochs stays
-POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 2.0  # seconds between two calls of a client, with an open offer and without
+POLL_INTERVAL = 0.5  # seconds between two calls of a client that has an open offer
+IDLE_POLL_INTERVAL = 2.0  # the same without one
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
 GOSSIPED_PEERS = 4  # to which each status goes, and which a client calls at once
@@ -81,7 +82,8 @@ class Identity:
         public_key = RecordValidator(key).local_public_key
         self.peer = find_peer_id(public_key)
         self.public_keys = {self.peer: public_key}
-        self.sign, self.find_key = key.sign, self.public_keys.get
+        self.sign = key.sign
+        self.find_key = self.public_keys.get
 
     def verify(self, peer: bytes, data: bytes, signature: bytes) -> bool:
         """Return whether a peer with a known key has signed this, in the only spelling, which no leader can change."""
@@ -122,24 +124,31 @@ class LogRounds:
     """
 
     def __init__(self, tracker: PeerTracker, numbers: Numbers, codec: TopKCompression, folder: Path | None):
-        self.dht, self.tracker, self.is_auxiliary = tracker.dht, tracker, tracker.trust.is_auxiliary
+        self.dht = tracker.dht
+        self.tracker = tracker
+        self.is_auxiliary = tracker.trust.is_auxiliary
         self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.initial_peers = {peer.to_bytes() for peer in self.dht.initial_ids}
         self.log: Log | None = None
         self.log_id = b""
         self.epoch = 0  # of this peer's model; set by the optimizer
-        self._head, self._clock_offset = b"", get_dht_time() - time.clock_gettime(CLOCK)
+        self._head = b""
+        self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
-        self.numbers, count, size = numbers, numbers.count, MIN_STORE_BYTES + 5 * numbers.total
+        self.numbers = numbers
+        count = numbers.count
+        size = MIN_STORE_BYTES + 5 * numbers.total
         self.store = BlobStore(folder / "blobs" / "updates", size, numbers.num_blocks)
         self.anchors = BlobStore(folder / "blobs" / "anchors", size, numbers.num_blocks)
         max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
         self._update_format = Format(self.store, max_bytes, lambda it, i: check_block(it, count(i), codec))
         self._anchor_format = Format(self.anchors, 4 * BLOCK, lambda it, i: np.frombuffer(it, "<f4").reshape(count(i)))
-        self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._is_ending = threading.Event()
         self._outbox: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=MAX_QUEUE))
         self._called: set[bytes] = set()  # peers whose answer is awaited
         self._jobs: deque[Callable[[], None]] = deque()  # for the thread
@@ -167,7 +176,8 @@ class LogRounds:
         saved = self._memory_file.read_bytes() if self._memory_file.exists() else b""
         memory = saved.removeprefix(log_id) if saved.startswith(log_id) else None
         with self._lock:
-            self.log_id, self._seen = log_id, {}
+            self.log_id = log_id
+            self._seen = {}
             self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, self._now(), memory)
             if self.is_auxiliary:  # it has no model
                 self.log.model = NEWEST
@@ -177,14 +187,16 @@ class LogRounds:
         """Leave the log, and return this peer's offers that no commit contains."""
         with self._lock:
             offers = [*self.log.own.values(), *self.log.returned]
-            self.log, self.log_id = None, b""
+            self.log = None
+            self.log_id = b""
             self._outbox.clear()
         return offers
 
     def take_returned(self) -> list[Offer]:
         """Return this peer's offers that no commit will count; they go back into the residual."""
         with self._lock:
-            returned, self.log.returned = self.log.returned, []
+            returned = self.log.returned
+            self.log.returned = []
         return returned
 
     def find_next(self, head: bytes) -> tuple[Commit, State] | None:
@@ -204,7 +216,9 @@ class LogRounds:
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
         """Store and publish an update of this peer."""
-        blob, num_bytes, mbits = self.store.add(blocks), sum(map(len, blocks)), self.dht.uplink.mbits or 0.0
+        blob = self.store.add(blocks)
+        num_bytes = sum(map(len, blocks))
+        mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
             self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.state.participants), MAX_OFFERS))
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
@@ -235,13 +249,14 @@ class LogRounds:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
         this log has a commit (before, other members may still open it), and the other log is in a later block of
         TIE_EPOCHS epochs, or in the same one and has the smaller id."""
-        oldest, trust = time.monotonic() - RECENT, self.tracker.trust
+        oldest = time.monotonic() - RECENT
         # also former voters: most of them may have begun another log while the network was cut
-        known = self.tracker.present.keys() & (trust.partners | trust.attested)
+        known = self.tracker.present.keys() & (self.tracker.trust.partners | self.tracker.trust.attested)
         with self._lock:
             seen = [(log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in known]
         seen = sorted([*seen, (self.log_id, self.epoch)])
-        logs, epochs = Counter(log for log, _ in seen), dict(seen)  # the last epoch of a log is the highest one
+        logs = Counter(log for log, _ in seen)
+        epochs = dict(seen)  # the last epoch of a log is the highest one
         first = min(logs, key=lambda it: (-logs[it], -(epochs[it] // TIE_EPOCHS), it))
         return first != self.log_id and 2 * logs[first] > len(known) + (len(self.log.chain) == 1)
 
@@ -249,7 +264,8 @@ class LogRounds:
         """Return the log that clients have offered to this auxiliary peer, its state, and one of them: its first state,
         which its id proves, or a later one from more than half of the known contributors."""
         with self._lock:
-            offered, self.offered = self.offered, {}
+            offered = self.offered
+            self.offered = {}
         known = self.tracker.trust.select_known(self.tracker.present).keys()
         for (log_id, state), count in Counter(offered.values()).most_common():
             first = make_genesis(self.tracker.prefix, state.epoch, state.parent, state.voters)
@@ -277,7 +293,8 @@ class LogRounds:
 
     def _is_served(self) -> bool:
         with self._lock:
-            members, oldest = self._list_members(), time.monotonic() - RECENT
+            members = self._list_members()
+            oldest = time.monotonic() - RECENT
             epochs = [epoch for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in members]
             is_sent = not any(self._outbox[peer] for peer in members if self.can_call(peer))
             return is_sent and not self._called and all(epoch >= self.epoch for epoch in epochs)
@@ -308,8 +325,10 @@ class LogRounds:
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     if self._head != self.log.state.head:  # promises bind for one commit
-                        self._head, self._clock_offset = self.log.state.head, get_dht_time() - time.clock_gettime(CLOCK)
-                    participants, voters = self._list_participants(), self.log.state.voters
+                        self._head = self.log.state.head
+                        self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
+                    participants = self._list_participants()
+                    voters = self.log.state.voters
                     self._seen = {it: self._seen[it] for it in self._seen if it in self.tracker.others or it in voters}
                     self.exchange.participants = frozenset(map(PeerID, participants))
                     # new keys cost nothing, so they must not delay the data of voters
@@ -342,7 +361,8 @@ class LogRounds:
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages: the participants, and the last ones of the others
         that have called, because a record with a new key costs nothing."""
-        participants, present = self._list_participants(), self.tracker.present
+        participants = self._list_participants()
+        present = self.tracker.present
         guests = [peer for peer in self._seen if peer in present and peer not in participants]
         return participants | {*guests[-MAX_GUESTS:]} - {*self.tracker.trust.banned_until}
 
@@ -401,7 +421,9 @@ class LogRounds:
 
     def _make_envelope(self, peer: bytes) -> Envelope:
         """Return as many messages to a peer as one call may have."""
-        messages, queue, used = [], self._outbox.get(peer, ()), 0
+        messages = []
+        queue = self._outbox.get(peer, ())
+        used = 0
         while queue and (not messages or used + len(queue[0]) < MAX_MESSAGE_BYTES - 1000):
             used += len(queue[0])
             messages.append(queue.popleft())
@@ -441,7 +463,8 @@ class LogRounds:
 
     def _answer(self, sender: PeerID, message: bytes) -> bytes:
         """Answer a call; runs in a thread of the exchange."""
-        envelope, peer = unpack(Envelope, message), sender.to_bytes()
+        envelope = unpack(Envelope, message)
+        peer = sender.to_bytes()
         with self._lock:
             if envelope.request:
                 return self._answer_request(envelope.request)

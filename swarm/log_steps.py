@@ -30,11 +30,13 @@ from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
 
-JOIN_INTERVAL, ATTESTATION_INTERVAL = 3.0, 60.0  # seconds until the others' log, or the contributors, are asked again
+JOIN_INTERVAL = 3.0  # seconds until the others are asked for their log again
+ATTESTATION_INTERVAL = 60.0  # the same for their contributors
 OFFER_PAUSE = 10.0  # seconds after an update that could not be stored, until the next one is encoded
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
-MIN_GENESIS_TIMEOUT, SLOW_MBITS = 60.0, 2.0  # seconds for the first anchor; the uplink of a slow peer that passes it on
+MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
+SLOW_MBITS = 2.0  # the uplink of a slow peer that passes it on
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
@@ -61,8 +63,10 @@ class LogSteps:
     """
 
     def __init__(self, optimizer, codec: TopKCompression, folder: Path | None):
-        self.optimizer, self.codec = optimizer, codec
-        self.averager, self.tracker = optimizer.state_averager, optimizer.tracker
+        self.optimizer = optimizer
+        self.codec = codec
+        self.averager = optimizer.state_averager
+        self.tracker = optimizer.tracker
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._last_offer: Offer | None = None
         self.exists = False  # whether this peer takes part in a log, or other peers do
@@ -88,7 +92,8 @@ class LogSteps:
 
     def compute_counted_shares(self) -> dict[bytes, float]:
         """Return, by public key, which share of its last updates counted, for each owner in the last commits."""
-        owners, keys = self.rounds.log.state.participants if self.is_open else (), self.rounds.identity.public_keys
+        owners = self.rounds.log.state.participants if self.is_open else ()
+        keys = self.rounds.identity.public_keys
         self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
         return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
 
@@ -96,8 +101,13 @@ class LogSteps:
 
     def begin(self, group_id: bytes, members: Sequence[bytes]) -> None:
         """Begin a log after a round with these peers, this one included; `join` takes a first state that comes late."""
-        rounds, silent, epoch, prefix = self.rounds, self._silent, self.optimizer.local_epoch, self.tracker.prefix
-        can_call, anchor, state = rounds.can_call, Numbers(list_params(self.optimizer.opt)), None
+        rounds = self.rounds
+        silent = self._silent
+        epoch = self.optimizer.local_epoch
+        prefix = self.tracker.prefix
+        can_call = rounds.can_call
+        anchor = Numbers(list_params(self.optimizer.opt))
+        state = None
         leader = min(members, key=lambda it: (not can_call(it), it in silent, hashlib.sha256(group_id + it).digest()))
 
         def ask() -> State | None:
@@ -118,7 +128,9 @@ class LogSteps:
 
     def _take_genesis(self, state: State, leader: bytes) -> bool:
         """Open a log with the leader's anchor; return False if that does not arrive, or is far from this peer's."""
-        rounds, anchor, members = self.rounds, Numbers(list_params(self.optimizer.opt)), state.voters
+        rounds = self.rounds
+        anchor = Numbers(list_params(self.optimizer.opt))
+        members = state.voters
         rounds.expect(state.head)  # if it comes too late, this peer loads a later state, and votes as well
         # the leader sends it once, and those that can be called pass it on to all others
         relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
@@ -207,7 +219,9 @@ class LogSteps:
 
     def _check_progress(self, head: bytes) -> None:
         """Load the state if this peer, whose model has this commit, is too far behind; leave a log that has ended."""
-        log, newest, now = self.rounds.log, self.rounds.log.state, time.monotonic()
+        log = self.rounds.log
+        newest = self.rounds.log.state
+        now = time.monotonic()
         # the first epoch of a log may last longer, too; of a peer that others have left, the estimate is too long
         expected = min(self.tracker.dht.uplink.timeouts.epoch_seconds, MAX_EXPECTED_EPOCH)
         longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_high([*log.spans, expected]))
@@ -251,14 +265,14 @@ class LogSteps:
 
     def _take_back(self, offer: Offer) -> None:
         """Add an update that no commit contains to the residual."""
-        grad_averager = self.optimizer.grad_averager
         with contextlib.suppress(KeyError):  # the disk has lost it
-            restore(list(self.rounds.store.open(offer.blob)), Numbers(grad_averager.unsent))
-            grad_averager.samples += offer.samples
+            restore(list(self.rounds.store.open(offer.blob)), Numbers(self.optimizer.grad_averager.unsent))
+            self.optimizer.grad_averager.samples += offer.samples
 
     def _wait(self, look: Callable[[], object], seconds: float) -> object:
         """Wait at most these seconds for a true result, report that this peer is there, and return the last result."""
-        deadline, announced = time.monotonic() + seconds, time.monotonic()
+        deadline = time.monotonic() + seconds
+        announced = time.monotonic()
         while not (found := look()) and time.monotonic() < deadline and not STOP_REQUESTED.wait(GENESIS_PAUSE):
             if time.monotonic() > announced + ANNOUNCE_INTERVAL:
                 announced = time.monotonic()
@@ -280,7 +294,8 @@ class LogSteps:
             self.optimizer.stats.averaging_seconds += time.monotonic() - started
 
     def _make_offer(self, head: bytes) -> None:
-        optimizer, grad_averager = self.optimizer, self.optimizer.grad_averager
+        optimizer = self.optimizer
+        grad_averager = self.optimizer.grad_averager
         update = optimizer.local.measure()
         try:
             blocks = encode(Numbers(update), Numbers(grad_averager.unsent), self.codec)
@@ -289,7 +304,8 @@ class LogSteps:
             grad_averager.drop_pending()
             return
         optimizer.local.mark_offered(update, grad_averager.unsent)
-        samples, grad_averager.samples = grad_averager.samples, 0
+        samples = grad_averager.samples
+        grad_averager.samples = 0
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(list_momenta(optimizer.opt)))
         try:
             self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
@@ -302,8 +318,11 @@ class LogSteps:
 
     def _apply(self, commit: Commit, before: State) -> bool:
         """STEPPING: make the outer step of a commit, given the log's state before; return whether that was possible."""
-        optimizer, averager, me = self.optimizer, self.averager, self.tracker.dht.peer_id.to_bytes()
-        own, digest = self._last_offer, before.find_digest(commit)
+        optimizer = self.optimizer
+        averager = self.averager
+        me = self.tracker.dht.peer_id.to_bytes()
+        own = self._last_offer
+        digest = before.find_digest(commit)
         if own is not None and own.base == commit.parent and digest not in (b"", own.digest):
             self._load_state("this peer's state differs from most others")
             return False
@@ -318,7 +337,8 @@ class LogSteps:
             Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)
         ]
-        opt, started = optimizer.opt, time.monotonic()
+        opt = optimizer.opt
+        started = time.monotonic()
         own_samples = sum(it.samples for it in commit.offers if it.peer == me)
         options = dict(lr=optimizer.averaging.outer_lr, outer_momentum=optimizer.averaging.outer_momentum)
         optimizer.epoch.enter(EpochState.STEPPING)

@@ -28,7 +28,8 @@ from utils import find_peer_id
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 # Seconds between two lookups of peers in the DHT; each pause is 10 % longer. Later peers ask the first one themselves.
-MIN_LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL = 0.2, 2.0
+MIN_LOOKUP_INTERVAL = 0.2
+MAX_LOOKUP_INTERVAL = 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 MAX_REDIRECTS = 2  # in a row: leaders that redirect this peer to each other would keep it forever (note 97)
@@ -88,7 +89,8 @@ class NonBlockingKeyManager(GroupKeyManager):
         super().__init__(*args, **kwargs)
         #: seconds of the DHT's time; the latest expiration time of a search that this peer has declared
         self.declared_until = -math.inf
-        self.next_lookup, self.lookup_interval = -math.inf, MIN_LOOKUP_INTERVAL
+        self.next_lookup = -math.inf
+        self.lookup_interval = MIN_LOOKUP_INTERVAL
 
     async def declare_averager(self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group=True):
         """Declare the end of a search in the background, unlike hivemind, so that the round starts at once."""
@@ -114,7 +116,8 @@ class EarlyStartMatchmaking(Matchmaking):
     def __init__(self, *args, rounds_with: Counter, **kwargs):
         """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
         #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
-        self.expected, self.excluded = frozenset(), frozenset()
+        self.expected = frozenset()
+        self.excluded = frozenset()
         #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
         self.min_peers = 1
         #: the peer that is asked to lead, and the limit of the request; no peer can join until the leader answers
@@ -136,7 +139,8 @@ class EarlyStartMatchmaking(Matchmaking):
         """Look for a group with timeouts that follow the network."""
         self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
         self.num_searches += 1
-        self.leader, self.group_id = self.peer_id, b""
+        self.leader = self.peer_id
+        self.group_id = b""
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
@@ -178,7 +182,9 @@ class EarlyStartMatchmaking(Matchmaking):
         """Set the peers that a group should contain, see VerifyingAverager; excluded ones are not asked to lead."""
         if excluded != self.excluded:
             self.potential_leaders.past_attempts.clear()  # leaders that were unreachable, or followed another peer
-        self.expected, self.min_peers, self.excluded = peer_ids, min_peers, excluded
+        self.expected = peer_ids
+        self.min_peers = min_peers
+        self.excluded = excluded
         if self.requested_leader is not None and self.requested_leader.to_bytes() in excluded:
             self.request_limit.reschedule(0.0)
             self.requested_leader = None
@@ -187,7 +193,8 @@ class EarlyStartMatchmaking(Matchmaking):
 
     def get_request_expiration_time(self) -> float:
         """Return when a request of this peer expires. A client leads no group, and so follows any leader (note 82)."""
-        expiration, timeouts = super().get_request_expiration_time(), self.group_key_manager.dht.uplink.timeouts
+        expiration = super().get_request_expiration_time()
+        timeouts = self.group_key_manager.dht.uplink.timeouts
         return max(expiration, get_dht_time() + timeouts.group_search) if self.client_mode else expiration
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
@@ -197,7 +204,8 @@ class EarlyStartMatchmaking(Matchmaking):
         num_unanswered, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
         if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_unknown_at)
-        loop, started = asyncio.get_running_loop(), time.monotonic()
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
         if started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
             return None
@@ -205,7 +213,8 @@ class EarlyStartMatchmaking(Matchmaking):
         if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.silent.pop(leader, None)
-        self.requested_leader, is_silent = leader, False
+        self.requested_leader = leader
+        is_silent = False
         try:
             async with asyncio.timeout(None) as self.request_limit:
                 unanswered = loop.call_later(self.request_timeout, self.end_unanswered, self.request_limit)
@@ -219,7 +228,8 @@ class EarlyStartMatchmaking(Matchmaking):
             unanswered.cancel()
             self.requested_leader = None
         # no peer can join this one during a request: these take at most a third of the time
-        now, seconds = time.monotonic(), time.monotonic() - started
+        now = time.monotonic()
+        seconds = time.monotonic() - started
         pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
         if is_silent:
             pause *= 2 ** min(num_unanswered, 6)  # up to some minutes

@@ -66,11 +66,16 @@ class Membership:
     def __init__(self, credential: bytes, public_key: bytes, issuer: Authority | None = None):
         """:param issuer: the authority, at the peer that holds its key; all others have an invitation"""
         own = parse_credential(credential, public_key)
-        self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
-        self.credential, self.public_key, self.issuer = credential, public_key, issuer
+        self.prefix = own.prefix
+        self.username = own.username
+        self.own_id = own.peer_id
+        self.credential = credential
+        self.public_key = public_key
+        self.issuer = issuer
         self.greeting = len(credential).to_bytes(2, "big") + credential  # the beginning of each call
         self._list = multiprocessing.Array(ctypes.c_char, 2 * MAX_LIST_BYTES)  # in hexadecimal
-        self._num_rejected, self._next_warning = 0, 0.0  # for the next warning, in each process
+        self._num_rejected = 0  # since the last warning, in each process
+        self._next_warning = 0.0
         self.load_revocations()
 
     @classmethod
@@ -109,9 +114,11 @@ class Membership:
             return
         self._num_rejected += 1
         if time.monotonic() >= self._next_warning:
-            calls, why = format_count(self._num_rejected, "call"), reason.replace("pass", "credential")
+            calls = format_count(self._num_rejected, "call")
+            why = reason.replace("pass", "credential")
             logger.warning(f"refused {calls}, the last of peer {caller}, which may not take part in this run: {why}")
-            self._num_rejected, self._next_warning = 0, time.monotonic() + WARNING_INTERVAL
+            self._num_rejected = 0
+            self._next_warning = time.monotonic() + WARNING_INTERVAL
         raise AccessDeniedError(reason)
 
     @property
@@ -159,7 +166,8 @@ async def maintain_revocations(dht: hivemind.DHT, node: DHTNode) -> None:
         return membership.revocations
 
     await node.p2p._client.add_unary_handler(RPC_REVOCATIONS, serve)
-    last_sent, peers = None, []
+    last_sent = None
+    peers = []
     while True:
         membership.load_revocations()
         with contextlib.suppress(OSError, EOFError, P2PDaemonError):  # the daemon may be busy
@@ -243,12 +251,12 @@ class CredentialValidator(RecordValidatorBase):
     priority = 20  # outside of the signature
 
     def __init__(self, signature: RecordValidator, membership: Membership):
-        self.signature, self.membership = signature, membership
+        self.signature = signature
+        self.membership = membership
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """Append this peer's credential and its length to the signed value."""
-        own = self.membership.credential
-        return record.value + own + len(own).to_bytes(2, "big")
+        return record.value + self.membership.credential + len(self.membership.credential).to_bytes(2, "big")
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """Return the signed value without the credential and its length."""

@@ -64,7 +64,8 @@ class CollaborativeOptimizer:
         :param compressions: the codecs `gradients`, `state_averaging`, `load_state` (downloads) and `local_steps`
         """
         make = (lambda groups: add_outer_momentum(optimizer(groups))) if averaging.local_steps > 1 else optimizer
-        self.uplink, self.averaging = dht.uplink, averaging
+        self.uplink = dht.uplink
+        self.averaging = averaging
         self.uplink.fix_timeouts(averaging)
         trust = PeerTrust(self.uplink, dht.attestation.workers if dht.attestation else (), self.is_auxiliary)
         self.tracker = PeerTracker(dht, prefix, averaging, trust)
@@ -209,7 +210,8 @@ class CollaborativeOptimizer:
 
     def _collect_inputs(self) -> EpochInputs:
         """Return what this peer knows of the swarm now."""
-        tracker, rounds = self.tracker, self.rounds
+        tracker = self.tracker
+        rounds = self.rounds
         return EpochInputs(
             swarm_epoch=tracker.view.epoch,
             read_at=tracker.view.read_at,
@@ -264,7 +266,9 @@ class CollaborativeOptimizer:
         """STEPPING: let the optimizer step, and average the parameters if that is due. If the round runs in the
         background, the step follows `finish` there, which waits for the round."""
         self.epoch.enter(EpochState.STEPPING)
-        averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
+        averager = self.state_averager
+        timeout = self.uplink.timeouts.averaging
+        is_trainer = not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.view.epoch)
         begins_log = self.log_steps is not None and self.local_epoch + 1 >= self.averaging.local_steps_from
         # a log begins with the same parameters on all peers, which a round in the background would change
@@ -292,7 +296,8 @@ class CollaborativeOptimizer:
 
     def begin_epoch(self) -> None:
         """ACCUMULATING, in a new epoch, after a step or a download, and at the start."""
-        self.epoch, averager = Epoch(self.local_epoch, time.monotonic()), self.grad_averager
+        self.epoch = Epoch(self.local_epoch, time.monotonic())
+        averager = self.grad_averager
         is_local = self._takes_local_steps and self.log_steps.exists
         batches = self.averaging.local_steps if is_local else 1
         self.tracker.set_target(batches * self.averaging.target_batch_size - self.averaging.batch_size_lead)
@@ -328,12 +333,13 @@ class CollaborativeOptimizer:
         :returns: whether a peer has sent it; otherwise the local state stays
         """
         self.epoch.enter(EpochState.SYNCING)
-        timeout = self.uplink.timeouts.averaging
-        self.rounds.leave(timeout, is_excluded=self.rounds.is_synchronous())
+        self.rounds.leave(self.uplink.timeouts.averaging, is_excluded=self.rounds.is_synchronous())
         self.rounds.gradient_round = None
-        self.rounds.finish_background(timeout)
+        self.rounds.finish_background(self.uplink.timeouts.averaging)
         self.grad_averager.last_step = None
-        old_epoch, is_compared, (group, sent) = self.local_epoch, self.epoch.is_compared, self.epoch.unconfirmed
+        old_epoch = self.local_epoch
+        is_compared = self.epoch.is_compared
+        (group, sent) = self.epoch.unconfirmed
         lineage_with_sent = self.state_averager.extend_lineage(old_epoch + 1, group)
         wanted = self.tracker.view.epoch if min_epoch is None else min_epoch
         is_synchronous = self.rounds.is_synchronous()
@@ -347,7 +353,8 @@ class CollaborativeOptimizer:
         self.begin_epoch()
         # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         self.epoch.is_compared = is_compared
-        samples, epochs = self.grad_averager.samples, self.local_epoch - old_epoch
+        samples = self.grad_averager.samples
+        epochs = self.local_epoch - old_epoch
         was_averaged = group and self.state_averager.lineage == lineage_with_sent
         if was_averaged:
             self.stats.total_samples += sent
@@ -358,7 +365,8 @@ class CollaborativeOptimizer:
             self.grad_averager.drop_pending()
         samples = self.grad_averager.samples
         logger.info(f"{how} epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of {samples} samples")
-        self.stats.samples, self.stats.group_size = 0, 1
+        self.stats.samples = 0
+        self.stats.group_size = 1
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         self.tracker.announce()
         if self.rounds.is_synchronous():

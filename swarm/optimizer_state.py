@@ -144,7 +144,8 @@ class StateAverager(TrainingStateAverager, StateServer):
 
     async def _download(self, future: MPFuture, is_step: bool, request: tuple, **options) -> None:
         """Run a download in the averager's process; the future's result is None if the download fails."""
-        result, self.download_progress.elements = None, 0
+        result = None
+        self.download_progress.elements = 0
         infos = list_state(self.optimizer)[1]
         if is_step:
             infos = [replace(it, role=TensorRole.GRADIENT) for it in infos if it.role == TensorRole.PARAMETER]
@@ -159,7 +160,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace this peer's state by a downloaded one, see `start_download`."""
         params = len(list_params(self.optimizer))
-        values, own = iter(tensors[params:]), sorted(self.optimizer.state_dict()["state"].items())
+        values = iter(tensors[params:])
+        own = sorted(self.optimizer.state_dict()["state"].items())
         state = {i: {name: convert_like(it, next(values)) for name, it in sorted(of_i.items())} for i, of_i in own}
         self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
 
@@ -189,7 +191,8 @@ class StateAverager(TrainingStateAverager, StateServer):
     def restore_state(self, state: dict) -> None:
         """Load a state from `dump_state`. Raise a ValueError, and change nothing, if its tensors have other shapes."""
         own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
-        parameters, moments = state["parameters"], state["optimizer"]["state"]
+        parameters = state["parameters"]
+        moments = state["optimizer"]["state"]
         # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
         shapes = [
             nested_map(lambda it: tuple(getattr(it, "shape", ())), these) for these in ((parameters, moments), own)

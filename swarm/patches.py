@@ -30,7 +30,8 @@ UNREAD_TIMEOUT = 60.0  # seconds to send a message or to read one, and for a cal
 MAX_MESSAGE_BYTES = 2**22  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
 EXTENSIONS = (0x40, 0x50)  # hivemind's types in a message: tuples, and dictionaries of the DHT
 MAX_NESTING = 8  # of values of these types
-CALL_STREAM_HANDLER, DECODE_EXTENSION = P2P.iterate_protobuf_handler, MSGPackSerializer._decode_ext_types
+CALL_STREAM_HANDLER = P2P.iterate_protobuf_handler
+DECODE_EXTENSION = MSGPackSerializer._decode_ext_types
 NESTING = threading.local()  # the depth of the value that this thread decodes
 
 
@@ -96,7 +97,8 @@ async def add_whole_stream_handler(
     Requests after its end are dropped, and a caller that does not read is given up (note 91)."""
 
     async def serve(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        requests, has_ended = asyncio.Queue(max_prefetch), asyncio.Event()
+        requests = asyncio.Queue(max_prefetch)
+        has_ended = asyncio.Event()
 
         async def receive() -> None:
             while True:  # until the caller closes the stream
@@ -109,7 +111,8 @@ async def add_whole_stream_handler(
                 yield request
 
         async def answer() -> None:
-            last, context = END_OF_STREAM, P2PContext(name, self.peer_id, info.peer_id)
+            last = END_OF_STREAM
+            context = P2PContext(name, self.peer_id, info.peer_id)
             try:
                 async with contextlib.aclosing(handler(read_requests(), context)) as messages:
                     async for message in messages:
@@ -162,12 +165,14 @@ def install() -> None:
     P2P.receive_raw_data = staticmethod(receive_limited)
     P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler
-    averager.StepControl, dht.CompositeValidator = CancellableStep, CachingValidator
+    averager.StepControl = CancellableStep
+    dht.CompositeValidator = CachingValidator
 
 
 def make_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new event loop that holds its unfinished tasks, which asyncio itself does not (notes 81 and 86)."""
-    loop, tasks = switch_to_uvloop(), set()
+    loop = switch_to_uvloop()
+    tasks = set()
 
     def make_task(loop: asyncio.AbstractEventLoop, coroutine, **options) -> asyncio.Task:
         tasks.add(task := asyncio.Task(coroutine, loop=loop, **options))
@@ -180,12 +185,15 @@ def make_event_loop() -> asyncio.AbstractEventLoop:
 
 def install_in_dht_process(protocol_class: type, node_class: type) -> None:
     """Replace the DHT's protocol and node classes by these subclasses, in the DHT's process only."""
-    node.DHTProtocol, dht.DHTNode, dht.switch_to_uvloop = protocol_class, node_class, make_event_loop
+    node.DHTProtocol = protocol_class
+    dht.DHTNode = node_class
+    dht.switch_to_uvloop = make_event_loop
 
 
 def install_in_averager_process() -> None:
     """Replace the matchmaking (notes 11, 22, 78, 82, 83, 85) and all-reduce classes, in an averager's process only."""
-    averager.Matchmaking, averager.switch_to_uvloop = EarlyStartMatchmaking, make_event_loop
+    averager.Matchmaking = EarlyStartMatchmaking
+    averager.switch_to_uvloop = make_event_loop
     matchmaking.GroupKeyManager = NonBlockingKeyManager
     allreduce.TensorPartContainer = VerifyingContainer
     allreduce.TensorPartReducer = RobustReducer

@@ -8,10 +8,13 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo
 
-NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
+NODE = AveragingMode.NODE
+CLIENT = AveragingMode.CLIENT
+AUX = AveragingMode.AUX
 
 PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
-MIN_PART_BYTES, MAX_PART_BYTES = 2**14, 2**19
+MIN_PART_BYTES = 2**14
+MAX_PART_BYTES = 2**19
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
 MAX_FRACTION = 2.0  # maximum, relative to the median of three or more peers: a bandwidth is a claim
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
@@ -79,7 +82,8 @@ def plan_allreduce(
     modes = tuple(mode if mode == AUX or part else CLIENT for mode, part in zip(modes, fractions, strict=True))
     round_seconds = 0.0
     for seconds, count, part, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
-        fraction, others = part / sum(fractions), senders - 1 if seconds > 0 else senders
+        fraction = part / sum(fractions)
+        others = senders - 1 if seconds > 0 else senders
         round_seconds = max(round_seconds, seconds * (1 - fraction) / count + others * fraction * bits / rate)
     part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, MIN_PART_BYTES), MAX_PART_BYTES))
     return AllReducePlan(fractions, modes, tuple(num_partitions), part_bytes, min(round_seconds, 2 * max_seconds))

@@ -36,7 +36,8 @@ def quiet_hivemind_logs() -> None:
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(filter_hivemind_log)
-    show_unraisable, show = sys.unraisablehook, sys.excepthook
+    show_unraisable = sys.unraisablehook
+    show = sys.excepthook
     # MPFuture.__del__ wakes event loops that are already closed.
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
     # If a helper stops while it fetches a tensor, multiprocessing's thread that serves the tensor calls this hook.

@@ -54,7 +54,10 @@ class PeerTracker:
     """A tracker that publishes this peer's progress and reads that of the others, in a thread of its own."""
 
     def __init__(self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust):
-        self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust
+        self.dht = dht
+        self.prefix = prefix
+        self.averaging = averaging
+        self.trust = trust
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
         self.performance_ema = PerformanceEMA()
@@ -67,14 +70,20 @@ class PeerTracker:
         self.pings: list[MPFuture] = []
         self._attestations: MPFuture | None = None
         #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may
-        self.impatient_epoch, self.patient_from = -1, 0
+        self.impatient_epoch = -1
+        self.patient_from = 0
         # when this epoch began, the seconds that the last one took, and whether this peer was there in time
-        self._epoch_began, self._epoch_seconds, self._has_seen_start = time.monotonic(), 0.0, False
+        self._epoch_began = time.monotonic()
+        self._epoch_seconds = 0.0
+        self._has_seen_start = False
         self.lock = threading.RLock()  # held by a thread that changes the view or the trust in peers
         self._has_read = threading.Condition(self.lock)
-        self._is_ending, self._wake, self._is_paused = threading.Event(), threading.Event(), False
+        self._is_ending = threading.Event()
+        self._wake = threading.Event()
+        self._is_paused = False
         self._reported_at = self._next_report = self._next_read = -math.inf
-        self.view, self._changed_at = SwarmView(-1, 0, 1, math.inf, -math.inf), time.monotonic()
+        self.view = SwarmView(-1, 0, 1, math.inf, -math.inf)
+        self._changed_at = time.monotonic()
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
         self._active_epoch = -math.inf
         self.apply_records(self.dht.get(self.key, latest=True), time.monotonic())
@@ -83,17 +92,20 @@ class PeerTracker:
 
     def _run(self) -> None:
         """Publish this peer's record and read the others' until the end; without waiting for the DHT (note 71)."""
-        request, read_at = None, -math.inf
+        request = None
+        read_at = -math.inf
         while not self._is_ending.is_set():
             now = time.monotonic()
             if now >= self._next_report:
                 # in this order: a report that comes in between is published once more
-                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
+                self._reported_at = now
+                self._next_report = now + self.averaging.metadata_expiration / 2
                 if self._active_epoch >= self.view.epoch - 1:
                     self._store(self.local_progress.dict())
             if request is None and now >= self._next_read:
                 self._next_read = math.inf  # first, because the loop may schedule the next refresh at any moment
-                read_at, request = time.monotonic(), self.dht.get(self.key, latest=True, return_future=True)
+                read_at = time.monotonic()
+                request = self.dht.get(self.key, latest=True, return_future=True)
                 request.add_done_callback(lambda _: self._wake.set())
             if request is not None and request.done():
                 self._take_answer(request, read_at)
@@ -111,7 +123,8 @@ class PeerTracker:
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
         """Record this peer's samples of its epoch; its next report is min_refresh_period after the last (note 12)."""
-        new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
+        new_samples = samples - self.local_progress.samples_accumulated
+        last_epoch = self.local_progress.epoch
         with self.lock:
             if epoch == last_epoch == self.view.epoch:
                 self.view = replace(self.view, samples=self.view.samples + new_samples)
@@ -125,7 +138,8 @@ class PeerTracker:
         now = time.monotonic()
         due_at = self._reported_at + self.averaging.min_refresh_period
         if epoch != last_epoch:
-            self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
+            self._epoch_seconds = now - self._epoch_began
+            self._epoch_began = now
             self._has_seen_start = epoch == last_epoch + 1
             due_at = now
         self._next_report = min(self._next_report, due_at)
@@ -261,7 +275,8 @@ class PeerTracker:
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
             self.trust.mark_silent(silent)
-            names, others = map(str, map(PeerID, silent)), format_count(len(present) - len(silent), "other peer")
+            names = map(str, map(PeerID, silent))
+            others = format_count(len(present) - len(silent), "other peer")
             logger.info(f"no answer from peer {', '.join(names)}: continuing with {others}")
             self.schedule_refresh(0.0)
 
@@ -273,7 +288,8 @@ class PeerTracker:
 
     def ping_quiet_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those that were quiet for these seconds, quietest first. Without an answer, they no longer count."""
-        present, quiet_since = self.present, get_dht_time() - quiet_for
+        present = self.present
+        quiet_since = get_dht_time() - quiet_for
         quiet = [it for p in peer_ids if (it := present.get(p)) and not it.client_mode and it.time < quiet_since]
         if asked := {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}:
             ping = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
@@ -289,7 +305,8 @@ class PeerTracker:
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record a round's peers, see PeerTrust.record_round. Ping the absent ones; quiet clients no longer count."""
         with self.lock:
-            present, quiet_since = self.present, get_dht_time() - PING_DELAY
+            present = self.present
+            quiet_since = get_dht_time() - PING_DELAY
             absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         if not self.trust.active:  # with a log, new peers are in no group
@@ -330,7 +347,8 @@ class PeerTracker:
             return
         with self.lock:
             # keep a refresh that was scheduled meanwhile; after an answer from before this epoch, refresh at once
-            scheduled, is_fresh = self._next_read, read_at >= self._epoch_began
+            scheduled = self._next_read
+            is_fresh = read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
             self._next_read = min(scheduled, self._next_read if is_fresh else time.monotonic())
             self._has_read.notify_all()
@@ -348,7 +366,8 @@ class PeerTracker:
         plausible = [it for it in records if it.samples_per_second <= MAX_SPEED and abs(it.time - now) < MAX_AGE]
         newest = {record.peer_id: record for record in plausible}
         newest.pop(self.dht.peer_id.to_bytes(), None)
-        last, self.others = self.others, self.trust.select_believable(newest, self.local_progress.epoch)
+        last = self.others
+        self.others = self.trust.select_believable(newest, self.local_progress.epoch)
         self.withdrawn = withdrawn - self.others.keys()
         for peer_id in self.withdrawn & last.keys():
             logger.info(f"peer {PeerID(peer_id)} left")
@@ -357,10 +376,13 @@ class PeerTracker:
     def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
         """Update the view by what the DHT has answered, and schedule the next refresh. The caller holds the lock."""
         self._read_records(entry)
-        own, present, now = self.local_progress, self.present, get_dht_time()
+        own = self.local_progress
+        present = self.present
+        now = get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
         # all other peers count from their first round on, or as long as there are no known contributors
-        counted, has_log = [own, *self.trust.select_known(present).values()], bool(self.trust.active)
+        counted = [own, *self.trust.select_known(present).values()]
+        has_log = bool(self.trust.active)
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf
         speeds = {it.peer_id: min(it.samples_per_second, max_speed) for it in counted}
@@ -376,7 +398,9 @@ class PeerTracker:
         expected_seconds = self.target_batch_size / known_speed if known_speed > self.performance_ema.eps else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
-        count, options, scale = len(present) + 1, self.averaging, max(1.0, len(counted) / MANY_PEERS)
+        count = len(present) + 1
+        options = self.averaging
+        scale = max(1.0, len(counted) / MANY_PEERS)
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # without changes, refreshes become rare

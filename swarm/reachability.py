@@ -23,7 +23,9 @@ from swarm.state_server import parse_epochs
 
 # The request "dial me back", and timeouts in seconds: a firewall that drops packets does not answer, and callers queue.
 DIAL_BACK = "dial_back"
-DIAL_TIMEOUT, DIAL_BACK_TIMEOUT, ANSWER_TIMEOUT = 3.0, 60.0, 10.0
+DIAL_TIMEOUT = 3.0
+DIAL_BACK_TIMEOUT = 60.0
+ANSWER_TIMEOUT = 10.0
 MAX_DIALS = 2  # at once, each by a daemon of its own
 MAX_CALLERS = 16  # at once, most of which wait
 # The request to measure the bandwidth: its bytes are received, and the answer is empty.
@@ -32,7 +34,9 @@ MEASURE_BYTES = 2**17
 MEASURE_TIME = 0.5  # seconds; no new batch of requests starts after this time
 MEASURE_REQUESTS = 8  # maximum number of concurrent requests
 MEASURE_TIMEOUT = 6.0  # seconds without an answer; the exact rate of a slower connection does not matter
-DEFAULT_BANDWIDTH, USUAL_BANDWIDTH, MIN_BANDWIDTH = 100.0, 5.0, 0.1  # Mbit/s
+DEFAULT_BANDWIDTH = 100.0  # Mbit/s
+USUAL_BANDWIDTH = 5.0
+MIN_BANDWIDTH = 0.1
 # libp2p's request for a reservation at a relay, and the bytes that a relay must forward: a round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -62,7 +66,8 @@ def find_reachability(dht: hivemind.DHT) -> tuple[list[str], bool | None]:
 
 async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     """Start to answer requests to dial back and to measure the bandwidth. Runs in the DHT process."""
-    dialling, callers = asyncio.Semaphore(MAX_DIALS), set()
+    dialling = asyncio.Semaphore(MAX_DIALS)
+    callers = set()
 
     async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
         ports = [256 * high + low for high, low in zip(request.value[:8:2], request.value[1:8:2], strict=False)]
@@ -92,16 +97,19 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     """Return the highest rate of several batches of requests to initial peers, in Mbit/s; MIN_BANDWIDTH if all are too
     slow. A slow peer may be busy itself, so others are asked, and all once more, until a rate reaches USUAL_BANDWIDTH.
     Each batch is twice the last one, so that a slow connection needs few."""
-    request, best = BytesValue(value=bytes(MEASURE_BYTES)), None
+    request = BytesValue(value=bytes(MEASURE_BYTES))
+    best = None
     for peer_id in [*node.initial_ids] * 2:
-        requests, start = 1, time.monotonic()
+        requests = 1
+        start = time.monotonic()
         try:
             while time.monotonic() < start + MEASURE_TIME:
                 batch_start = time.monotonic()
                 calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
                 await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
                 rate = 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start)
-                best, requests = max(best or MIN_BANDWIDTH, rate), min(2 * requests, MEASURE_REQUESTS)
+                best = max(best or MIN_BANDWIDTH, rate)
+                requests = min(2 * requests, MEASURE_REQUESTS)
         except REQUEST_ERRORS as e:  # among them, TimeoutError
             best = best or (MIN_BANDWIDTH if isinstance(e, TimeoutError) else None)
         if best and best >= USUAL_BANDWIDTH:

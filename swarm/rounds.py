@@ -22,7 +22,8 @@ from swarm.optimizer_state import StateAverager
 from swarm.progress import PeerTracker
 from utils import MAX_WORKERS
 
-POLL_INTERVAL, MAX_POLL_INTERVAL = 0.02, 0.5  # seconds; while nothing happens, each pause is 2 % longer
+POLL_INTERVAL = 0.02  # seconds; while nothing happens, each pause is 2 % longer
+MAX_POLL_INTERVAL = 0.5
 CHECK_INTERVAL = 2.0  # seconds between two checks of the swarm while this peer waits for a group
 ANNOUNCE_INTERVAL = 3.0  # seconds between two signs of life while this peer waits for a round
 STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or gone, until a round is given up
@@ -50,7 +51,8 @@ class RoundStats:
 
     def record_step(self, samples: int, group_size: int) -> None:
         """Record a step with this number of this peer's samples, and of peers."""
-        self.samples, self.group_size = samples, group_size
+        self.samples = samples
+        self.group_size = group_size
         self.total_samples += samples
         self.succeeded += 1
         self.failed_in_a_row = 0
@@ -60,13 +62,19 @@ class Rounds:
     """The rounds of a peer: the last one of gradients, whose group forms in advance, and the last one of parameters."""
 
     def __init__(self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager):
-        self.tracker, self.state_averager, self.grad_averager = tracker, state_averager, grad_averager
-        self.averaging, self.uplink, self.stats = tracker.averaging, tracker.dht.uplink, RoundStats()
+        self.tracker = tracker
+        self.state_averager = state_averager
+        self.grad_averager = grad_averager
+        self.averaging = tracker.averaging
+        self.uplink = tracker.dht.uplink
+        self.stats = RoundStats()
         self.is_auxiliary = tracker.trust.is_auxiliary
         self.gradient_round: StepControl | None = None
         self.parameter_round: StepControl | None = None
         # the bytes so far, when they changed, and when a stop request was seen, see `must_stop`
-        self._traffic, self._traffic_at, self._stop_seen_at = (0, 0), 0.0, 0.0
+        self._traffic = (0, 0)
+        self._traffic_at = 0.0
+        self._stop_seen_at = 0.0
 
     @property
     def overlap(self) -> bool:
@@ -76,7 +84,8 @@ class Rounds:
     def is_synchronous(self) -> bool:
         """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
         be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
-        trust, trainers = self.tracker.trust, self.tracker.peers_at_epoch
+        trust = self.tracker.trust
+        trainers = self.tracker.peers_at_epoch
         if trust.partners or len(trust.attested) < MAX_WORKERS:  # otherwise, many contributors may be unknown
             trainers = list(filter(trust.is_known, trainers)) or trainers  # new keys cost nothing
         return len(trainers) + (0 if self.is_auxiliary else 1) <= self.averaging.target_group_size and not self.overlap
@@ -97,7 +106,8 @@ class Rounds:
 
     def expect_group(self, awaits_all: bool = True) -> None:
         """Set the peers that the averagers' next groups need: all at this epoch (`awaits_all`), or most peers."""
-        others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
+        others = self.tracker.peers_at_epoch
+        is_synchronous = self.is_synchronous()
         min_peers = max(self.tracker.quorum, 1 + len(others) if awaits_all else 1) if is_synchronous else 1
         self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
         if is_synchronous and not self.is_auxiliary:
@@ -148,7 +158,8 @@ class Rounds:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
         self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
-        self.stats.members, self.state_averager.group_id = result.members, result.group_id
+        self.stats.members = result.members
+        self.state_averager.group_id = result.group_id
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         if not self.is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
@@ -190,11 +201,13 @@ class Rounds:
         """Return whether to give up a round because this peer was asked to stop."""
         if not STOP_REQUESTED.is_set():
             return False
-        now, traffic = time.monotonic(), self.uplink.traffic
+        now = time.monotonic()
+        traffic = self.uplink.traffic
         if not self._stop_seen_at:
             self._stop_seen_at = self._traffic_at = now
         if traffic != self._traffic:
-            self._traffic, self._traffic_at = traffic, now
+            self._traffic = traffic
+            self._traffic_at = now
         timeout = STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT
         return now > min(self._traffic_at + timeout, self._stop_seen_at + MAX_STOP_TIMEOUT)
 
@@ -235,11 +248,14 @@ class RoundWait:
     """The wait for the round of one epoch, which gives up as soon as no group can form (note 22)."""
 
     def __init__(self, rounds: Rounds, control: StepControl, epoch: int):
-        self.rounds, self.control, self.epoch = rounds, control, epoch
+        self.rounds = rounds
+        self.control = control
+        self.epoch = epoch
         self.tracker = rounds.tracker
         #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
         self.waited_since: float | None = None
-        self.started, self.started_in_dht = time.monotonic(), get_dht_time()
+        self.started = time.monotonic()
+        self.started_in_dht = get_dht_time()
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
         self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
@@ -253,7 +269,8 @@ class RoundWait:
         """Return the result of the round, or raise an AllreduceException or another error if it fails."""
         pause = POLL_INTERVAL
         while not self.control.done():
-            now, stage = time.monotonic(), self.control.stage
+            now = time.monotonic()
+            stage = self.control.stage
             if self.rounds.must_stop():
                 raise AllreduceException("this peer was asked to stop")
             if now > self.started + self.rounds.uplink.timeouts.averaging:  # which follows the group's bandwidths

@@ -49,7 +49,9 @@ def decode(buffer: bytes, numbers: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     :raises ValueError: the message is invalid for this many numbers
     """
     bits, count = HEADER.unpack_from(buffer) if len(buffer) >= HEADER.size else (0, 0)
-    chunks, low_bits, plane = -(-numbers // CHUNK), count_low_bits(numbers, count), -(-count // 8)
+    chunks = -(-numbers // CHUNK)
+    low_bits = count_low_bits(numbers, count)
+    plane = -(-count // 8)
     places = (numbers >> low_bits) + count + 1
     sizes = [HEADER.size, 4 * chunks, low_bits * plane, -(-places // 8), bits * plane]
     if not 2 <= bits <= 8 or count > numbers or len(buffer) != sum(sizes):
@@ -78,14 +80,16 @@ class TopKCompression:
     """
 
     def __init__(self, density: float, bits: int = 2):
-        self.density, self.bits = density, bits
+        self.density = density
+        self.bits = bits
 
     def choose(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the positions of the entries to send, ascending, as int64."""
         chunk = min(CHUNK, len(numbers))
         chunks = (pad(numbers, (0, -len(numbers) % chunk)) if len(numbers) % chunk else numbers).view(-1, chunk)
         # The magnitude, rounded to 11 bits, and the position are one integer: faster than topk, and always as many.
-        rest, places = chunk - math.ceil(self.density * chunk), torch.arange(chunk, dtype=torch.int32)
+        rest = chunk - math.ceil(self.density * chunk)
+        places = torch.arange(chunk, dtype=torch.int32)
         keys = ((part & 0x7FFFF000 | places).numpy() for part in chunks.view(torch.int32).split(16))  # for the cache
         largest = np.concatenate([np.partition(it, rest, axis=1)[:, rest:] & 0xFFF for it in keys])
         largest = torch.from_numpy(np.sort(largest, axis=1) + np.arange(0, chunks.numel(), chunk)[:, None]).flatten()
@@ -94,8 +98,10 @@ class TopKCompression:
     def compress(self, numbers: torch.Tensor) -> bytes:
         """Compress float32 numbers of shape (n,) in host memory; receivers refuse them if one is not finite."""
         positions = self.choose(numbers)
-        values, chunk_of = numbers[positions], positions // CHUNK
-        magnitudes, zeros = values.abs(), torch.zeros(-(-len(numbers) // CHUNK))
+        values = numbers[positions]
+        chunk_of = positions // CHUNK
+        magnitudes = values.abs()
+        zeros = torch.zeros(-(-len(numbers) // CHUNK))
         minima, means, maxima = (
             zeros.scatter_reduce(0, chunk_of, magnitudes, reduction, include_self=False)
             for reduction in ("amin", "mean", "amax")

@@ -36,15 +36,18 @@ MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve 
 
 REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
 # Seconds of upload per request. Long requests hide the latency, but at the end, others repeat those of slow donors.
-MIN_REQUEST_SECONDS, MAX_REQUEST_SECONDS = 0.1, 0.5
+MIN_REQUEST_SECONDS = 0.1
+MAX_REQUEST_SECONDS = 0.5
 SILENT_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is dropped, if other donors remain
 FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measured
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
-MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
+MATRIX_FLOOR = 0.02  # relative to the RMS of all tensors of the same kind
+VECTOR_FLOOR = 0.5
 # Of peers that step in different groups: the same for parameters, and the ratio of the RMS of moments. Measured between
 # models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
-NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
+NEAR_TOLERANCE = 0.5
+MAX_NEAR_RATIO = 4.0
 
 
 class DownloadProgress(ctypes.Structure):
@@ -55,7 +58,8 @@ class DownloadProgress(ctypes.Structure):
 
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers, beyond the differences `floors`."""
-    digests, others = digests.double(), others.double()  # or huge numbers would have infinite limits
+    digests = digests.double()  # or huge numbers would have infinite limits
+    others = others.double()
     differences = (digests - others).abs()
     # the RMS of the sums estimates the norm
     rms, rms_of_difference = (it[..., 1:].square().mean(-1).sqrt() for it in (digests, differences))
@@ -80,7 +84,9 @@ class Donor:
         """Compute the RMS of the parameters, and of each kind of moments by its name. With it, compute the difference
         of each digest that does not matter: the gradients of some biases, as of attention keys, are only rounding
         errors, which Adam turns into full-size updates."""
-        blocks, squares, counts = list_blocks(self.infos), Counter(), Counter()
+        blocks = list_blocks(self.infos)
+        squares = Counter()
+        counts = Counter()
         for (i, start, stop), norm in zip(blocks, self.digests[:, 0].tolist(), strict=True):
             squares[self.infos[i].key] += norm**2
             counts[self.infos[i].key] += stop - start
@@ -117,7 +123,8 @@ class Donor:
 
 def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
     """Group donors by state. Sort the groups by rank, size and epoch: a single donor may claim any state and epoch."""
-    remaining, groups = sorted(donors, key=lambda donor: donor.rank, reverse=True), []
+    remaining = sorted(donors, key=lambda donor: donor.rank, reverse=True)
+    groups = []
     while remaining:
         candidates = ([donor for donor in remaining if first.has_state_of(donor)] for first in remaining)
         groups.append(max(candidates, key=len))
@@ -212,7 +219,8 @@ class StateDownload:
     async def find_peers(self, min_epoch: int) -> dict[PeerID, float]:
         """Return the peers that declare a state, and its epoch. Choose the witnesses, and a relay for each client.
         Exclude unknown clients if another peer has at least the epoch before `min_epoch`."""
-        averager, declared = self.averager, await self.averager.fetch_epochs()
+        averager = self.averager
+        declared = await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == state_server.RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
@@ -261,7 +269,8 @@ class StateDownload:
                     if not is_alive and len(self.witnesses) > 1:
                         self.witnesses.remove(peer)
 
-        loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers[:MAX_DONORS]]
+        loop = asyncio.get_running_loop()
+        tasks = [asyncio.create_task(ask(peer)) for peer in peers[:MAX_DONORS]]
         start = loop.time()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
@@ -276,14 +285,16 @@ class StateDownload:
     def parse_description(self, peer: PeerID, metadata: dict, min_epoch: int) -> Donor | None:
         """Check a description against this peer's tensors; return None if the state is of an earlier epoch. Raise a
         ValueError if the state differs from this peer's; untrusted bytes can raise any other exception."""
-        epoch, lineage = metadata["epoch"], metadata["lineage"]
+        epoch = metadata["epoch"]
+        lineage = metadata["lineage"]
         if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > state_server.MAX_LINEAGE:
             raise ValueError("the description has no valid epoch and lineage")
         if epoch < min_epoch:
             return None
         if metadata["tensors"] != describe_tensors(info.descriptor for info in self.infos):
             raise ValueError("its tensors have other shapes or types than this peer's")
-        digests, blocks = metadata["digests"], list_blocks(self.infos)
+        digests = metadata["digests"]
+        blocks = list_blocks(self.infos)
         if type(digests) is not bytes or len(digests) != 4 * (1 + NUM_SUMS) * len(blocks):
             raise ValueError(f"the description does not have digests for {len(blocks)} blocks")
         digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 1 + NUM_SUMS)
@@ -313,13 +324,17 @@ class BlockDownload:
     """A download of one state from several donors that have it."""
 
     def __init__(self, donors: Sequence[Donor], averager: StateServer, record_failure: Callable):
-        self.donors, self.infos = list(donors), donors[0].infos
-        self.averager, self.record_failure = averager, record_failure
-        self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
+        self.donors = list(donors)
+        self.infos = donors[0].infos
+        self.averager = averager
+        self.record_failure = record_failure
+        self.tensors = allocate_flat(self.infos)
+        self.blocks = list_blocks(self.infos)
         numbers = donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist()
         #: the donors that are sending each missing block; blocks of zeros, as a new momentum has, are known
         self.missing: dict[int, list[Donor]] = {number: [] for number in numbers}
-        self.start, self.progress = time.monotonic(), averager.download_progress
+        self.start = time.monotonic()
+        self.progress = averager.download_progress
         self.progress.bytes = self.progress.elements = self.progress.milliseconds = 0
         self.progress.total_elements = sum(stop - start for _, start, stop in map(self.blocks.__getitem__, numbers))
 
@@ -375,7 +390,8 @@ class BlockDownload:
 
     async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
         """Download these blocks in one request, and remove those that arrive from `numbers`."""
-        parts, size = [], 0
+        parts = []
+        size = 0
         stream = self.averager.request_state(donor.peer, StateRequest(*donor.key, tuple(numbers)))
         async with contextlib.aclosing(stream):
             async for message in stream:
@@ -390,7 +406,8 @@ class BlockDownload:
                     raise ValueError("the donor sent more data than requested")
                 if len(parts) >= parts[0].chunks:
                     self.complete(donor, numbers, parts)
-                    parts, size = [], 0
+                    parts = []
+                    size = 0
         if numbers:
             raise ValueError(f"the answer ended {len(numbers)} blocks too early")
 
@@ -398,7 +415,8 @@ class BlockDownload:
         """Check the first of these blocks and copy it to its place in `tensors`."""
         index, start, stop = self.blocks[numbers[0]]
         target = self.tensors[index].view(-1)[start:stop]
-        codec, message = self.averager.state_compression, combine_from_streaming(parts)
+        codec = self.averager.state_compression
+        message = combine_from_streaming(parts)
         while hasattr(codec, "choose_compression"):
             codec = codec.choose_compression(self.infos[index])
         if message.compression != codec.compression_type:

@@ -31,16 +31,20 @@ from swarm.averager import VerifyingAverager
 from swarm.log_records import Number, pack, unpack
 
 BLOCK = 2**16  # elements; the unit of requests, checks and retries
-MAX_BLOCKS, MAX_REQUEST_BYTES = 256, 4096  # per request
+MAX_BLOCKS = 256  # per request
+MAX_REQUEST_BYTES = 4096
 MESSAGE = 2**16 + 2**11  # bytes of a message: a block of 8 bits with its scales, or half of one of 16 bits
 MAX_LINEAGE = 64  # bytes
 HASH_BYTES = 8
 NUM_SUMS = 8  # of each block, with different signs
 MIN_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is given up; lower bound
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
-STATE, NOTHING = b"", b"nothing"  # requests of the averager's process to the main process; others are keys of steps
+# requests of the averager's process to the main process; others are keys of steps
+STATE = b""
+NOTHING = b"nothing"
 
-MAX_SERVED_PEERS, MAX_RELAYED_PEERS = 8, 2  # concurrent downloads from a trainer; from a client or an auxiliary peer
+MAX_SERVED_PEERS = 8  # concurrent downloads from a trainer
+MAX_RELAYED_PEERS = 2  # the same from a client or an auxiliary peer
 MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
 UNUSED_TIMEOUT = 30.0  # seconds without a request until a snapshot is dropped
 IN_USE = 5.0  # seconds since its last request in which a snapshot is not replaced, and a peer counts as served
@@ -123,10 +127,15 @@ class StateSnapshot:
     a newer one may replace it, even if a peer still requests blocks from time to time."""
 
     def __init__(self, metadata: dict, tensors: Sequence[torch.Tensor], infos: list[CompressionInfo], hold: float):
-        self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata
-        self.tensors, self.infos, self.blocks = list(tensors), infos, list_blocks(infos)
+        self.epoch = metadata["epoch"]
+        self.lineage = metadata["lineage"]
+        self.is_step = "group" in metadata
+        self.tensors = list(tensors)
+        self.infos = infos
+        self.blocks = list_blocks(infos)
         self.taken = self.last_request = time.monotonic()
-        self.hold, self.used = hold, {}  # by peer: the time of its last download
+        self.hold = hold
+        self.used = {}  # by peer: the time of its last download
         self.description = metadata | {
             "tensors": describe_tensors(tensors),
             "digests": torch.stack([digest(self.read(*block)) for block in self.blocks]).numpy().tobytes(),
@@ -188,7 +197,8 @@ class StateServer(VerifyingAverager):
 
     @lineage.setter
     def lineage(self, value: str) -> None:
-        self._last_lineage.value, self._lineage.value = self._lineage.value, value.encode()
+        self._last_lineage.value = self._lineage.value
+        self._lineage.value = value.encode()
 
     @property
     def donor_timeout(self) -> float:
@@ -205,7 +215,8 @@ class StateServer(VerifyingAverager):
 
     def relay_states(self) -> None:
         """Start to relay the states of clients, on an auxiliary peer."""
-        self.state_sharing_priority, self.allow_state_sharing = RELAY, True
+        self.state_sharing_priority = RELAY
+        self.allow_state_sharing = True
 
     async def _serve_state_as_client(self) -> None:
         name = self._get_handle_name(self.prefix, "rpc_download_state")
@@ -226,7 +237,8 @@ class StateServer(VerifyingAverager):
     async def request_state(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Send a request to a peer, or to a client's relay, and yield the messages of the answer."""
         if relay := self.relays.get(peer):
-            peer, request = relay, replace(request, client=peer.to_bytes())
+            request = replace(request, client=peer.to_bytes())
+            peer = relay
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
         async for message in await stub.rpc_download_state(BytesValue(value=pack(request))):
             self.dht.uplink.count_received(message.ByteSize())
@@ -235,7 +247,8 @@ class StateServer(VerifyingAverager):
     async def rpc_download_state(self, request: BytesValue, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
         # an error, also that of a request that is too long, goes to the caller
-        parsed, peer = unpack(StateRequest, request.value[:MAX_REQUEST_BYTES]), context.remote_id
+        parsed = unpack(StateRequest, request.value[:MAX_REQUEST_BYTES])
+        peer = context.remote_id
         if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
             return
         answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
@@ -270,7 +283,9 @@ class StateServer(VerifyingAverager):
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
-        epoch, lineage, numbers = request.epoch, request.lineage, request.blocks
+        epoch = request.epoch
+        lineage = request.lineage
+        numbers = request.blocks
         if not numbers:
             # an invented step must not cost a copy; the main process may be making the step from the current state
             steps = [self.make_step_key(it) for it in (self._last_lineage.value.decode(), self.lineage)]

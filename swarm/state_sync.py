@@ -19,7 +19,8 @@ class StateSync:
     """The downloads of a peer that has fallen behind, and the backoff between them."""
 
     def __init__(self, tracker: PeerTracker, state_averager: StateAverager):
-        self.tracker, self.state_averager = tracker, state_averager
+        self.tracker = tracker
+        self.state_averager = state_averager
         self.backoff = SyncBackoff()
 
     def load(self, min_epoch: int, contributors: Sequence[bytes], is_synchronous: bool, can_replay: bool) -> str | None:
@@ -57,12 +58,14 @@ class StateSync:
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
         own = dict(contributors=contributors, avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients())
         future = averager.start_download(min_epoch, is_step, timeout=longest, **own, **options)
-        last_report, progress = time.monotonic(), averager.download_progress
+        last_report = time.monotonic()
+        progress = averager.download_progress
         while not STOP_REQUESTED.is_set():
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 return future.result(timeout=0.5)
             if progress.elements and time.monotonic() >= last_report + PROGRESS_PERIOD:
-                last_report, mbits = time.monotonic(), progress.bytes * 8e-3 / max(1, progress.milliseconds)
+                last_report = time.monotonic()
+                mbits = progress.bytes * 8e-3 / max(1, progress.milliseconds)
                 share = progress.elements / progress.total_elements
                 size = f"{progress.bytes / 1e6:.1f} MB at {mbits:.1f} Mbit/s"
                 logger.info(f"downloading the swarm's {'step' if is_step else 'state'}: {share:.0%}, {size}")
@@ -74,12 +77,13 @@ class StateSync:
         if (loaded := self.download(0, self.tracker.list_contributors(), is_step=True)) is None:
             return False
         metadata, gradients = loaded
-        averager, grad_averager = self.state_averager, self.state_averager.grad_averager
-        with grad_averager.get_tensors() as averaged_gradients:
+        averager = self.state_averager
+        with self.state_averager.grad_averager.get_tensors() as averaged_gradients:
             copy_tensors(averaged_gradients, gradients)
-        before, averager.group_id = (averager.local_epoch, averager.lineage), metadata["group"]
+        before = (averager.local_epoch, averager.lineage)
+        averager.group_id = metadata["group"]
         averager.step(increment_epoch=True, optimizer_step=True)
-        grad_averager.last_step = *before, averager.group_id  # for peers that were late as well
+        self.state_averager.grad_averager.last_step = *before, averager.group_id  # for peers that were late as well
         return True
 
     def check_staleness(self) -> None:
@@ -90,7 +94,8 @@ class StateSync:
             self.backoff.stale_downloads = 0
             return
         progress = self.state_averager.download_progress
-        megabytes, seconds = max(1, progress.bytes) / 1e6, max(1, progress.milliseconds) / 1000
+        megabytes = max(1, progress.bytes) / 1e6
+        seconds = max(1, progress.milliseconds) / 1000
         if pause := self.backoff.record_stale_download(self.tracker.view.epoch, seconds, time.monotonic()):
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "

@@ -19,7 +19,9 @@ from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 # Per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB; all of a key fit in 4 MB.
-PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
+PEER_RECORDS = 64
+PEER_BYTES = 2**16
+KEY_BYTES = 3_000_000
 MAX_SENDERS = 1024  # peers whose records a node stores within an hour
 MAX_UNKNOWN = 2  # nodes in an answer that may be invented; a search asks the nearest five
 SEARCH_LIFETIME = 60.0  # seconds until the nearest nodes are searched again, although this node knows no nearer ones
@@ -53,7 +55,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
     def may_store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool) -> bool:
         """Return whether a record belongs to its sender and is within the limits; count it if so."""
         try:
-            subkey, stored, now = self.serializer.loads(tag), self.storage.get(DHTID.from_bytes(key)), get_dht_time()
+            subkey = self.serializer.loads(tag)
+            stored = self.storage.get(DHTID.from_bytes(key))
+            now = get_dht_time()
             # records that hivemind forwards, to new peers and to caches, have no subkey
             if in_cache or sender.to_bytes() != find_subkey_owner(subkey) or expires > now + MAX_RECORD_LIFETIME:
                 raise ValueError("the record belongs to another peer, or expires too late")
@@ -117,8 +121,8 @@ class DHTNode(hivemind.dht.node.DHTNode):
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
         if found_callback is not None:  # a search of `store`: hivemind's asks 20 nodes for the nearest 5
-            [key], table = queries, self.protocol.routing_table
-            near = dict(table.get_nearest_neighbors(key, self.num_replicas, exclude=self.node_id))
+            [key] = queries
+            near = dict(self.protocol.routing_table.get_nearest_neighbors(key, self.num_replicas, exclude=self.node_id))
             if (found := self.searches.get(key)) and found.value == near.keys():
                 options["node_to_peer_id"].update(near)
                 await found_callback(key, [*near], {*near})

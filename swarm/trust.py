@@ -22,7 +22,9 @@ from utils import filter_plausible_records
 # - SILENT: it answers no request. It still counts toward the quorum for a while.
 # - BANNED: it has broken a rule. It does not count before the end of the ban either.
 # - LATE: it reports, but misses rounds. After BAN_SECONDS or LATE_EPOCHS, or a round with it that succeeds, it counts.
-SILENT, BANNED, LATE = "silent", "banned", "late"
+SILENT = "silent"
+BANNED = "banned"
+LATE = "late"
 BAN_SECONDS = 60.0  # of the first ban, each further one takes four times as long
 LATE_EPOCHS = 3  # for which no round waits for a late peer, but BAN_SECONDS at least
 FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next one is a first ban again
@@ -32,7 +34,9 @@ MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then i
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in its averages, weighted by this peer's
 # share of them. A single round proves nothing: an honest gradient can point away from all others.
-TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
+TRUST_EMA_ALPHA = 0.5
+BAN_THRESHOLD = 0.25
+SUSPICION_THRESHOLD = 0.4
 REVERSED_PART = -0.5  # the share in one peer's part, below which that points away
 REVERSED_AVERAGE = -0.3  # the share in the whole average, below which that is not used
 
@@ -51,9 +55,11 @@ class PeerTrust:
     """A peer's record of the others: which have worked, and which do not count for a while."""
 
     def __init__(self, uplink: Uplink, attested: Iterable[bytes] = (), is_auxiliary: bool = False):
-        self.uplink, self.is_auxiliary = uplink, is_auxiliary
+        self.uplink = uplink
+        self.is_auxiliary = is_auxiliary
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
-        self.attested, self.partners = set(attested), set()
+        self.attested = set(attested)
+        self.partners = set()
         #: ids of the voters with updates in the last commits, the only contributors as long as there is a log
         self.active: set[bytes] = set()
         self.absent: dict[bytes, Absence] = {}
@@ -130,7 +136,8 @@ class PeerTrust:
         """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
         last one, unless FORGIVEN_AFTER times its duration has passed since it ended."""
         for peer, violation in violations.items():
-            peer_id, now = peer.to_bytes(), get_dht_time()
+            peer_id = peer.to_bytes()
+            now = get_dht_time()
             last, ended = self.last_bans.get(peer_id, (0.0, 0.0))
             if now < ended:
                 continue
@@ -180,7 +187,8 @@ class RoundTrust:
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
         #: rounds that each peer has broken, less those with it that succeeded in time, and the number of the latter
-        self.broken_rounds, self.rounds = Counter(), Counter()
+        self.broken_rounds = Counter()
+        self.rounds = Counter()
         self.leaders: dict[PeerID, PeerID] = {}  # of the first round in which a peer sent nothing, since it was in time
 
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:

@@ -24,14 +24,20 @@ CATCH_UP = 0.02  # seconds of sending that a busy core has missed, and which are
 ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
 PAUSE = 0.5  # seconds after the last message in which sending, or a round, counts as in progress
 
-POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two polls, with traffic and without
+POLL_INTERVAL = 0.5  # seconds between two polls with traffic
+IDLE_POLL_INTERVAL = 5.0  # the same without traffic
 PROBES = 3  # pings at each poll; the fastest answer counts: others' uplinks may be full
 # Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
-STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
+STALL_DELAY = 0.25
+HIGH_QUEUE_DELAY = 0.08
+LOW_QUEUE_DELAY = 0.04
 # Factors of the rate, at one poll. A rate 5 % above the uplink's made a round of 16 s one of 22. So after a queue, the
 # rate grows slowly at first: by more at each poll than at the one before.
-MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
-MAX_RECOVERY, RECOVERY_STEP = 1.2, 0.02  # the same until the rate before a drain is back
+MAX_RAISE = 1.05
+RAISE_STEP = 2e-4
+LOWER = 0.94
+MAX_RECOVERY = 1.2  # the same until the rate before a drain is back
+RECOVERY_STEP = 0.02
 RATE_COOLDOWN_POLLS = 5  # polls until a lower rate shows, because the queue has to drain first
 # QUIC takes seconds to slow down, and the daemon holds megabytes meanwhile.
 MAX_DRAIN = 60.0  # seconds to wait for any answer
@@ -47,13 +53,16 @@ MIN_RATE = 1e4  # bytes/s
 
 MIN_RTT = 0.1  # seconds; shorter ones count as this
 RTT_TIMEOUT_FACTOR = 6  # times the longest recent RTT, until an answer is no longer expected
-MIN_RESPONSE_TIMEOUT, MAX_RESPONSE_TIMEOUT = 1.5, 15.0  # seconds
+MIN_RESPONSE_TIMEOUT = 1.5  # seconds
+MAX_RESPONSE_TIMEOUT = 15.0
 MAX_REQUEST_TIMEOUT = 10.0  # seconds; while a peer waits for an answer, others wait for its own
 # A share of the epoch, and seconds: after a long epoch, a round without busy peers costs more than waiting for them.
-MATCHMAKING_SHARE, MAX_MATCHMAKING = 0.08, 15.0
+MATCHMAKING_SHARE = 0.08
+MAX_MATCHMAKING = 15.0
 MAX_CLAIMED_ROUND = 200.0  # seconds of a round that timeouts follow on the word of other peers
 # A share of the epoch, and seconds: a peer that is cut off, usually for seconds, would step to a state of its own.
-GRACE_SHARE, MAX_GRACE = 0.25, 60.0
+GRACE_SHARE = 0.25
+MAX_GRACE = 60.0
 
 
 @dataclass
@@ -98,19 +107,26 @@ class Uplink:
     def __init__(self):
         self.lock = multiprocessing.Lock()
         shared = multiprocessing.RawValue
-        self._sent, self._received = shared(c_longlong), shared(c_longlong)  # bytes so far, see `traffic`
+        self._sent = shared(c_longlong)  # bytes so far, see `traffic`
+        self._received = shared(c_longlong)
         #: the pace, and its upper bound if the user has set one
-        self._rate, self._limit = shared(c_double, 0), shared(c_double, math.inf)
+        self._rate = shared(c_double, 0)
+        self._limit = shared(c_double, math.inf)
         #: when all data handed over so far has left; when the background may continue
-        self._free_at, self._background_at = shared(c_double), shared(c_double)
+        self._free_at = shared(c_double)
+        self._background_at = shared(c_double)
         #: when a round last sent; when this peer began to send after a pause
-        self._round_at, self._began = shared(c_double), shared(c_double)
+        self._round_at = shared(c_double)
+        self._began = shared(c_double)
         self._is_paused = shared(c_bool)  # whether nothing is sent until a long queue has drained
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
         self._rtts: deque[float] = deque(maxlen=2 * PROBES)  # the last ones, in the DHT's process
         # polls of a full uplink since the last queue; polls until it has drained; the last rates; that before a drain
-        self._polls_since_queue, self._settling, self._rates, self._lost = math.inf, 0, deque(maxlen=4), 0.0
+        self._polls_since_queue = math.inf
+        self._settling = 0
+        self._rates = deque(maxlen=4)
+        self._lost = 0.0
 
     # --- rate
 
@@ -137,7 +153,8 @@ class Uplink:
         """Reserve the uplink's next free time for this many bytes, and return the seconds until then. If these are
         negative, it is not their turn: call again after that many seconds."""
         with self.lock:
-            now, rate = time.monotonic(), self._rate.value
+            now = time.monotonic()
+            rate = self._rate.value
             if self._is_paused.value:
                 return -0.05  # seconds until the next try
             if is_urgent:
@@ -200,7 +217,8 @@ class Uplink:
         """Record the RTT of a small message. The third-longest of the last six counts: the two longest may be of one
         peer. It at most doubles, because a frozen peer answers when it is back, and decays by a tenth at most."""
         self._rtts.append(seconds)
-        rtt, seconds = self._times["rtt"], sorted(self._rtts)[-PROBES:][0]
+        rtt = self._times["rtt"]
+        seconds = sorted(self._rtts)[-PROBES:][0]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
 
     # --- polls
@@ -210,18 +228,22 @@ class Uplink:
         shortest: dict[PeerID, float] = {}
         pings: dict[PeerID, asyncio.Task] = {}
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
-        sent, polled, peak = self._sent.value, time.monotonic(), 0.0  # the peak is the highest share since `empty`
+        sent = self._sent.value
+        polled = time.monotonic()
+        peak = 0.0  # the highest share since `empty`
         empty = sent, polled  # when there was no queue
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
-            now, peers = time.monotonic(), choose_peers(node)
+            now = time.monotonic()
+            peers = choose_peers(node)
             seconds = max(POLL_INTERVAL / 2, now - max(polled, self._began.value))
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
             has_traffic = share > 0.02  # messages of the log alone make no queue
             if not peers or not has_traffic and now < polled + IDLE_POLL_INTERVAL:
                 continue
-            sent, polled = self._sent.value, now
+            sent = self._sent.value
+            polled = now
             pings = {peer: ping for peer, ping in pings.items() if not ping.done()}  # a late answer is not a sample
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in pings}
             pings |= fresh
@@ -235,17 +257,20 @@ class Uplink:
             excess = min((delay - shortest[peer] for peer, (delay, _) in answers.items()), default=POLL_INTERVAL)
             if has_traffic:
                 delays.append(max(0.0, excess - lag))  # busy cores are no queue
-                queue, peak = min(delays[-2], delays[-1]), max(peak, share)  # a lost packet makes one answer late
+                queue = min(delays[-2], delays[-1])  # a lost packet makes one answer late
+                peak = max(peak, share)
                 # QUIC keeps a short queue itself, and then sends less
                 is_held_back = share < MIN_UTILIZATION and min(delays) > HIGH_QUEUE_DELAY
                 if peak < MIN_UTILIZATION or queue < STALL_DELAY and not is_held_back:
                     self.adjust(queue, share)
                 else:
                     await self.drain(node, *empty)
-                    sent, polled = self._sent.value, time.monotonic()
+                    sent = self._sent.value
+                    polled = time.monotonic()
                     delays.extend([0.0] * HELD_BACK_POLLS)
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
-                empty, peak = (sent, polled), 0.0
+                empty = (sent, polled)
+                peak = 0.0
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
@@ -257,7 +282,9 @@ class Uplink:
         self._settling = max(0, self._settling - 1)
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
             rate = LOWER * min(self._rates)  # it began some polls ago
-            self._polls_since_queue, self._settling, self._lost = 0, RATE_COOLDOWN_POLLS, FORGET * self._lost
+            self._polls_since_queue = 0
+            self._settling = RATE_COOLDOWN_POLLS
+            self._lost = FORGET * self._lost
             with self.lock:  # let it drain
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
         elif queue < LOW_QUEUE_DELAY and share > (RECOVERY_SHARE if rate < RECOVERED * self._lost else 0.85):
@@ -269,7 +296,10 @@ class Uplink:
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
         """Send nothing until pings are answered again. Then continue at the rate at which the uplink has carried data
         since the last time without a queue (`since`, after `sent` bytes): it is much slower than the old rate."""
-        self._is_paused.value, held, received, answers = True, time.monotonic(), self._received.value, 0
+        self._is_paused.value = True
+        held = time.monotonic()
+        received = self._received.value
+        answers = 0
         try:
             while not answers and time.monotonic() < held + MAX_DRAIN and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow
@@ -285,7 +315,9 @@ class Uplink:
             if answers and (time.monotonic() < held + MAX_RESPONSE_TIMEOUT or self._received.value > received):
                 carried = await self.measure_drain(sent, max(since, self._began.value))
                 # if it was the route and not the uplink, it is faster soon
-                self._polls_since_queue, self._settling, self._lost = 0, 0, max(FORGET * self._lost, self._rate.value)
+                self._polls_since_queue = 0
+                self._settling = 0
+                self._lost = max(FORGET * self._lost, self._rate.value)
                 self._rate.value = max(min(carried, LOWER * self._rate.value), MIN_RATE)
                 self._rates.clear()
         finally:
@@ -294,11 +326,17 @@ class Uplink:
     async def measure_drain(self, sent: int, since: float) -> float:
         """Wait until the daemon holds no more data, and return the rate since these bytes were sent; if that takes
         longer than MAX_FLUSH, return the rate at which bytes, those of other programs included, leave this machine."""
-        leaving, now, left = deque([math.inf], maxlen=3), time.monotonic(), count_left()
-        end, flushed = now + MAX_FLUSH, max(FLUSHED * self._rate.value, MIN_RATE)
+        leaving = deque([math.inf], maxlen=3)
+        now = time.monotonic()
+        left = count_left()
+        end = now + MAX_FLUSH
+        flushed = max(FLUSHED * self._rate.value, MIN_RATE)
         while leaving[-1] > flushed and now < end:
             await asyncio.sleep(POLL_INTERVAL)
-            last, last_left, now, left = now, left, time.monotonic(), count_left()
+            last = now
+            last_left = left
+            now = time.monotonic()
+            left = count_left()
             leaving.append((left - last_left) / (now - last))
         drained = (self._sent.value - sent) / max(POLL_INTERVAL, now - POLL_INTERVAL - since)
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))

@@ -85,6 +85,14 @@ def test_scripts_are_executable():
             assert text.startswith("#!/usr/bin/env python\n") and os.access(path, os.X_OK), path.name
 
 
+def test_statements_assign_one_thing():
+    """`a, b = x, y` hides the second assignment."""
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                assert not isinstance(node.targets[0], ast.Tuple), f"{path.name}:{node.lineno}"
+
+
 def list_swarm() -> list:
     return sorted(path for path in FILES if path.parent == ROOT / "swarm")
 
@@ -125,10 +133,10 @@ def count_lines(paths) -> int:
 
 
 def test_sizes_stay_within_their_budgets():
-    assert count_lines(list_swarm()) <= 8755
-    assert count_lines([ROOT / "run_trainer.py"]) <= 155
-    assert count_lines([ROOT / "callback.py"]) <= 218
-    assert count_lines([ROOT / "utils.py"]) <= 241
+    assert count_lines(list_swarm()) <= 9105
+    assert count_lines([ROOT / "run_trainer.py"]) <= 157
+    assert count_lines([ROOT / "callback.py"]) <= 237
+    assert count_lines([ROOT / "utils.py"]) <= 243
     classes = [node for node in parse(ROOT / "swarm/optimizer.py").body if isinstance(node, ast.ClassDef)]
     optimizer = next(cls for cls in classes if cls.name == "CollaborativeOptimizer")
     methods = [node for node in optimizer.body if isinstance(node, ast.FunctionDef)]

@@ -37,7 +37,8 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
     """
     if KINDS[corpus.get("objective", PAIRS.name)].is_masked:
         DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
-    stored, most = corpus["seq_length"], args.max_sequence_length
+    stored = corpus["seq_length"]
+    most = args.max_sequence_length
     if min(stored, most or stored) > positions:
         source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
         cure = f"add --max_sequence_length {positions}"
@@ -136,8 +137,11 @@ class BatchLoader:
     """
 
     def __init__(self, split: IndexedSplit, collator: DataCollator, batch_size: int, seed: int, num_workers: int):
-        self.split, self.collator, self.num_workers = split, collator, num_workers
-        self.batch_size, self.seed = batch_size, seed
+        self.split = split
+        self.collator = collator
+        self.num_workers = num_workers
+        self.batch_size = batch_size
+        self.seed = seed
         self.sequence_length: int | None = None
 
     def __iter__(self) -> Iterator[dict]:
@@ -171,12 +175,17 @@ class StreamedBatches:
         stop: threading.Event | None,
         state: dict | None,
     ):
-        self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
-        self.stop, self.state = stop, state
+        self.dataset = dataset
+        self.collator = collator
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.stop = stop
+        self.state = state
         self.sequence_length = dataset.seq_length
 
     def __iter__(self) -> Iterator[dict]:
-        dataset, saved = self.dataset, self.state
+        dataset = self.dataset
+        saved = self.state
         own = {"seed": dataset.seed, "batch_size": self.batch_size, "shuffle_buffer": dataset.shuffle_buffer}
 
         def hand_out() -> Iterator[tuple]:
@@ -195,7 +204,8 @@ class StreamedBatches:
             return not is_short
 
         largest = max(dataset.shuffle_buffer, self.batch_size)
-        size, taken = min(4 * self.batch_size, largest), 0
+        size = min(4 * self.batch_size, largest)
+        taken = 0
         if saved:
             size = max(saved["pool_size"], self.batch_size)
             taken = saved["taken"] if all(saved[name] == value for name, value in own.items()) else 0
@@ -203,12 +213,17 @@ class StreamedBatches:
         while gather(pool, size):
             begin = pool[0][0]
             columns, lengths = join_parts([part for _, *part in pool])
-            seed, next_size, next_pool = [dataset.seed, begin["documents"]], min(2 * size, largest), []
+            seed = [dataset.seed, begin["documents"]]
+            next_size = min(2 * size, largest)
+            next_pool = []
             batches = group_by_length(lengths // 8, self.batch_size, np.random.default_rng(seed))
             for number in range(taken, len(batches)):
                 if not gather(next_pool, next_size * (number + 1) // len(batches)):
                     return
                 self.state = {**own, **begin, "pool_size": size, "taken": number + 1}
-                longest, generator = self.sequence_length, np.random.default_rng([*seed, number])
+                longest = self.sequence_length
+                generator = np.random.default_rng([*seed, number])
                 yield self.collator.collate(*take_rows(columns, lengths, batches[number]), generator, longest)
-            pool, size, taken = next_pool, next_size, 0
+            pool = next_pool
+            size = next_size
+            taken = 0

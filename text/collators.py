@@ -30,14 +30,17 @@ def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> Sequ
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
-    sizes, kept = lengths[:, None], np.minimum(lengths, sequence_length)[:, None]
+    sizes = lengths[:, None]
+    kept = np.minimum(lengths, sequence_length)[:, None]
     if "token_type_ids" in flat:
         second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
         first = lengths - second
         kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
         kept_first = np.minimum(first, sequence_length - kept_second)
-        sizes, kept = np.stack([first, second], axis=1), np.stack([kept_first, kept_second], axis=1)
-    sizes, last = sizes.ravel(), int("special_tokens_mask" in flat)
+        sizes = np.stack([first, second], axis=1)
+        kept = np.stack([kept_first, kept_second], axis=1)
+    sizes = sizes.ravel()
+    last = int("special_tokens_mask" in flat)
     positions = count_within(sizes)
     is_kept = (positions < (kept.ravel() - last).repeat(sizes)) | (last * (positions + 1) == sizes.repeat(sizes))
     flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
@@ -46,7 +49,8 @@ def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> Sequ
 
 def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> Sequences:
     """Return some of the rows that are joined end to end: their columns, as int64, and their lengths."""
-    begins, taken = np.cumsum(lengths) - lengths, lengths[rows]
+    begins = np.cumsum(lengths) - lengths
+    taken = lengths[rows]
     places = begins[rows].repeat(taken) + count_within(taken)
     chosen = {name: rows if name == "sentence_order_label" else places for name in flat}
     return {name: values[chosen[name]].astype(np.int64) for name, values in flat.items()}, taken
@@ -113,7 +117,8 @@ class DataCollatorForWholeWordMask(DataCollator):
     ):
         super().__init__(tokenizer, pad_to_multiple_of)
         self.padding["token_type_ids"] = 0
-        self.mlm_probability, self.mask_id = mlm_probability, tokenizer.mask_token_id
+        self.mlm_probability = mlm_probability
+        self.mask_id = tokenizer.mask_token_id
         self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)

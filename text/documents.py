@@ -157,7 +157,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
 
     :param is_strict: whether to refuse rows with more columns than the header, and quotation marks that csv forbids
     """
-    text, kinds = read_text(path), find_kinds(path)
+    text = read_text(path)
+    kinds = find_kinds(path)
     if kinds & {".csv", ".tsv"}:
         csv.field_size_limit(2**31 - 1)
         delimiter = "\t" if ".tsv" in kinds else ","
@@ -300,7 +301,9 @@ def make_instances(
     """
     sentences = list(itertools.chain.from_iterable(documents))
     encodings = iter(encoder.encode_batch_fast(sentences, add_special_tokens=False))
-    rows, first_lengths, labels = [], [], []
+    rows = []
+    first_lengths = []
+    labels = []
     for document, generator in zip(documents, generators, strict=True):
         ids = [next(encodings).ids for _ in document]
         for first, second, label in make_sentence_pairs(ids, seq_length, generator):
@@ -330,9 +333,11 @@ def encode_documents(documents: Documents, kind: InstanceKind, tokenizer, encode
     document, and a line break joins paragraphs.
     """
     joint, end = (" ", tokenizer.sep_token_id) if kind.is_masked else ("\n", tokenizer.eos_token_id)
-    texts, are_last = [], []
+    texts = []
+    are_last = []
     for document in documents:
-        parts, size = [[]], 0
+        parts = [[]]
+        size = 0
         for paragraph in document:
             if size >= PART_CHARACTERS:
                 parts.append([""])  # joined to the previous part
@@ -398,10 +403,12 @@ def pack_conversations(columns: Columns, lengths: np.ndarray, seq_length: int) -
     :returns: the columns of the sequences, joined end to end, their lengths, and the number of conversations without a
         label in these tokens, which are dropped
     """
-    positions, numbers = count_within(lengths), np.arange(len(lengths)).repeat(lengths)
+    positions = count_within(lengths)
+    numbers = np.arange(len(lengths)).repeat(lengths)
     is_labelled = (columns["labels"] != IGNORED_LABEL) & (positions < seq_length)
     is_kept = np.bincount(numbers[is_labelled], minlength=len(lengths)) > 0
-    sizes, room = [], 0
+    sizes = []
+    room = 0
     for length in np.minimum(lengths, seq_length)[is_kept]:
         if length > room:
             sizes.append(0)

@@ -22,7 +22,8 @@ logger = logging.getLogger("http")
 
 STALL_SECONDS = 30.0  # for each piece of an answer
 LEAST_SPEED = 1000  # bytes per second
-FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0  # seconds between two attempts
+FIRST_DELAY = 0.5  # seconds between the first two attempts
+LONGEST_DELAY = 10.0
 TEMPORARY_ANSWERS = {408, 425, 429}  # also 500 to 599
 MOST_REDIRECTS = 10
 KEEP_FREE = 10**9  # bytes of the disk that stay free for other programs
@@ -53,7 +54,8 @@ async def download(url: str, partial: Path, patience: float) -> None:
     :param patience: the seconds without a byte, over all attempts, before it fails; slower than LEAST_SPEED counts
     :raises HttpError: the file cannot be downloaded
     """
-    delay, reason = FIRST_DELAY, f"fewer than {LEAST_SPEED:,} bytes a second came"
+    delay = FIRST_DELAY
+    reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
     client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
     try:
         # httpx's own timeouts restart at each byte
@@ -107,9 +109,11 @@ async def receive(
                 raise HttpError("has changed in the meantime: try again")
         else:
             length = response.headers.get("Content-Length")
-            begin, facts = 0, {"size": int(length) if length else None, "etag": tag}
+            begin = 0
+            facts = {"size": int(length) if length else None, "etag": tag}
             facts_file.write_text(json.dumps(facts))
-        bar.total, bar.n = facts["size"], begin
+        bar.total = facts["size"]
+        bar.n = begin
         with open(partial, "ab" if begin else "wb") as file:
             async for piece in response.aiter_raw():
                 check_room(partial.parent, len(piece))

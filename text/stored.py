@@ -23,7 +23,8 @@ def load_tokenized_dataset(path: str | Path, tokenizer, kind: InstanceKind | Non
         raise UserError(f"no dataset in {path}: make it with {command}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
-        dataset, stored = load_from_disk(str(path)), KINDS[corpus.get("objective", PAIRS.name)]
+        dataset = load_from_disk(str(path))
+        stored = KINDS[corpus.get("objective", PAIRS.name)]
         kind = kind or stored
         columns = [name for name in stored.columns if kind.has_pairs or name != "sentence_order_label"]
         splits = {name: dataset[name].select_columns(columns) for name in ("train", "validation")}

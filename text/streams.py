@@ -57,10 +57,12 @@ PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
 HTTP_BLOCK = 2**20  # bytes of a request
 TEXT_BYTES = 10_000  # of a text file, for one document, which ends at a blank line
-CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # the maximum that a worker gets at a time: a tenth of a second
+CHUNK_CHARACTERS = 100_000  # the maximum that a worker gets at a time: a tenth of a second
+CHUNK_DOCUMENTS = 256
 READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # the wait for a source before the others continue without it
-START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a record, over all attempts, before a file is skipped
+PATIENCE = 600.0  # seconds without a record, over all attempts, before a file is skipped
+START_PATIENCE = 20.0  # the same at the start
 EMPTY_SECONDS = 60.0  # until the next pass over a source without any text
 BAD_START = 100  # broken records at the beginning of a source that make the start fail
 
@@ -151,13 +153,15 @@ def read_lines(file: BinaryIO, is_packed: bool, part: tuple[int, int]) -> Iterat
 
 def join_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
     """Yield documents of at least TEXT_BYTES, to a blank line, or twice as many."""
-    kept, size = [], 0
+    kept = []
+    size = 0
     for line in lines:
         kept.append(line)
         size += len(line)
         if size >= TEXT_BYTES and (line.isspace() or size >= 2 * TEXT_BYTES):
             yield b"".join(kept)
-            kept, size = [], 0
+            kept = []
+            size = 0
     if kept:
         yield b"".join(kept)
 
@@ -201,7 +205,8 @@ class Source:
         self.name = self.name or paths[0]
         suffix = re.sub(r"\.(gz|xz|zst)$", "", paths[0].partition("?")[0]).rpartition(".")[2].lower()
         self.format = self.format or FORMATS.get(suffix, "hub")
-        self.files, self.dataset = [], None
+        self.files = []
+        self.dataset = None
         for path in paths if self.format != "hub" else []:
             is_pattern = glob.has_magic(path) and not is_url(path) and not os.path.exists(path)
             self.files += sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
@@ -262,13 +267,15 @@ class Source:
         self, index: int, key: list[int], position: Position, stop: threading.Event, patience: float
     ) -> Iterator[Read]:
         """Yield like read_pass, to the end of a file; continue at the same position if its server fails."""
-        delay, deadline = FIRST_DELAY, time.monotonic() + patience
+        delay = FIRST_DELAY
+        deadline = time.monotonic() + patience
         while True:
             try:
                 for text, after in self.read_parts(index, key, position):
                     position = after
                     yield text, position
-                    delay, deadline = FIRST_DELAY, time.monotonic() + patience
+                    delay = FIRST_DELAY
+                    deadline = time.monotonic() + patience
                 return
             except READ_ERRORS as e:
                 reason, is_temporary = explain_failure(e)
@@ -320,7 +327,8 @@ class Source:
 
     def find_problem(self) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
-        problem, deadline = "", time.monotonic() + START_PATIENCE
+        problem = ""
+        deadline = time.monotonic() + START_PATIENCE
         try:
             records = self.read_pass(0, Position(), threading.Event(), START_PATIENCE)
             for text, _ in itertools.islice(records, BAD_START):
@@ -370,7 +378,10 @@ class Reader(threading.Thread):
 
     def __init__(self, source: Source, seed: int, position: Position, stop: threading.Event):
         super().__init__(daemon=True)
-        self.source, self.seed, self.position, self.stop = source, seed, position, stop
+        self.source = source
+        self.seed = seed
+        self.position = position
+        self.stop = stop
         self.ahead = queue.Queue(READ_AHEAD)
         self.is_late = False
         self.start()
@@ -409,15 +420,18 @@ def stream_documents(
 
     :param interrupted: an event that ends the iteration
     """
-    interrupted, stop = interrupted or threading.Event(), threading.Event()
+    interrupted = interrupted or threading.Event()
+    stop = threading.Event()
     state = state or {"documents": 0, "positions": {}}
-    positions, count = state["positions"], state["documents"]
+    positions = state["positions"]
+    count = state["documents"]
     readers = [Reader(source, seed, Position(*positions.get(source.name, ())), stop) for source in sources]
     try:
         while True:
             state = {"documents": count, "positions": {r.source.name: list(r.position) for r in readers}}
             generator = np.random.default_rng([seed, count])
-            chunk, characters = [], 0
+            chunk = []
+            characters = 0
             while characters < CHUNK_CHARACTERS and len(chunk) < CHUNK_DOCUMENTS:
                 if (taken := take_document(readers, generator, interrupted)) is None:
                     return
@@ -442,7 +456,8 @@ def take_document(
         is_ready = np.array([not reader.is_late for reader in readers])
         chances = weights * is_ready if is_ready.any() else weights
         chosen = int(generator.choice(len(weights), p=chances / chances.sum()))
-        reader, deadline = readers[chosen], time.monotonic() + LATE_SECONDS * is_ready.any()
+        reader = readers[chosen]
+        deadline = time.monotonic() + LATE_SECONDS * is_ready.any()
         while not interrupted.is_set():
             with contextlib.suppress(queue.Empty):
                 return chosen, reader.take(seconds=0.1)
@@ -463,7 +478,8 @@ class TrainingDataset(ChunkEncoder):
 
     def __init__(self, sources: list[Source], tokenizer, kind: InstanceKind, seq_length: int, shuffle_buffer: int):
         super().__init__(tokenizer, kind, seq_length, seed=0)
-        self.sources, self.shuffle_buffer = sources, shuffle_buffer
+        self.sources = sources
+        self.shuffle_buffer = shuffle_buffer
 
     def count_records(self) -> dict[str, dict[str, int]]:
         """Return the numbers of documents and broken records of each source that this process has read."""

@@ -44,7 +44,8 @@ VALIDATION_FRACTION = 0.05  # share of documents, unless a split exists
 
 def make_dataset(source: str, splits: dict[str, Documents], tokenizer, folder: Path, args) -> dict:
     """Tokenize the splits into a folder, and return the contents of its corpus.json."""
-    tables, counts = tokenize_splits(splits, tokenizer, args), {name: len(part) for name, part in splits.items()}
+    tables = tokenize_splits(splits, tokenizer, args)
+    counts = {name: len(part) for name, part in splits.items()}
     corpus = describe_corpus(tables, tokenizer, args) | {"documents": counts, "source": source}
     write_dataset(tables, corpus, folder)
     return corpus
@@ -75,7 +76,10 @@ class ChunkEncoder:
     """An encoder of documents for workers: to columns, joined end to end, and lengths, or to ids for blocks."""
 
     def __init__(self, tokenizer, kind: InstanceKind, seq_length: int, seed: int):
-        self.tokenizer, self.kind, self.seq_length, self.seed = tokenizer, kind, seq_length, seed
+        self.tokenizer = tokenizer
+        self.kind = kind
+        self.seq_length = seq_length
+        self.seed = seed
         # for text of any length, in which "[SEP]" is ordinary text too
         self.encoder = copy.deepcopy(tokenizer.backend_tokenizer)
         self.encoder.no_truncation()
@@ -142,13 +146,15 @@ def join_parts(parts: list[Sequences]) -> Sequences:
 
 def make_chunks(documents: Documents, language: str) -> Iterator[list[tuple[int, list[str], str]]]:
     """Yield lists of documents for ChunkEncoder, each of about CHUNK_CHARACTERS characters."""
-    chunk, size = [], 0
+    chunk = []
+    size = 0
     for index, document in enumerate(documents):
         chunk.append((index, document, language))
         size += sum(map(len, document))
         if size >= CHUNK_CHARACTERS:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
@@ -198,7 +204,8 @@ def load_hub_splits(
     :param name: the name of a dataset on the Hub or of a folder, and optionally that of its configuration
     :param alternative: the flags that need no connection, for the error text
     """
-    what, is_folder = f"the dataset {name[0]}", Path(name[0]).is_dir()
+    what = f"the dataset {name[0]}"
+    is_folder = Path(name[0]).is_dir()
     with contextlib.nullcontext() if is_folder else hub(what, alternative):
         import datasets  # not earlier, because it decides at import whether it is offline
 

@@ -127,7 +127,8 @@ def train_tokenizer(documents: Documents, args):
     flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
     trained = train_like(AlbertTokenizer(**flags), itertools.chain.from_iterable(documents), args)
     vocabulary = json.loads(trained.backend_tokenizer.to_str())["model"]["vocab"]
-    special, pieces = vocabulary[:5], vocabulary[5:]
+    special = vocabulary[:5]
+    pieces = vocabulary[5:]
     if not pieces:
         raise UserError("too little text to train a tokenizer: give more text, or use --tokenizer")
 

@@ -66,7 +66,8 @@ def save_model(
         disable_progress_bar()  # "Writing model shards" would clutter the log at each checkpoint
         write_weights(model, state and state["model"], unfinished)
         if state is not None:
-            weights, written = state["model"], load_weights(unfinished).keys()
+            weights = state["model"]
+            written = load_weights(unfinished).keys()
             stored = {name for name in weights if find_plain_name(name) in written}
             # by address, because safetensors keeps only one of the names of tied weights
             places = {weights[name].data_ptr() for name in stored}
@@ -125,7 +126,8 @@ def save_checkpoint(
 
     :param extra_files: see `save_model`; default: the model's card
     """
-    output_dir, epoch = Path(output_dir), state["local_epoch"]
+    output_dir = Path(output_dir)
+    epoch = state["local_epoch"]
     try:
         set_aside(output_dir, epoch)
     except OSError as e:
@@ -149,9 +151,11 @@ def is_known(model) -> bool:
 
 def write_code(model, place: str | Path) -> str:
     """Return Python code that opens the saved model at `place`, and prints a prediction if a pipeline supports it."""
-    objective, kind = model.objective, type(model)
+    objective = model.objective
+    kind = type(model)
     how = f'"{place}"' + (", trust_remote_code=True" if model.is_remote_code() else "")
-    imports, load = "", ""
+    imports = ""
+    load = ""
     if not is_known(model):
         imports = f"# in the folder of the training code\nfrom {kind.__module__} import {kind.__name__}\n"
         load = f'\nmodel = {kind.__name__}.from_pretrained("{place}")'
@@ -195,7 +199,8 @@ def load_state(path: str | Path) -> dict:
     """Return the training state in a checkpoint's folder, or raise a CheckpointError."""
     path = Path(path)
     check_files(path)
-    state, weights = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True), load_weights(path)
+    state = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True)
+    weights = load_weights(path)
     # states of earlier versions have no list of stored names: all files' weights count
     stored = {name: weights[find_plain_name(name)] for name in state.pop("stored", weights)}
     state["model"] = stored | state.get("model", {})
@@ -338,7 +343,8 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     for name, tensor in own.items():
         if id(tensor) not in found:
             raise CheckpointError(f"{problem}: it has no {name}")
-        shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
+        shape = list(tensor.shape)
+        saved_shape = list(found[id(tensor)].shape)
         if shape != saved_shape:
             reason = f"{name} is {saved_shape} there, {shape} here"
             raise CheckpointError(f"{problem} (see --config_path, --tokenizer_path): {reason}")
@@ -349,7 +355,8 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
             raise CheckpointError(f"{problem} (see --seed, --model_name_or_path): {reason}")
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{problem}: it has {unknown[0]}")
-    saved, ours = state.get("architecture"), describe_architecture(model)
+    saved = state.get("architecture")
+    ours = describe_architecture(model)
     # states of earlier versions have no objective after the model's type, and a digest of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:

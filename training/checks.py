@@ -54,7 +54,8 @@ def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1,
     message = f"{files:,} at most" if files < math.inf else "no limit"
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
     checks = [Check("open files", message, hint, "ok" if files >= ENOUGH_FILES else "warning")]
-    free, count = psutil.virtual_memory().available, parameters + frozen
+    free = psutil.virtual_memory().available
+    count = parameters + frozen
     needed = HOST_BYTES_PER_PARAMETER * parameters + FROZEN_BYTES_PER_PARAMETER * frozen
     message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {count:,} parameters, and batches"
     hint = "end other programs, add swap, or train a smaller --config_path"
@@ -64,7 +65,8 @@ def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1,
     checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
-        free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
+        free = shutil.disk_usage("/dev/shm").free
+        needed = SHARED_BYTES_PER_PARAMETER * parameters
         message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
         hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
         checks.append(Check("shared memory", message, hint, "fatal" if free < needed else "ok"))

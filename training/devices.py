@@ -48,7 +48,8 @@ PEAK_TFLOPS = {
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
     """Return the devices that --device and --num_devices select. On a CPU, each stands for one training process."""
     # counts by the driver's management library; is_available() would initialize CUDA
-    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    accelerator = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
     present = accelerator.type if count else "cpu"
     default = "cuda" if present == "cuda" else "cpu"
     device = torch.device(default if args.device == "auto" else args.device)
@@ -145,7 +146,8 @@ def make_trial_batch(
     stored = corpus["seq_length"]
     length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))
     filled = batch["attention_mask"].sum(1)
-    row, columns = filled.argmax(), torch.arange(length) % filled.max()
+    row = filled.argmax()
+    columns = torch.arange(length) % filled.max()
     return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
 
 
@@ -164,7 +166,8 @@ def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> in
     It takes the memory of a step in half precision: neither the precision nor a GPU's attention kernel changes the
     count. The counter does not know the fused attention of the CPU.
     """
-    counter, autocast = FlopCounterMode(display=False), torch.autocast(device.type)
+    counter = FlopCounterMode(display=False)
+    autocast = torch.autocast(device.type)
     kernel = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
     with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, counter:
         time_pass(model, move_batch(batch, device), autocast)
@@ -217,8 +220,11 @@ def find_batch_size(
     :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
     :param copies: the number of copies of the trained parameters that the device will have to hold later
     """
-    best, best_seconds, size = 0, float("inf"), 1
-    at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
+    best = 0
+    best_seconds = float("inf")
+    size = 1
+    at_start = measure_memory(device)
+    sharing = 1 if device.type == "cuda" else num_devices
     later = [torch.empty_like(it) for it in model.parameters() if it.requires_grad for _ in range(copies)]
     with leave_no_trace(model, device):
         while size <= max(1, largest_step):
@@ -237,7 +243,9 @@ def find_batch_size(
             is_faster = size / seconds > 1.05 * best / best_seconds
             if best and (used > MAX_MEMORY_SHARE or seconds > MAX_PASS_SECONDS or (seconds > 0.25 and not is_faster)):
                 break
-            best, best_seconds, size = size, seconds, 2 * size
+            best = size
+            best_seconds = seconds
+            size = 2 * size
         del later
     if not best:
         raise UserError("one sample does not fit into this device's memory: use another device or a smaller model")
@@ -265,7 +273,8 @@ def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractC
     model.sum_token_losses = torch.compile(model.sum_token_losses, dynamic=True)
     # a length of its own, because the compiler would take it for the hidden size if they were equal
     batch = {name: tensor[:, :-1] if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
-    full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
+    full = stretch_batch(batch, 2)
+    padded = stretch_batch(batch, 2)
     padded["attention_mask"][0, -1] = 0  # batches without padding have no mask, see move_batch
     full.pop("position_ids", None)  # as for batches without packed documents
     if "position_ids" in padded:

@@ -51,7 +51,8 @@ def evaluate(
             if has_bytes:
                 sums["bytes"] += count_bytes(batch["labels"], tokenizer)
             batch = move_batch(batch, device)
-            losses, labels = compute_losses(model, batch), len(batch["labelled_positions"])
+            losses = compute_losses(model, batch)
+            labels = len(batch["labelled_positions"])
             sums["loss"] += losses["token_loss"] * labels
             sums["correct"] += losses["correct"]
             sums["labels"] += labels
@@ -72,7 +73,8 @@ class Evaluator:
     """The evaluations of a trainer's model on the validation split, and the newest result."""
 
     def __init__(self, state: TrainerState, autocast: AbstractContextManager):
-        self.state, self.autocast = state, autocast
+        self.state = state
+        self.autocast = autocast
         #: the newest evaluation, unless it failed
         self.last: Evaluation | None = None
         #: continuations or filled blanks by the evaluated weights, see experiment/samples.py
@@ -83,7 +85,8 @@ class Evaluator:
     def compute(self, at_end: bool) -> dict[str, float] | None:
         """Return the result of `evaluate` on the validation split, with the swarm's parameters; or None if a stop is
         requested, unless this is the end."""
-        state, args = self.state, self.state.args
+        state = self.state
+        args = self.state.args
         options = dict(batch_size=args.per_device_train_batch_size, max_samples=args.max_eval_samples)
         batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
         batches = takewhile(lambda _: at_end or not STOP_REQUESTED.is_set(), batches)
@@ -103,8 +106,11 @@ class Evaluator:
         versions = [param._version for param in self.state.model.parameters()]
         if not self.state.args.do_eval or versions == self.versions:
             return self.last
-        self.versions, evaluation, start = versions, None, time.monotonic()
-        epoch, entropy = self.state.optimizer.local_epoch, self.state.corpus["unigram_entropy"]
+        self.versions = versions
+        evaluation = None
+        start = time.monotonic()
+        epoch = self.state.optimizer.local_epoch
+        entropy = self.state.corpus["unigram_entropy"]
         try:
             with self.state.optimizer.tracker.suspend_participation():
                 result = self.compute(at_end)

@@ -26,7 +26,10 @@ class MetricsReporter:
     """The metrics of a trainer's epochs, which it measures, publishes and writes to history.jsonl."""
 
     def __init__(self, state: TrainerState):
-        self.state, self.swarm, self.optimizer, self.stats = state, state.swarm, state.optimizer, state.stats
+        self.state = state
+        self.swarm = state.swarm
+        self.optimizer = state.optimizer
+        self.stats = state.stats
         self.history = Path(state.args.output_dir) / "history.jsonl"
         #: the metrics of the last epoch
         self.metrics: dict | None = None
@@ -40,11 +43,12 @@ class MetricsReporter:
 
     def measure_flop(self) -> None:
         """Count the FLOP of a token, if the peak of the device is known."""
-        state, device = self.state, self.state.model.device
+        state = self.state
+        device = self.state.model.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         if peak := find_peak(name, is_half=state.args.bf16 or state.args.fp16):
-            train, data_args = state.dataset["train"], state.data_args
-            batch = make_trial_batch(state.model, train, state.tokenizer, state.corpus, data_args, seed=0)
+            train = state.dataset["train"]
+            batch = make_trial_batch(state.model, train, state.tokenizer, state.corpus, state.data_args, seed=0)
             flop = count_flop(state.model, batch, device) / batch["input_ids"].numel()
             self.flop_share = flop / peak / state.num_devices
             logger.info(f"{flop / 1e9:,.3g} GFLOP a token, at most {peak / 1e12:,.0f} TFLOP/s of {name}")
@@ -57,7 +61,9 @@ class MetricsReporter:
 
     def summarize(self) -> dict:
         """Return the figures of this trainer and, since this start, its tokens, seconds and speed, for summary.json."""
-        state, optimizer, stats = self.state, self.optimizer, self.stats
+        state = self.state
+        optimizer = self.optimizer
+        stats = self.stats
         seconds = stats.epoch.last_step_end - stats.train_start
         summary = {
             "unigram_entropy": state.corpus["unigram_entropy"],
@@ -79,17 +85,23 @@ class MetricsReporter:
 
     def read_round_totals(self) -> dict[str, float]:
         """Return the seconds and bytes that this peer has spent in rounds so far."""
-        stats, (sent, received) = self.optimizer.stats, self.optimizer.uplink.traffic
+        stats = self.optimizer.stats
+        (sent, received) = self.optimizer.uplink.traffic
         seconds = {"waiting_seconds": stats.matchmaking_seconds, "averaging_seconds": stats.averaging_seconds}
         return {**seconds, "bytes_sent": sent, "bytes_received": received}
 
     def measure_epoch(self) -> None:
         """Measure the epoch that has just ended, and start the counters of the next one."""
-        optimizer, stats, args, dht = self.optimizer, self.stats, self.state.args, self.swarm.dht
-        stats.last_epoch, stats.epoch = stats.epoch, EpochStats(optimizer.local_epoch)
+        optimizer = self.optimizer
+        stats = self.stats
+        args = self.state.args
+        dht = self.swarm.dht
+        stats.last_epoch = stats.epoch
+        stats.epoch = EpochStats(optimizer.local_epoch)
         ended = stats.last_epoch
         seconds = stats.epoch.start - ended.start
-        before, self.round_totals = self.round_totals, self.read_round_totals()
+        before = self.round_totals
+        self.round_totals = self.read_round_totals()
         stats.epochs += 1
         stats.recent_epochs.append((optimizer.local_epoch, seconds / max(1, optimizer.local_epoch - ended.number)))
         if optimizer.stats.group_size > 1:
@@ -119,7 +131,9 @@ class MetricsReporter:
 
     def check_times(self) -> None:
         """Log a warning if steps or epochs are too short or too long, or if the device waits for data."""
-        metrics, size, waiting = self.metrics, self.state.samples_per_step, self.measure_wait_share()
+        metrics = self.metrics
+        size = self.state.samples_per_step
+        waiting = self.measure_wait_share()
         step_seconds = max(0.5, size / max(metrics["samples_per_second"], 1e-9))  # short steps are harmless
         matchmaking_time = self.optimizer.uplink.timeouts.matchmaking
         epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
@@ -136,8 +150,8 @@ class MetricsReporter:
 
     def publish(self, evaluation: Evaluation | None) -> None:
         """Store this peer's signed metrics of the last epoch in the DHT, without waiting."""
-        lifetime, more = self.state.args.statistics_expiration, {}
-        self.next_time = time.monotonic() + lifetime / 3
+        more = {}
+        self.next_time = time.monotonic() + self.state.args.statistics_expiration / 3
         if evaluation and evaluation.epoch <= self.metrics["epoch"]:  # not of a later epoch that was given up
             more["evaluation"] = evaluation
         if self.optimizer.stats.group_size > 1:
@@ -151,11 +165,12 @@ class MetricsReporter:
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record
             logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {e}")
         else:
-            self.swarm.publish("metrics", metrics.dict(), lifetime)
+            self.swarm.publish("metrics", metrics.dict(), self.state.args.statistics_expiration)
 
     def write(self, evaluation: Evaluation | None) -> dict:
         """Append the last epoch to history.jsonl, with its evaluation if there is one, and return the line."""
-        stats, metrics = self.stats, self.metrics
+        stats = self.stats
+        metrics = self.metrics
         own = {
             "loss": stats.last_loss,
             "time": time.time(),
@@ -180,7 +195,8 @@ class MetricsReporter:
     def measure_progress(self) -> dict[str, float]:
         """Return the run's progress, and this trainer's speed in the last epoch."""
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
-        schedule, recent = parse_schedule(self.swarm.contract), list(self.stats.recent_epochs)
+        schedule = parse_schedule(self.swarm.contract)
+        recent = list(self.stats.recent_epochs)
         progress = measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
         if self.metrics:
             progress |= self.measure_speed(self.stats.last_epoch.tokens, self.metrics["epoch_seconds"])

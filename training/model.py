@@ -55,7 +55,8 @@ def try_out(model: PreTrainedModel, where: str) -> None:
 
     :param where: the start of an error's text: the flags that may have caused it
     """
-    kind, cpu = model.config.model_type, torch.device("cpu")
+    kind = model.config.model_type
+    cpu = torch.device("cpu")
     ids = model.config.vocab_size - 1 - torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     batch |= {"labels": torch.where(torch.arange(8) > 0, ids, -100), "sentence_order_label": torch.tensor([0, 1])}

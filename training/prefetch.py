@@ -31,11 +31,15 @@ class TrainingFeed:
         args: DataArguments | None = None,
         position: Path | None = None,
     ):
-        self.source, self.batches, self.is_pinned = batches, iter(batches), device.type == "cuda"
-        self.args, self.position = args, position
+        self.source = batches
+        self.batches = iter(batches)
+        self.is_pinned = device.type == "cuda"
+        self.args = args
+        self.position = position
         self.epoch: int | None = None
         #: seconds, and tokens without padding, since the last `take_counts`
-        self.waited, self.tokens = 0.0, 0
+        self.waited = 0.0
+        self.tokens = 0
 
     def __iter__(self) -> "TrainingFeed":
         return self
@@ -54,7 +58,8 @@ class TrainingFeed:
     def take_counts(self) -> dict[str, float]:
         """Return the seconds of waiting, and the number of tokens without padding, since the last call."""
         counts = {"waited": self.waited, "tokens": self.tokens}
-        self.waited, self.tokens = 0.0, 0
+        self.waited = 0.0
+        self.tokens = 0
         return counts
 
     def begin_epoch(self, epoch: int) -> None:

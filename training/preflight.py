@@ -43,7 +43,8 @@ from training.page_client import warn_of_local_addresses
 from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
-MEASURED_BATCHES, MEASURED_SECONDS = 10, 20.0  # the first limit ends the measurement
+MEASURED_BATCHES = 10  # the first of these limits ends the measurement
+MEASURED_SECONDS = 20.0
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
@@ -63,7 +64,8 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: 
     bits = 2 * count_bits(list_trained(model), COMPRESSIONS[averaging.compression])
     seconds = bits / (uplink.mbits * 1e6)
     uplink.fix_timeouts(averaging)
-    megabits, size = format_number(uplink.mbits), format_bytes(bits / 8)
+    megabits = format_number(uplink.mbits)
+    size = format_bytes(bits / 8)
     message = (
         f"a round of gradients moves up to {size} each way, about {seconds:.1f} s at {megabits} Mbit/s (--bandwidth)"
     )
@@ -123,7 +125,8 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
 
 def check_swarm(swarm: Swarm) -> Iterator[Check]:
     """Check the connections with the swarm that this peer has joined."""
-    dht, initial_peers = swarm.dht, swarm.config.initial_peers
+    dht = swarm.dht
+    initial_peers = swarm.config.initial_peers
     if not initial_peers:
         yield Check("peer", "no --initial_peers: this peer starts a new swarm")
     else:
@@ -141,14 +144,17 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
 def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple[float, int]:
     """Move the model to the first device, tune both, and return the seconds of a step and its samples."""
     _, model_args, _, averaging, data_args, args = groups
-    (tokenizer, dataset, corpus), device, seed = loaded, devices[0], model_args.seed
-    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, seed)
+    (tokenizer, dataset, corpus) = loaded
+    device = devices[0]
+    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
     with stop_when_out_of_memory(args, device, model):
         autocast, _ = place_model(model, device, args)
         args = tune_to_device(model, trial, args, device, autocast, averaging, len(devices))
-        size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=seed)
-        times, deadline = [], time.monotonic() + MEASURED_SECONDS
+        size = args.per_device_train_batch_size
+        count = args.gradient_accumulation_steps
+        batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=model_args.seed)
+        times = []
+        deadline = time.monotonic() + MEASURED_SECONDS
         for batch in itertools.islice(batches, MEASURED_BATCHES):
             times.append(time_pass(model, move_batch(batch, device), autocast))
             if time.monotonic() > deadline:

@@ -14,7 +14,8 @@ from training.figures import TrainingSchedule
 logger = logging.getLogger("trainer")
 
 RECENT_EPOCHS = 20  # the median of their times predicts the end of a run
-BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between lines on a terminal, and in a log file
+BAR_INTERVAL = 0.5  # seconds between lines on a terminal
+LOG_INTERVAL = 20.0  # the same in a log file
 
 
 def measure_progress(
@@ -24,7 +25,8 @@ def measure_progress(
 
     :param recent: the epochs that recent ones have led to, and the seconds that these took
     """
-    progress, count = {}, int  # without a schedule, all epochs count the same
+    progress = {}
+    count = int  # without a schedule, all epochs count the same
     if schedule.target_batch_size:
         count = schedule.count_samples
         progress = {"target_batch_size": count(epoch + 1) - count(epoch), "swarm_samples": count(epoch)}

@@ -40,7 +40,9 @@ BUCKET_BYTES = 100_000_000  # of tensors that are exchanged together
 END_TIMEOUT = 10.0  # seconds for the other ranks to end after their loops
 #: environment variables of ranks other than 0: the number, the id of rank 0's process, and the file by which the ranks
 #: find each other
-NUMBER_VARIABLE, PARENT_VARIABLE, STORE_VARIABLE = "TRAINER_RANK", "TRAINER_RANK_PARENT", "TRAINER_RANKS_FILE"
+NUMBER_VARIABLE = "TRAINER_RANK"
+PARENT_VARIABLE = "TRAINER_RANK_PARENT"
+STORE_VARIABLE = "TRAINER_RANKS_FILE"
 
 
 class RankFailedError(UserError):
@@ -51,7 +53,8 @@ def join_ranks(args: TrainerArguments) -> "RankGroup":
     """Return this process's rank, which is 0 unless rank 0 has started it. This makes no CUDA context."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError("omit torchrun: python run_trainer.py starts a process for each device (--num_devices) itself")
-    number, devices = int(os.environ.get(NUMBER_VARIABLE, 0)), choose_devices(args)
+    number = int(os.environ.get(NUMBER_VARIABLE, 0))
+    devices = choose_devices(args)
     if number > 0:
         exit_with_parent(int(os.environ[PARENT_VARIABLE]))  # rank 0 may have been killed during the imports
         setup_logging(f"trainer rank {number}", args.logging_dir)
@@ -68,7 +71,9 @@ class RankGroup:
     """
 
     def __init__(self, number: int, devices: list[torch.device]):
-        self.number, self.count, self.device = number, len(devices), devices[number]
+        self.number = number
+        self.count = len(devices)
+        self.device = devices[number]
         #: whether this is rank 0, the only one that talks to the swarm and the user
         self.is_main = number == 0
         #: the other ranks, on rank 0
@@ -276,7 +281,8 @@ class ShardedRankGroup(RankGroup):
         """Move the sharded gradients, which FSDP has averaged, to the model of rank 0; return the mean of the loss."""
         with self.exchange():
             for param, shard in zip(list_trained(model), self.shards, strict=True):
-                gradient, shard.grad = shard.grad, None
+                gradient = shard.grad
+                shard.grad = None
                 if gradient is not None:
                     whole = gradient.full_tensor()
                     if self.is_main:

@@ -95,7 +95,8 @@ def list_settings(attestation: RunAttestation) -> dict[str, str]:
 
 def require_settings(settings: dict[str, str], groups: tuple) -> None:
     """Raise a UserError that lists the flags which differ from the run's."""
-    own, differences = list_values(groups), []
+    own = list_values(groups)
+    differences = []
     for name, theirs in settings.items():
         mine = str(own[name])
         # Different paths may lead to the same file.
@@ -164,7 +165,8 @@ def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> 
             f"--use_google_dns: {url} does not return this machine's address ({e}): pass --announce_maddrs "
             "/ip4/PUBLIC_IP/tcp/PORT instead"
         ) from e
-    host_maddrs, announced = [], []
+    host_maddrs = []
+    announced = []
     for maddr in swarm.host_maddrs:
         protocol, host, port = get_host_port(maddr)
         is_shown = protocol == f"ip{ip.version}" and not ipaddress.ip_address(host).is_loopback

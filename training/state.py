@@ -64,7 +64,8 @@ class TrainerStats:
 
     def record_step(self, loss: float, batches: int, samples: int, waited: float, tokens: int) -> None:
         """Count one step with its batches, samples and tokens, see CollaborativeCallback.on_step_end."""
-        epoch, now = self.epoch, time.monotonic()
+        epoch = self.epoch
+        now = time.monotonic()
         epoch.data_wait += waited
         epoch.longest_step = max(epoch.longest_step, now - epoch.last_step_end)
         epoch.last_step_end = now
@@ -114,7 +115,8 @@ class TrainerState:
             apply_state(state, self.model, self.optimizer, self.scaler)
         except CheckpointError as e:
             raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
-        self.saved_epoch, counters = self.optimizer.local_epoch, state.get("counters", {})
+        self.saved_epoch = self.optimizer.local_epoch
+        counters = state.get("counters", {})
         self.optimizer.stats.failed = counters.get("failed_rounds", 0)
         for name in TOTALS:
             setattr(self.stats, name, counters.get(name, 0))
@@ -129,12 +131,14 @@ class TrainerState:
     @property
     def save_period(self) -> int:
         """The number of epochs between two checkpoints; by default those of DEFAULT_SAVE_STEPS batches."""
-        is_local, averaging = self.optimizer.grad_averager.is_local, self.optimizer.averaging
+        is_local = self.optimizer.grad_averager.is_local
+        averaging = self.optimizer.averaging
         return self.args.save_steps or max(1, DEFAULT_SAVE_STEPS // (averaging.local_steps if is_local else 1))
 
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
-        state, args = self.collect(), self.args
+        state = self.collect()
+        args = self.args
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.stats.last_loss, "time": time.time()}
         limit = args.save_total_limit
         self.is_saved = save_checkpoint(self.model, self.tokenizer, args.output_dir, state, extra, limit)
@@ -143,7 +147,8 @@ class TrainerState:
 
     def list_tensors(self) -> list[torch.Tensor]:
         """Return the optimizer's parameters and moments, which are in host memory."""
-        params, state = list_params(self.optimizer.opt), self.optimizer.opt.state
+        params = list_params(self.optimizer.opt)
+        state = self.optimizer.opt.state
         return params + [value for param in params for value in state[param].values() if torch.is_tensor(value)]
 
     def is_finite(self) -> bool:
