@@ -36,7 +36,7 @@ def merge(folder: Path, output_dir: Path) -> None:
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
             model.set_submodule(name, layer.get_base_layer())
-    plain = kind(model.config)  # as `model` would save its adapters alone
+    plain = kind._from_config(model.config, dtype=model.dtype)  # as `model` would save its adapters alone
     plain.load_state_dict(model.state_dict())
     with unfinished_folder(output_dir) as unfinished:
         plain.save_pretrained(unfinished)

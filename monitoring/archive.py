@@ -8,7 +8,6 @@ published.
 import contextlib
 import hashlib
 import logging
-import os
 import statistics
 import threading
 import time
@@ -88,8 +87,7 @@ class CheckpointHandler:
         self.tokenizer = tokenizer
         self.optimizer = optimizer
         for adapter in getattr(model, "peft_config", {}).values():
-            # for a repository with adapters, transformers opens this model; other machines lack this one's folders
-            if self.args.repo_url or os.path.exists(adapter.base_model_name_or_path):
+            if model.saves_base:  # for a repository with adapters, transformers opens this model
                 adapter.base_model_name_or_path = self.args.repo_url
         self.settings = {name: value for name, value in list_values(groups).items() if name in PUBLIC_ARGUMENTS}
         self.download = self.saving = None

@@ -92,10 +92,9 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
     transformers renames some weights (mixtures of experts, gpt_neox), omits others, and saves only the adapters of a
     model with adapters.
     """
-    weights = model.state_dict() if weights is None else weights
+    weights = model.state_dict() | (weights or {})  # a state lacks those below adapters
     model.save_pretrained(folder, state_dict=dict(weights))  # a copy, because save_pretrained empties it
-    if (folder / "adapter_config.json").exists():
-        # save the base model along with its adapters, so that the folder is complete
+    if getattr(model, "saves_base", False):
         with torch.device("meta"):
             plain = type(model)(model.config)
         adapted = {find_plain_name(name): tensor for name, tensor in weights.items()}
@@ -292,6 +291,8 @@ def collect_state(
     copies = {id(param): master for param, master in masters}
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_below_adapters(model, tensor):
+            continue
         # tied weights stay one tensor; frozen weights come from the model
         if id(tensor) not in copies:
             copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
@@ -299,6 +300,7 @@ def collect_state(
     return {
         "model": weights,
         "architecture": describe_architecture(model),
+        "initial_weights": model.initial_weights,
         **state,
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
@@ -324,7 +326,7 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
         raise CheckpointError(f"{state.get('path', 'the backup')} belongs to a different run: {e}") from e
     with torch.no_grad():
         for name, tensor in own.items():
-            if not any(tensor is param for param in trained):
+            if name in saved and not any(tensor is param for param in trained):
                 tensor.copy_(saved[name])
     if scaler and state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
@@ -334,12 +336,24 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
             torch.cuda.set_rng_state(randomness["cuda"])
 
 
+def is_below_adapters(model: torch.nn.Module, tensor: torch.Tensor) -> bool:
+    """Return whether this tensor of a model is a weight of the base model of its adapters, which never changes."""
+    return hasattr(model, "peft_config") and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
 def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state's weights by all names of the model, or raise a CheckpointError if they do not fit it."""
+    """Return the state's weights by all names of the model, or raise a CheckpointError if they do not fit it.
+
+    Weights below adapters are left out.
+    """
     own = model.state_dict(keep_vars=True)
     # safetensors keeps only one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
     problem = f"{state.get('path', 'the backup')} belongs to a different model"
+    base = state.get("initial_weights")  # states of earlier versions have the weights instead
+    if hasattr(model, "peft_config") and base not in (None, model.initial_weights):
+        raise CheckpointError(f"{problem} (see --model_name_or_path): {base} there, {model.initial_weights} here")
+    own = {name: it for name, it in own.items() if id(it) in found or not base or not is_below_adapters(model, it)}
     for name, tensor in own.items():
         if id(tensor) not in found:
             raise CheckpointError(f"{problem}: it has no {name}")

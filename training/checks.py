@@ -25,7 +25,6 @@ ENOUGH_FILES = 4096
 # measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, send and restore
 HOST_BYTES_PER_PARAMETER = 79
 SHARED_BYTES_PER_PARAMETER = 24  # of these in /dev/shm, with a state for a joining peer
-FROZEN_BYTES_PER_PARAMETER = 8  # of weights that are not trained: the model, and a copy that is written or compared
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
 LOCAL_STATE_BYTES_PER_PARAMETER = 24  # with local steps also the outer momentum, and this peer's own moments
 
@@ -44,25 +43,28 @@ class Check:
         return line if self.level == "ok" or not self.hint else f"{line}\n{'':24}-> {self.hint}"
 
 
-def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1, frozen: int = 0) -> list[Check]:
+def check_machine(
+    parameters: int, args: TrainerArguments, local_steps: int = 1, frozen: int = 0, frozen_on_disk: int = 0
+) -> list[Check]:
     """Run the checks that take no time.
 
     :param parameters: the number of those that are trained
-    :param frozen: the number of all others, as those below adapters
+    :param frozen: the bytes of all others, as those below adapters
+    :param frozen_on_disk: the bytes of those in each checkpoint
     """
     files = raise_file_limit()
     message = f"{files:,} at most" if files < math.inf else "no limit"
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
     checks = [Check("open files", message, hint, "ok" if files >= ENOUGH_FILES else "warning")]
     free = psutil.virtual_memory().available
-    count = parameters + frozen
-    needed = HOST_BYTES_PER_PARAMETER * parameters + FROZEN_BYTES_PER_PARAMETER * frozen
-    message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {count:,} parameters, and batches"
+    needed = HOST_BYTES_PER_PARAMETER * parameters + frozen
+    what = f"{parameters:,} trained parameters" + (" and all others" if frozen else "")
+    message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {what}, and batches"
     hint = "end other programs, add swap, or train a smaller --config_path"
     level = "fatal" if free < needed else "warning" if free < 1.2 * needed else "ok"
     checks.append(Check("memory", message, hint, level))
     of_state = STATE_BYTES_PER_PARAMETER if local_steps == 1 else LOCAL_STATE_BYTES_PER_PARAMETER
-    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen))
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen_on_disk))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free = shutil.disk_usage("/dev/shm").free
@@ -73,16 +75,24 @@ def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1,
     return checks
 
 
+def check_model(model, args: TrainerArguments, local_steps: int) -> list[Check]:
+    """Run the checks that take no time, for this model."""
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    has_frozen = getattr(model, "saves_base", True)
+    trained = model.num_parameters(only_trainable=True)
+    return check_machine(trained, args, local_steps, frozen, frozen if has_frozen else 0)
+
+
 def check_disk(
     folder: str, parameters: int, kept: int, of_state: int = STATE_BYTES_PER_PARAMETER, frozen: int = 0
 ) -> Check:
     """Check the free space for the model and `kept` training states; less than one of them is fatal.
 
     :param of_state: the bytes of a state per parameter
-    :param frozen: see `check_machine`
+    :param frozen: the bytes of other weights in each of them, see `check_machine`
     """
     # one more than are kept may be in the making
-    one, needed = ((of_state * states + 4) * parameters + 4 * (states + 1) * frozen for states in (1, kept + 1))
+    one, needed = ((of_state * states + 4) * parameters + (states + 1) * frozen for states in (1, kept + 1))
     path = Path(folder).absolute()
     free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if os.path.exists(parent))).free
     message = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
@@ -123,8 +133,7 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     from, if any."""
     swarm, *_, averaging, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    trained = model.num_parameters(only_trainable=True)
-    warn_of(check_machine(trained, args, averaging.local_steps, model.num_parameters() - trained))
+    warn_of(check_model(model, args, averaging.local_steps))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
     return choose_state(args, model, swarm.experiment_prefix, tokenizer_fingerprint(tokenizer))

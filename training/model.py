@@ -10,6 +10,7 @@ from common.files import temporary_folder
 from common.hub import calm_transformers
 from experiment.model import make_model
 from experiment.objectives import compute_losses
+from models.build import is_same
 from models.lean_albert import find_labelled_positions
 from text.tokenizers import PROBE
 
@@ -72,7 +73,7 @@ def try_out(model: PreTrainedModel, where: str) -> None:
         raise UserError(
             f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})"
         ) from e
-    if model.objective.is_causal and not torch.allclose(before, after, atol=1e-3):
+    if model.objective.is_causal and not is_same(before, after):
         raise UserError(f"the model {kind} sees the tokens that it should predict: it does not suit --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:
         raise UserError(

@@ -189,8 +189,9 @@ class RankGroup:
         return loss
 
     def send_weights(self, model: torch.nn.Module) -> None:
-        """Send weights and buffers of rank 0 to all ranks."""
-        for bucket in _take_tensors([*model.parameters(), *model.buffers()], BUCKET_BYTES):
+        """Send weights and buffers of rank 0 to all ranks, those that are not trained only the first time."""
+        weights = list_trained(model) if self.sent_versions else model.parameters()
+        for bucket in _take_tensors([*weights, *model.buffers()], BUCKET_BYTES):
             flat = _flatten_dense_tensors(bucket)
             dist.broadcast(flat, src=0, group=self.group)
             if self.number:

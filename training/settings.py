@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hivemind.utils.multiaddr import Multiaddr
 
-from arguments import SwarmArguments, parse_arguments
+from arguments import SwarmArguments, TrainerArguments, parse_arguments
 from common.console import UserError
 from common.flags import list_values
 from swarm.addresses import get_host_port, get_peer_id
@@ -32,7 +32,8 @@ from training.page_client import resolve_initial_peers
 logger = logging.getLogger("joining")
 
 SHAPE = "config_path"
-OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path", SHAPE)
+BASE = "model_name_or_path"
+OWN_FLAGS = ("experiment_prefix", "tokenizer_path", SHAPE)
 PUBLIC_IP_URL = "https://api.ipify.org"
 
 
@@ -85,7 +86,8 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> d
 
 
 def list_settings(attestation: RunAttestation) -> dict[str, str]:
-    """Return the flags in an attestation that bind a new peer, by name; a switch that is on has the value True."""
+    """Return the flags in an attestation that bind a new peer, by name; a switch that is on has the value True. BASE is
+    among them, but only the user may name a model."""
     flags = attestation.contract.flags if attestation.contract else attestation.flags
     settings = {name: value or "True" for name, value in re.findall(r"--(\w+)(?: ([^-]\S*))?", flags)}
     # other flags and files may mean another thing on each machine
@@ -99,8 +101,9 @@ def require_settings(settings: dict[str, str], groups: tuple) -> None:
     differences = []
     for name, theirs in settings.items():
         mine = str(own[name])
-        # Different paths may lead to the same file.
-        if theirs != mine and not (name == SHAPE and os.path.realpath(theirs) == os.path.realpath(mine)):
+        # Different paths may lead to the same file. The contract compares the weights of pretrained models.
+        is_same = theirs == mine or name == SHAPE and os.path.realpath(theirs) == os.path.realpath(mine)
+        if not is_same and name != BASE:
             differences.append(f"--{name}: the run has {theirs}, you have {mine}")
     if differences:
         raise UserError(
@@ -126,13 +129,18 @@ def apply_settings(groups: tuple, settings: dict[str, str]) -> tuple:
     """
     if not settings:
         return groups
+    base = settings.get(BASE)
+    settings = {name: it for name, it in settings.items() if name != BASE}
+    own = list_values(groups)
+    if base and not own[BASE] and ("lora_r" in settings or isinstance(groups[-1], TrainerArguments)):
+        raise UserError(f"the run trains --{BASE} {base}: if you trust this model, add the flag")
     try:
         adopted = parse_arguments(*map(type, groups), before=[f"--{name}={it}" for name, it in settings.items()])
     except UserError as e:
         flags = " ".join(f"--{name} {it}" for name, it in settings.items())
         raise UserError(f"{e} (with {flags} from --initial_peers)") from e
     require_settings(settings, adopted)
-    own, new = (list_values(each) for each in (groups, adopted))
+    new = list_values(adopted)
     if inherited := [f"--{name} {it}" for name, it in settings.items() if own[name] != new[name]]:
         logger.info(f"inherited from --initial_peers: {' '.join(inherited)}")
     return adopted

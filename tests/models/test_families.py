@@ -23,14 +23,14 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments, Tr
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
-from models.build import describe_architecture, find_longest_sequence
+from models.build import describe_architecture, find_longest_sequence, is_same
 from swarm.contract import RunContract, find_differences
 from text.collators import DataCollatorForCausalLM
 from text.instances import BLOCKS
 from text.tokenizers import load_tokenizer
 from training.checkpoint import find_checkpoints, write_weights
 from training.evaluation import evaluate
-from training.model import make_trainable_model, move_batch
+from training.model import make_trainable_model, move_batch, try_out
 
 VOCABULARY = 300
 CPU = torch.device("cpu")
@@ -400,6 +400,33 @@ def test_lora_trains_only_equal_adapters(save):
     optimizer.step()
     for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(param, other) is (name not in trained)
+
+
+def test_lora_keeps_half_precision_of_base(save, tmp_path):
+    """Most large models have files in bfloat16."""
+    base = save("llama")
+    make_model(ModelArguments(model_name_or_path=base), VOCABULARY).bfloat16().save_pretrained(tmp_path / "half")
+    model, whole = (
+        make_model(ModelArguments(model_name_or_path=str(path), **LORA), VOCABULARY).eval()
+        for path in (tmp_path / "half", base)
+    )
+    assert {(param.dtype, param.requires_grad) for param in model.parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
+    assert model.keeps_documents_apart
+    try_out(model, "")
+    batch = move_batch(make_model_batch(), CPU)
+    losses = [compute_losses(each, batch)["loss"] for each in (model, whole)]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    for loss in losses:
+        loss.backward()
+    gradients = [[param.grad for param in each.parameters() if param.requires_grad] for each in (model, whole)]
+    norms = [torch.stack([gradient.norm() for gradient in each]) for each in gradients]
+    torch.testing.assert_close(*norms, rtol=0.1, atol=1e-3)
+    # the gap of a model that sees later tokens is no rounding error
+    logits = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert is_same(logits, logits * 1.01) and not is_same(logits, logits.flip(0))
 
 
 def test_lora_contract_names_base_and_rank(save):

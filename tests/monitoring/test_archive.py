@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from hub_server import TOKEN, HubServer
+from hub_server import TOKEN, Commit, HubServer
 from mains import expect_user_error, parse, refuse
 from processes import LOOPBACK, ROOT, make_prefix, read_files, wait_until
 from swarms import ALONE, flags, history, read_epochs, start_alone, start_monitor, stop
@@ -24,11 +24,20 @@ from arguments import SHARED_ARGS, ArchiveArguments, ModelArguments, ReportArgum
 from common.console import UserError
 from experiment.model import make_model
 from experiment.samples import sample_texts
+from models.build import is_same
 from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, write_card
 from monitoring.hub import Publisher, read_stamp, upload_checkpoint
 from text.instances import PAIRS, TEXT
 from text.tokenizers import load_tokenizer
-from training.checkpoint import find_checkpoints, load_state, save_model
+from training.checkpoint import (
+    CheckpointError,
+    check_weights,
+    find_checkpoints,
+    is_below_adapters,
+    load_state,
+    save_checkpoint,
+    save_model,
+)
 from training.figures import describe_evaluation
 from utils import Evaluation
 
@@ -199,6 +208,38 @@ def test_published_adapters_open_by_name(hub, tmp_path, text_data):
     for place in (REPOSITORY, folder, tmp_path / "archive0" / "checkpoint-5"):
         opened = AutoModelForCausalLM.from_pretrained(place).eval()
         torch.testing.assert_close(opened(ids).logits, model(input_ids=ids).logits)
+
+
+def test_adapters_of_published_base_are_saved_alone(hub, tmp_path, text_data):
+    pytest.importorskip("peft")
+    tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
+    for seed in (1, 2):
+        base = make_model(ModelArguments(str(ROOT / "configs/gpt-demo.json"), seed=seed), len(tokenizer)).bfloat16()
+        base.save_pretrained(tmp_path / f"base{seed}")
+        hub.repositories[f"org/base{seed}"] = [Commit("base", read_files(tmp_path / f"base{seed}"))]
+    model, again, other = (
+        make_model(ModelArguments(model_name_or_path=f"org/base{seed}", lora_r=4), tokenizer).eval()
+        for seed in (1, 1, 2)
+    )
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    weights = model.state_dict(keep_vars=True).items()
+    state = {"model": {name: tensor for name, tensor in weights if not is_below_adapters(model, tensor)}}
+    state |= {"optimizer": {}, "scheduler": {}, "local_epoch": 2, "initial_weights": model.initial_weights}
+    assert save_checkpoint(model, tokenizer, tmp_path, state, {}, 2)
+    folder = tmp_path / "checkpoint-2"
+    assert not list(folder.glob("model*")) and list(folder.glob("adapter_model*"))
+    ids = torch.arange(20)[None]
+    opened = AutoModelForCausalLM.from_pretrained(folder).eval()
+    plain = AutoModelForCausalLM.from_pretrained("org/base1").eval()
+    logits = model(input_ids=ids).logits
+    assert is_same(opened(ids).logits, logits) and not is_same(plain(ids).logits, logits)
+    found = check_weights(load_state(folder), again)
+    assert len(found) == len(state["model"]) > 0
+    assert all(found[name].equal(tensor) for name, tensor in state["model"].items())
+    with pytest.raises(CheckpointError, match="see --model_name_or_path"):
+        check_weights(load_state(folder), other)
 
 
 def run_until_uploaded(publisher: Publisher, folder: Path) -> None:

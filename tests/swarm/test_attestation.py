@@ -119,7 +119,10 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {PREFIX}x"})
         tell(one, three, RunAttestation(prefix=PREFIX, contract=contract, flags=shared))
         settings = {"experiment_prefix": PREFIX, "seed": "7"}
-        assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
+        taken = discover_settings(SwarmArguments("", addresses(one)), None)
+        assert taken == settings | {"model_name_or_path": "gpt2"}
+        with pytest.raises(UserError, match="--model_name_or_path gpt2: if you trust this model, add the flag"):
+            apply_settings(groups, taken)
         assert apply_settings(groups, settings)[1].seed == 7
         for name, wrong in {"seed": "-1", "optim": "sgd", "min_learning_rate": "0.3"}.items():
             with pytest.raises(UserError, match=f"--{name}.* from --initial_peers"):
