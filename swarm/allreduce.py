@@ -1,6 +1,7 @@
 """An all-reduce that ends as soon as it cannot succeed, and reports the peer that caused the failure."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -48,13 +49,11 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def run(self) -> AsyncIterator[torch.Tensor]:
         """Run the round, and raise the exception that ended it, which hivemind hides."""
-        try:
+        with contextlib.suppress(AllreduceException):  # another one; at auxiliary peers, hivemind raises nothing
             async for update in super().run():
                 yield update
-        except AllreduceException as e:
-            raise self._future.exception() or e from e
         if self._future.exception():
-            raise self._future.exception()  # at auxiliary peers, hivemind raises nothing
+            raise self._future.exception()
 
     # --- as a sender
 
@@ -85,7 +84,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def read_averages(self, messages: AsyncIterator, peer_id: PeerID):
         """Yield a reducer's messages, with a difference of zero for each part whose average was not requested."""
-        parts = list(self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer_id)])
+        parts = list(self.tensor_part_container.input_parts[self.ordered_peer_ids.index(peer_id)])
         async for number, message in aenumerate(self.record_activity(messages, peer_id)):
             if message.code != averaging_pb2.AVERAGED_PART:
                 await self.check_blame(message, peer_id)
@@ -95,9 +94,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     # --- as a reducer
 
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def rpc_aggregate_part(self, stream: AsyncIterator, context: P2PContext) -> AsyncIterator:
         """Serve averages at the uplink's pace, and report to the sender if the round has failed, and the cause."""
         if context.remote_id in self.active_senders:  # each part would count twice, and that of another peer too late
             self.violations[context.remote_id] = "sent its parts in two streams"
@@ -127,15 +124,12 @@ class FailFastAllReduceRunner(AllReduceRunner):
         parts = amap_in_executor(read, stream, max_prefetch=self.tensor_part_container.prefetch)
         try:
             async for tensor, message in parts:
-                weight = message.weight
-                is_requested = bool(message.tensor_part.size)
-                if tensor is None:
-                    tensor = torch.zeros(reducer.part_shapes[part_index])
-                    weight = NO_WEIGHT
+                weight = NO_WEIGHT if tensor is None else message.weight
+                tensor = torch.zeros(reducer.part_shapes[part_index]) if tensor is None else tensor
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
-                if is_requested:
+                if message.tensor_part.size:  # otherwise, the sender does not request the average
                     delta = average - tensor
                     codec = message.tensor_part.compression
                     answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize_torch_tensor, delta, codec))
@@ -186,9 +180,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""
         parts = self.tensor_part_container
-        reducer = self.tensor_part_reducer
-        senders = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
-        awaited = {peer for peer, received in senders if received < reducer.num_parts} - self.banned_senders
+        senders = zip(self.sender_peer_ids, self.tensor_part_reducer.num_parts_received, strict=True)
+        awaited = {peer for peer, count in senders if count < self.tensor_part_reducer.num_parts} - self.banned_senders
         reducers = zip(self.ordered_peer_ids, parts._outputs_registered_by_peer, parts.num_parts_by_peer, strict=True)
         if self.peer_id in self.sender_peer_ids:  # an auxiliary peer requests no averages
             awaited |= {peer for peer, registered, expected in reducers if registered < expected}

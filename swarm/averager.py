@@ -60,8 +60,7 @@ class RoundResult(NamedTuple):
 
     group_id: bytes
     members: tuple[bytes, ...]  # ids of all trainers of the group, of which some may have failed
-    num_partitions: int  # of this peer, see RoundSettings
-    partition_index: int
+    turn: tuple[int, int]  # this peer's num_partitions and partition_index, see RoundSettings
     violations: dict[PeerID, str]
 
 
@@ -135,12 +134,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
         an answer, the others would ban this peer instead of the leader."""
         request = await anext(stream)
-        running = self._running_groups
-        if request.group_id not in running:
+        if request.group_id not in self._running_groups:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
         # a group that has formed waits until this peer ends its batch
-        if request.group_id not in running and request.group_id != self._matchmaking.group_id:
+        if request.group_id not in self._running_groups and request.group_id != self._matchmaking.group_id:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             return
         async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
@@ -172,7 +170,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         bandwidths = [member.mbits for member in members]
         own = group_info.peer_ids.index(self.peer_id)
         uplink = self.dht.uplink
-        bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
+        bits = count_bits(tensors, kwargs["compression"])
         fractions = choose_fractions(peer_fractions, modes, self.allreduce_kwargs["min_vector_size"])
         plan = plan_allreduce(bits, fractions, modes, bandwidths)
         num_partitions = plan.num_partitions[own]
@@ -186,10 +184,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
         if has_partition_changed(num_partitions, self._num_partitions):
             mbits = [format_number(rate) for rate in (bandwidths[own], max(filter(None, bandwidths)))]
-            logger.info(
-                f"the uplink carries {mbits[0]} Mbit/s, the fastest one in the group {mbits[1]}: sending "
-                f"{1 / num_partitions:.0%} of the {'parameters' if self.are_parameters else 'gradients'} in each round"
-            )
+            rates = f"the uplink carries {mbits[0]} Mbit/s, the fastest one in the group {mbits[1]}"
+            part = f"{1 / num_partitions:.0%} of the {'parameters' if self.are_parameters else 'gradients'}"
+            logger.info(f"{rates}: sending {part} in each round")
             self._num_partitions = num_partitions
             self._partition_index = 0
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
@@ -221,7 +218,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
         timeouts = self.dht.uplink.timeouts
         ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
-        max_pause = 2 * timeouts.next_chunk
         max_step = CHECK_INTERVAL + 2 * timeouts.silence_in_round  # of the clock: a frozen peer blames no other for it
         elapsed = 0.0
         checked_at = time.monotonic()
@@ -239,13 +235,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             allowed = min(allowed, timeouts.longest_round)
             awaited = {peer: runner.arrived[peer] for peer in runner.list_awaited_peers()}  # with its message count
             pauses.update(dict.fromkeys(awaited.items(), step))
-            # a reducer that waits for a sender itself gives it up in half of `max_pause`, or has more time to report it
-            stalled = [peer for peer, count in awaited.items() if pauses[peer, count] > max_pause]
+            # a reducer that waits for a sender itself gives it up in half of that, or has more time to report it
+            stalled = [peer for peer, count in awaited.items() if pauses[peer, count] > 2 * timeouts.next_chunk]
             late = runner.list_stragglers()
             if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
                 runner.late = late  # at the first look: later, others may wait behind them
-            stragglers = [peer for peer in stalled if peer in owing and not awaited[peer]]
-            stragglers = stragglers or (late if elapsed > allowed else [])
+            stragglers = [p for p in stalled if p in owing and not awaited[p]] or (late if elapsed > allowed else [])
             if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
                 runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
                 return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
@@ -296,4 +291,4 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)
         members = tuple(map(PeerID.to_bytes, runner.sender_peer_ids))
         turn = runner.settings.num_partitions, runner.settings.partition_index
-        return dict.fromkeys(averaged, RoundResult(runner.group_id, members, *turn, runner.violations))
+        return dict.fromkeys(averaged, RoundResult(runner.group_id, members, turn, runner.violations))

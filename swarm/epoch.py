@@ -46,14 +46,12 @@ class EpochInputs:
 
     swarm_epoch: int  # that this peer or most known peers have reached
     read_at: float  # when the DHT was asked for this view
-    has_batch: bool  # whether the swarm has the samples of this epoch
-    seconds_left: float  # until it has them, as estimated
-    matchmaking_time: float  # seconds that a group may take to form
+    is_over: bool  # whether the swarm has the samples of this epoch, or a group waits, which may know of more
+    ends_soon: bool  # whether it has them, as estimated, within the time that a group may take to form
     has_others: bool  # whether other peers are there
     lacks_quorum: bool  # whether too few of them are
     is_synchronous: bool  # whether all peers step together
     is_searching: bool  # whether a search for a group is under way
-    has_group: bool  # whether a group has formed, and waits for this peer
 
 
 @dataclass
@@ -68,10 +66,6 @@ class SyncBackoff:
         """Return whether a download may start now. If all step together, one missed step may ignore `min_epoch`."""
         is_one_step_behind = inputs.is_synchronous and epoch + 1 == inputs.swarm_epoch
         return now >= self.not_before and (is_one_step_behind or inputs.swarm_epoch >= self.min_epoch)
-
-    def record_failure(self, now: float, pause: float = SYNC_RETRY_PERIOD) -> None:
-        """Record a failed download; the next one may start after the pause, in seconds."""
-        self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, now: float) -> float:
         """Record a state that took these seconds, and came too late. Return the seconds until the next download."""
@@ -120,11 +114,7 @@ class Epoch:
     def should_search(self, inputs: EpochInputs) -> bool:
         """Return whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is
         alone does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
-        return inputs.has_others and inputs.seconds_left <= inputs.matchmaking_time and not inputs.is_searching
-
-    def is_over(self, inputs: EpochInputs) -> bool:
-        """Return whether the swarm has the samples of this epoch. A group that waits for this peer may know of more."""
-        return inputs.has_batch or inputs.has_group
+        return inputs.has_others and inputs.ends_soon and not inputs.is_searching
 
     def can_average(self, inputs: EpochInputs) -> bool:
         """Return whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""

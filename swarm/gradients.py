@@ -1,9 +1,9 @@
 """Accumulation of gradients until a round has averaged them."""
 
-import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
@@ -86,7 +86,7 @@ class GradientAverager(VerifyingAverager):
     @torch.no_grad()
     def finish(self, result: RoundResult | None) -> int:
         """Remove the gradients that a round, or a step of this peer alone (None), used; return their new samples."""
-        num_partitions, partition_index = (result.num_partitions, result.partition_index) if result else (1, 0)
+        num_partitions, partition_index = result.turn if result else (1, 0)
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
@@ -127,8 +127,7 @@ class GradientAverager(VerifyingAverager):
     def copy_update(self) -> tuple[list[torch.Tensor], int]:
         """Return the pending update of local steps plus the residual, and its samples."""
         self.local.move_anchor(self.local.anchor)  # takes out an offered update, which is in the residual again
-        pairs = zip(self.local.measure(), self.unsent, strict=True)
-        return [update + rest for update, rest in pairs], self.samples
+        return [update + rest for update, rest in zip(self.local.measure(), self.unsent, strict=True)], self.samples
 
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members with the same epoch and lineage as most others, which differ after a partition, or on a
@@ -137,8 +136,7 @@ class GradientAverager(VerifyingAverager):
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
-        states = {peer: members[peer].state for peer in trainers}
-        states = {peer: state for peer, state in states.items() if state and state.is_synchronous}
+        states = {peer: state for peer in trainers if (state := members[peer].state) and state.is_synchronous}
         if 2 * len(states) <= len(trainers):
             return group_info
         keys = {peer: (state.epoch, state.lineage) for peer, state in states.items()}
@@ -158,5 +156,4 @@ class GradientAverager(VerifyingAverager):
         remaining = [peer for peer in members if peer not in trainers or peer in agreeing]
         if all(members[peer].mode == AveragingMode.CLIENT for peer in remaining):
             raise AllreduceException(f"none of the {len(remaining)} peers with the same state accepts connections")
-        gathered = tuple(gathered[peer] for peer in remaining)
-        return dataclasses.replace(group_info, peer_ids=tuple(remaining), gathered=gathered)
+        return replace(group_info, peer_ids=tuple(remaining), gathered=tuple(gathered[peer] for peer in remaining))

@@ -145,18 +145,17 @@ class VerifyingContainer(TensorPartContainer):
     async def iterate_input_parts_for(self, peer_index: int) -> AsyncIterator[runtime_pb2.Tensor | None]:
         """Yield the messages for a peer, like hivemind, but None or a request of the average if a part is not sent."""
         first = sum(self.num_parts_by_peer[:peer_index])
-        settings = self.settings
 
         def make_message(part_index: int) -> runtime_pb2.Tensor | None:
             part, info = self.input_parts[peer_index][part_index]
-            if (first + part_index) % settings.num_partitions == settings.partition_index:
+            if (first + part_index) % self.settings.num_partitions == self.settings.partition_index:
                 message = self.compression.compress(part, info)
                 if self.residuals[peer_index]:  # the part becomes what the reducer gets
                     decoded = deserialize_torch_tensor(message)
                     torch.sub(part, decoded, out=self.residuals[peer_index][part_index])
                     part.copy_(decoded)
                 return message
-            if settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
+            if self.settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
                 return None
             self.residuals[peer_index][part_index].copy_(part)
             part.zero_()  # the reducer returns the average itself
@@ -178,10 +177,8 @@ class VerifyingContainer(TensorPartContainer):
             raise ProtocolViolation("sent an average that is not finite")
         if products[0]:  # zero if this peer did not send the part
             self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
-            squares, with_own = (
-                torch.nn.functional.pad(own * other, (0, -len(own) % CHUNK)).view(-1, CHUNK).sum(dim=1)
-                for other in (own, average)
-            )
+            both = torch.nn.functional.pad(torch.stack([own * own, own * average]), (0, -len(own) % CHUNK))
+            squares, with_own = both.view(2, -1, CHUNK).sum(dim=2)
             self.ratios[peer_index].append((with_own / squares)[squares > 0])
         if self.settings.are_parameters and self.settings.max_weight is not None:
             own_square, average_square, product, count = self.sums[peer_index]

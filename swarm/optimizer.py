@@ -11,7 +11,6 @@ from pathlib import Path
 import hivemind
 import torch
 from hivemind.compression import CompressionBase
-from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
@@ -101,8 +100,7 @@ class CollaborativeOptimizer:
         self.begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(list_params(self.opt), compressions["gradients"])
-            seconds = 2 * bits / (self.uplink.mbits * 1e6)
-            self.uplink.expect_round(seconds)
+            self.uplink.expect_round(2 * bits / (self.uplink.mbits * 1e6))
             logger.info(f"a round: up to {bits / 4e6:.3g} MB each way, at most {self.uplink.timeouts.averaging:.0f} s")
 
     # --- for the training loop
@@ -210,19 +208,15 @@ class CollaborativeOptimizer:
 
     def _collect_inputs(self) -> EpochInputs:
         """Return what this peer knows of the swarm now."""
-        tracker = self.tracker
-        rounds = self.rounds
         return EpochInputs(
-            swarm_epoch=tracker.view.epoch,
-            read_at=tracker.view.read_at,
-            has_batch=tracker.ready_to_update_epoch,
-            seconds_left=tracker.estimated_next_update_time - get_dht_time(),
-            matchmaking_time=self.uplink.timeouts.matchmaking,
-            has_others=rounds.has_others(),
-            lacks_quorum=tracker.lacks_quorum,
-            is_synchronous=rounds.is_synchronous(),
-            is_searching=rounds.is_searching(),
-            has_group=rounds.has_group(),
+            swarm_epoch=self.tracker.view.epoch,
+            read_at=self.tracker.view.read_at,
+            is_over=self.tracker.ready_to_update_epoch or self.rounds.has_group(),
+            ends_soon=self.tracker.seconds_left <= self.uplink.timeouts.matchmaking,
+            has_others=self.rounds.has_others(),
+            lacks_quorum=self.tracker.lacks_quorum,
+            is_synchronous=self.rounds.is_synchronous(),
+            is_searching=self.rounds.is_searching(),
         )
 
     def _advance(self, inputs: EpochInputs) -> None:
@@ -233,7 +227,7 @@ class CollaborativeOptimizer:
         if self.epoch.should_search(inputs):
             self.epoch.enter(EpochState.MATCHMAKING)  # this peer goes on accumulating
             self.rounds.search_group()
-        if not self.epoch.is_over(inputs):
+        if not inputs.is_over:
             return
         if self.epoch.has_missed_step(inputs):
             if self.sync.backoff.allows(self.epoch.number, inputs, time.monotonic()):
@@ -275,12 +269,11 @@ class CollaborativeOptimizer:
         is_due = not (next_epoch % self.averaging.average_state_every or averager.averaging_in_progress or begins_log)
         if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
-        options = {}
+        options = dict(optimizer_step=is_trainer, delay_optimizer_step=self.rounds.overlap and is_trainer)
+        options["delay_averaging"] = True  # or a peer misses the next round while it waits here for a group
         if is_due and self.rounds.has_others():
             control = self.rounds.parameter_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
-            options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
-        options["delay_averaging"] = True  # or a peer misses the next round while it waits here for a group
-        options |= dict(optimizer_step=is_trainer, delay_optimizer_step=self.rounds.overlap and is_trainer)
+            options |= dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
         averager.declares_steps = not begins_log  # the log begins with another state, and new peers load that
         averager.step(increment_epoch=True, wait_for_trigger=finish, **options)
         self.tracker.update_epoch(self.local_epoch)
@@ -354,12 +347,11 @@ class CollaborativeOptimizer:
         # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         self.epoch.is_compared = is_compared
         samples = self.grad_averager.samples
-        epochs = self.local_epoch - old_epoch
         was_averaged = group and self.state_averager.lineage == lineage_with_sent
         if was_averaged:
             self.stats.total_samples += sent
         # the lineage tells if they are part of a state that is one epoch ahead; of others, nothing does
-        may_be_averaged = group and (epochs > 1 or not is_synchronous)
+        may_be_averaged = group and (self.local_epoch > old_epoch + 1 or not is_synchronous)
         if samples and (was_averaged or may_be_averaged or abs(self.local_epoch - self.oldest_epoch) > MAX_STALENESS):
             logger.info(f"dropped {samples} samples: epoch {old_epoch} is too old, or others have averaged them")
             self.grad_averager.drop_pending()
@@ -392,7 +384,7 @@ class AveragingHelper(CollaborativeOptimizer):
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""
-        left = self.tracker.estimated_next_update_time - self.uplink.timeouts.matchmaking - get_dht_time()
+        left = self.tracker.seconds_left - self.uplink.timeouts.matchmaking
         return min(max_seconds, max(left, 0.05 if len(self.tracker.peers_at_epoch) > 1 else 0.25))
 
     def _follow_trainers(self) -> None:
@@ -418,7 +410,6 @@ class AveragingHelper(CollaborativeOptimizer):
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """ACCUMULATING: try again at once, because this peer has no gradients to lose."""
-        if not STOP_REQUESTED.is_set():
-            self.epoch.retry_at = time.monotonic()
-            self.tracker.schedule_refresh(0.0)
+        self.epoch.retry_at = time.monotonic()
+        self.tracker.schedule_refresh(0.0)
         self.epoch.enter(EpochState.ACCUMULATING)

@@ -39,12 +39,9 @@ def choose_fractions(fractions: Sequence[float], modes: Sequence[AveragingMode],
     return tuple(fraction if index in kept else 0 for index, fraction in enumerate(fractions))
 
 
-def count_bits(
-    tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
-) -> float:
+def count_bits(tensors: Sequence[torch.Tensor], compression: CompressionBase) -> float:
     """Return the compressed size of these tensors in bits."""
-    infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
-    ratios = map(compression.estimate_compression_ratio, infos)
+    ratios = map(compression.estimate_compression_ratio, map(CompressionInfo.from_tensor, tensors))
     return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
 
 

@@ -201,9 +201,9 @@ class PeerTracker:
         return is_estimated or view.samples >= self.target_batch_size or view.epoch > self.local_progress.epoch
 
     @property
-    def estimated_next_update_time(self) -> float:
-        """When the swarm has the samples of this peer's epoch, in seconds of the DHT's time."""
-        return get_dht_time() if self.ready_to_update_epoch else self.view.ends_at
+    def seconds_left(self) -> float:
+        """The seconds until the swarm has the samples of this peer's epoch, as estimated."""
+        return 0.0 if self.ready_to_update_epoch else self.view.ends_at - get_dht_time()
 
     @property
     def present(self) -> dict[bytes, LocalTrainingProgress]:
@@ -305,9 +305,8 @@ class PeerTracker:
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record a round's peers, see PeerTrust.record_round. Ping the absent ones; quiet clients no longer count."""
         with self.lock:
-            present = self.present
             quiet_since = get_dht_time() - PING_DELAY
-            absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
+            absent = {p: it for p, it in self.present.items() if it.epoch >= self._min_epoch and p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         if not self.trust.active:  # with a log, new peers are in no group
             # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
@@ -348,9 +347,8 @@ class PeerTracker:
         with self.lock:
             # keep a refresh that was scheduled meanwhile; after an answer from before this epoch, refresh at once
             scheduled = self._next_read
-            is_fresh = read_at >= self._epoch_began
             self.apply_records(request.result(), read_at)
-            self._next_read = min(scheduled, self._next_read if is_fresh else time.monotonic())
+            self._next_read = min(scheduled, self._next_read if read_at >= self._epoch_began else time.monotonic())
             self._has_read.notify_all()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
@@ -399,16 +397,15 @@ class PeerTracker:
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
         count = len(present) + 1
-        options = self.averaging
         scale = max(1.0, len(counted) / MANY_PEERS)
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # without changes, refreshes become rare
-        soonest = max(REFRESH_SHARE * (read_at - self._changed_at), scale * options.min_refresh_period)
+        soonest = max(REFRESH_SHARE * (read_at - self._changed_at), scale * self.averaging.min_refresh_period)
         # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
-        latest = options.max_refresh_period * (scale if has_log else 1.0)
+        latest = self.averaging.max_refresh_period * (scale if has_log else 1.0)
         usual = latest if has_log and not seconds_left else min(max(soonest, seconds_left * count / max_count), latest)
-        period = usual if entry else options.default_refresh_period
+        period = usual if entry else self.averaging.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 

@@ -72,7 +72,7 @@ class Rounds:
         self.gradient_round: StepControl | None = None
         self.parameter_round: StepControl | None = None
         # the bytes so far, when they changed, and when a stop request was seen, see `must_stop`
-        self._traffic = (0, 0)
+        self._traffic: tuple[int, int] | None = None
         self._traffic_at = 0.0
         self._stop_seen_at = 0.0
 
@@ -161,12 +161,11 @@ class Rounds:
         self.stats.members = result.members
         self.state_averager.group_id = result.group_id
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
-        if not self.is_synchronous() or self.is_auxiliary:
-            # in other groups there are many peers that this one has not met
+        if self.is_synchronous() and not self.is_auxiliary:
+            self.expect_group()
+            self.tracker.record_round(self.stats.last_group, wait.waited_since)
+        else:  # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()
-            return
-        self.expect_group()
-        self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
     def _put_back(self, control: StepControl, epoch: int, error: BaseException) -> None:
         """Keep the gradients of a round that has failed for the next one."""
@@ -202,11 +201,9 @@ class Rounds:
         if not STOP_REQUESTED.is_set():
             return False
         now = time.monotonic()
-        traffic = self.uplink.traffic
-        if not self._stop_seen_at:
-            self._stop_seen_at = self._traffic_at = now
-        if traffic != self._traffic:
-            self._traffic = traffic
+        self._stop_seen_at = self._stop_seen_at or now
+        if self.uplink.traffic != self._traffic:  # also at the first call
+            self._traffic = self.uplink.traffic
             self._traffic_at = now
         timeout = STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT
         return now > min(self._traffic_at + timeout, self._stop_seen_at + MAX_STOP_TIMEOUT)
@@ -217,8 +214,7 @@ class Rounds:
         control = self.gradient_round
         if control is None or control.done():
             return
-        is_running = control.stage == AveragingStage.RUNNING_ALLREDUCE
-        if control.stage == AveragingStage.LOOKING_FOR_GROUP or is_excluded and not is_running:
+        if control.stage == AveragingStage.LOOKING_FOR_GROUP or is_excluded and not control.began_allreduce:
             control.cancel()
             return
         if not control.triggered:
@@ -261,9 +257,8 @@ class RoundWait:
         self.first_check = self.next_check = self.started + min(CHECK_INTERVAL, timeouts.matchmaking / 2)
         self.next_announcement = self.started + min(ANNOUNCE_INTERVAL, timeouts.matchmaking / 4)
         self.lacked_quorum_at = self.started
-        self.straggler_timeout = 0.0
-        if epoch >= self.tracker.patient_from:
-            self.straggler_timeout = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
+        patience = timeouts.matchmaking if rounds.is_synchronous() else timeouts.round_seconds / 2
+        self.straggler_timeout = patience if epoch >= self.tracker.patient_from else 0.0
 
     def run(self) -> dict:
         """Return the result of the round, or raise an AllreduceException or another error if it fails."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.epoch import RETRY_AFTER, SyncBackoff
+from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, SyncBackoff
 from swarm.optimizer_state import StateAverager, copy_tensors
 from swarm.progress import PeerTracker
 
@@ -36,28 +36,24 @@ class StateSync:
             if self._replay_missed_step():
                 return "made the step to"
             if self.tracker.view.epoch < self.backoff.min_epoch:
-                self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
+                self.backoff.not_before = time.monotonic() + RETRY_AFTER
                 return None
-        if loaded := self.download(min_epoch, contributors, is_synchronous=is_synchronous):
+        if loaded := self.download(min_epoch, contributors=contributors, is_synchronous=is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
-        if STOP_REQUESTED.is_set():
-            return None
-        epoch = self.state_averager.local_epoch
-        ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > epoch]
-        logger.warning("no peer sent its state: continuing with the local one")
-        self.tracker.ping_quiet_peers(ahead)
-        self.backoff.record_failure(time.monotonic())
+        if not STOP_REQUESTED.is_set():
+            ahead = [p for p, record in self.tracker.present.items() if record.epoch > self.state_averager.local_epoch]
+            logger.warning("no peer sent its state: continuing with the local one")
+            self.tracker.ping_quiet_peers(ahead)
+            self.backoff.not_before = time.monotonic() + SYNC_RETRY_PERIOD
         return None
 
-    def download(
-        self, min_epoch: int, contributors: Sequence[bytes], is_step: bool = False, **options
-    ) -> tuple[dict, list] | None:
+    def download(self, min_epoch: int, is_step: bool = False, **options) -> tuple[dict, list] | None:
         """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it or at a stop."""
         averager = self.state_averager
         longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
-        own = dict(contributors=contributors, avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients())
-        future = averager.start_download(min_epoch, is_step, timeout=longest, **own, **options)
+        own = dict(avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients(), timeout=longest)
+        future = averager.start_download(min_epoch, is_step, **own, **options)
         last_report = time.monotonic()
         progress = averager.download_progress
         while not STOP_REQUESTED.is_set():
@@ -74,7 +70,7 @@ class StateSync:
     def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
         than a state; return whether a peer that started from this very state has sent them."""
-        if (loaded := self.download(0, self.tracker.list_contributors(), is_step=True)) is None:
+        if (loaded := self.download(0, is_step=True, contributors=self.tracker.list_contributors())) is None:
             return False
         metadata, gradients = loaded
         averager = self.state_averager
@@ -93,13 +89,10 @@ class StateSync:
         if epochs <= 0:
             self.backoff.stale_downloads = 0
             return
-        progress = self.state_averager.download_progress
-        megabytes = max(1, progress.bytes) / 1e6
-        seconds = max(1, progress.milliseconds) / 1000
+        megabytes = self.state_averager.download_progress.bytes / 1e6
+        seconds = max(1, self.state_averager.download_progress.milliseconds) / 1000
         if pause := self.backoff.record_stale_download(self.tracker.view.epoch, seconds, time.monotonic()):
-            logger.warning(
-                f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
-                f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
-                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger `target_batch_size` for all. "
-                f"Next try in {pause:.0f} s"
-            )
+            took = f"a download of {megabytes:.1f} MB took {seconds:.1f} s ({megabytes * 8 / seconds:.1f} Mbit/s)"
+            made = f"meanwhile the swarm made {epochs} epochs of about {seconds / epochs:.1f} s"
+            needs = "It takes a faster connection, or a larger `target_batch_size` for all"
+            logger.warning(f"cannot catch up: {took}, and {made}. {needs}. Next try in {pause:.0f} s")

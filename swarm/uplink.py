@@ -328,16 +328,14 @@ class Uplink:
         longer than MAX_FLUSH, return the rate at which bytes, those of other programs included, leave this machine."""
         leaving = deque([math.inf], maxlen=3)
         now = time.monotonic()
-        left = count_left()
         end = now + MAX_FLUSH
         flushed = max(FLUSHED * self._rate.value, MIN_RATE)
         while leaving[-1] > flushed and now < end:
-            await asyncio.sleep(POLL_INTERVAL)
             last = now
-            last_left = left
-            now = time.monotonic()
             left = count_left()
-            leaving.append((left - last_left) / (now - last))
+            await asyncio.sleep(POLL_INTERVAL)
+            now = time.monotonic()
+            leaving.append((count_left() - left) / (now - last))
         drained = (self._sent.value - sent) / max(POLL_INTERVAL, now - POLL_INTERVAL - since)
         return drained if leaving[-1] <= flushed else min(drained, max(leaving))
 

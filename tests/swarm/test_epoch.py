@@ -10,9 +10,9 @@ import swarm.epoch
 from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, TRANSITIONS, Epoch, EpochInputs, EpochState, SyncBackoff
 from swarm.optimizer import MAX_STALENESS, CollaborativeOptimizer
 
-FACTS = dict(has_batch=False, has_others=True, has_group=False, lacks_quorum=False, is_searching=False)
+FACTS = dict(is_over=False, ends_soon=False, has_others=True, lacks_quorum=False, is_searching=False)
 #: a swarm of several peers in the middle of epoch 5, in which this one is as well
-CALM = EpochInputs(5, read_at=100.0, seconds_left=60.0, matchmaking_time=5.0, is_synchronous=True, **FACTS)
+CALM = EpochInputs(5, read_at=100.0, is_synchronous=True, **FACTS)
 
 
 def make_inputs(**changes) -> EpochInputs:
@@ -30,13 +30,11 @@ def test_undeclared_transition_is_refused():
 
 def test_group_search_starts_before_epoch_end():
     epoch = Epoch(5)
-    assert not epoch.should_search(CALM) and epoch.should_search(make_inputs(seconds_left=5.0))
-    assert not epoch.should_search(make_inputs(seconds_left=5.0, has_others=False))
+    assert not epoch.should_search(CALM) and epoch.should_search(make_inputs(ends_soon=True))
+    assert not epoch.should_search(make_inputs(ends_soon=True, has_others=False))
     epoch.enter(EpochState.MATCHMAKING)
-    assert not epoch.should_search(make_inputs(seconds_left=0.0, is_searching=True))
+    assert not epoch.should_search(make_inputs(ends_soon=True, is_searching=True))
     epoch.enter(EpochState.MATCHMAKING)  # the search has failed
-    assert not epoch.is_over(CALM)
-    assert epoch.is_over(make_inputs(has_group=True)) and epoch.is_over(make_inputs(has_batch=True))
 
 
 def test_failed_round_retries_after_fresh_look():
@@ -44,9 +42,9 @@ def test_failed_round_retries_after_fresh_look():
     epoch.enter(EpochState.AVERAGING)
     epoch.retry_at = 100.0 + RETRY_AFTER
     epoch.enter(EpochState.ACCUMULATING)
-    assert not epoch.can_average(make_inputs(has_batch=True))
-    assert epoch.can_average(make_inputs(has_batch=True, read_at=100.0 + RETRY_AFTER))
-    assert not epoch.can_average(make_inputs(has_batch=True, read_at=200.0, lacks_quorum=True))
+    assert not epoch.can_average(make_inputs(is_over=True))
+    assert epoch.can_average(make_inputs(is_over=True, read_at=100.0 + RETRY_AFTER))
+    assert not epoch.can_average(make_inputs(is_over=True, read_at=200.0, lacks_quorum=True))
     assert Epoch(6).can_average(CALM), "the timer has ended with its epoch"
 
 
@@ -77,7 +75,7 @@ def test_peer_far_ahead_loads_state_of_others_at_once():
 
 def test_failed_download_pauses_the_next():
     epoch, backoff, ahead = Epoch(5), SyncBackoff(), make_inputs(swarm_epoch=9)
-    backoff.record_failure(100.0)
+    backoff.not_before = 100.0 + SYNC_RETRY_PERIOD
     assert not epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
     assert epoch.compare_with_swarm(ahead, backoff, 100.0 + SYNC_RETRY_PERIOD)
 

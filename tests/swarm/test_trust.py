@@ -448,7 +448,7 @@ def test_step_needs_most_contributors(tracker, monkeypatch, group, behind, is_st
     """The others would follow a malicious leader and the one peer with which it makes a step."""
     tracker.others, tracker.trust.attested = {it: make_record(it) for it in (*NAMES, b"new", b"newer")}, {*NAMES}
     tracker.others |= {name: make_record(name, epoch=4) for name in map(bytes, zip(behind))}
-    result, ignore = RoundResult(b"group", (), 1, 0, {}), lambda *_, **__: 1
+    result, ignore = RoundResult(b"group", (), (1, 0), {}), lambda *_, **__: 1
     names = ("set_expected_peers", "restore_pending", "end_round", "finish")
     averager = SimpleNamespace(samples=1, **dict.fromkeys(names, ignore))
     rounds = Rounds(tracker, averager, averager)
