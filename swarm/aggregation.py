@@ -16,7 +16,7 @@ Limits: a peer evades the rule against copies by changing a tenth of the entries
 import hashlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,20 +84,17 @@ def encode(update: Numbers, residual: Numbers, codec: TopKCompression) -> list[b
     for index in range(residual.num_blocks):
         for piece, part in zip(residual.pieces[index], update.pieces[index], strict=True):
             piece.add_(part.to(piece.device))
-        values = residual.read(index)
-        blocks.append(codec.compress(values))
-        positions, kinds, decoded = decode(blocks[-1], len(values))
-        values.numpy()[positions] -= decoded[kinds]
-        residual.write(index, values)
+        blocks.append(codec.compress(residual.read(index)))
+    restore(blocks, residual, sign=-1)
     return blocks
 
 
-def restore(blocks: Sequence[bytes], residual: Numbers) -> None:
-    """Add an update that no commit contains to the residual."""
+def restore(blocks: Sequence[bytes], residual: Numbers, sign: int = 1) -> None:
+    """Add an update that no commit contains to the residual, or with the sign -1, subtract it."""
     for index, block in enumerate(blocks):
         values = residual.read(index)
         positions, kinds, decoded = decode(block, len(values))
-        values.numpy()[positions] += decoded[kinds]
+        values.numpy()[positions] += (sign * decoded)[kinds]
         residual.write(index, values)
 
 
@@ -145,12 +142,12 @@ def compute_cosines(sketches: Sequence[np.ndarray]) -> list[list[float]]:
     return [[it / (a * b) for it, b in zip(row, norms, strict=True)] for row, a in zip(products, norms, strict=True)]
 
 
-def find_agreement(cosines: list[list[float]], index: int, others: Sequence[int]) -> float:
+def find_agreement(cosines: list[list[float]], index: int, others: Collection[int]) -> float:
     """Return the upper median cosine of a contribution with the others: two of five contributions cannot decide."""
     return statistics.median_high([cosines[index][i] for i in others if i != index] or [0.0])
 
 
-def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, seed: bytes) -> list[float]:
+def compute_weights(offers: Sequence[Contribution], numbers: Numbers, seed: bytes) -> list[float]:
     """Return the factor of each contribution in the sum: its share of the samples, times a factor that clips its norm.
 
     Samples count up to MAX_SAMPLES times the median, and half for each epoch that the offer is late. Norms are clipped
@@ -161,23 +158,19 @@ def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, see
     New keys cost nothing. So the medians are those of voters' offers, copies of these by others do not count, and all
     offers of others have OTHERS_WEIGHT of the voters' weight at most.
     """
-    norms, sketches = zip(*(summarize(it.blocks, numbers, seed) for it in contributions), strict=True)
-    indices = range(len(contributions))
-    counted = [i for i in indices if norms[i] and contributions[i].samples > 0]
-    voters = {i for i in indices if contributions[i].is_voter}
+    norms, sketches = zip(*(summarize(it.blocks, numbers, seed) for it in offers), strict=True)
+    counted = [i for i, offer in enumerate(offers) if norms[i] and offer.samples > 0]
+    voters = {i for i in counted if offers[i].is_voter}
     cosines = compute_cosines(sketches)
-    judges = [i for i in counted if i in voters]
-    agreed = [i for i in counted if find_agreement(cosines, i, judges) >= MIN_COSINE]
-    if 2 * len(voters.intersection(agreed)) > len(judges):
+    agreed = [i for i in counted if find_agreement(cosines, i, voters) >= MIN_COSINE]
+    if 2 * len(voters.intersection(agreed)) > len(voters):
         counted = agreed
     if not counted:
-        return [0.0] * len(contributions)
+        return [0.0] * len(offers)
     voters = voters.intersection(counted) or counted
-    most_samples = MAX_SAMPLES * statistics.median_low(contributions[i].samples for i in voters)
+    most_samples = MAX_SAMPLES * statistics.median_low(offers[i].samples for i in voters)
     most_norm = statistics.median_low(norms[i] for i in voters)
-    heaviness = {
-        i: math.ldexp(min(contributions[i].samples, most_samples), -contributions[i].epochs_late) for i in counted
-    }
+    heaviness = {i: math.ldexp(min(offers[i].samples, most_samples), -offers[i].epochs_late) for i in counted}
     copies = {i: [j for j in counted if i == j or cosines[i][j] > MAX_COSINE] for i in counted}
     sharers = {i: [j for j in copies[i] if j in voters] or copies[i] for i in counted}
     weights = {i: max(heaviness[j] for j in copies[i]) / len(sharers[i]) for i in counted if i in sharers[i]}
@@ -185,7 +178,7 @@ def compute_weights(contributions: Sequence[Contribution], numbers: Numbers, see
     limit = OTHERS_WEIGHT * math.fsum(weights[i] for i in weights if i in voters)
     weights |= {i: weights[i] * min(1.0, limit / of_others) for i in weights if i not in voters}
     total = math.fsum(weights.values())
-    return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in indices]
+    return [weights[i] / total * min(1.0, most_norm / norms[i]) if i in weights else 0.0 for i in range(len(offers))]
 
 
 @torch.no_grad()

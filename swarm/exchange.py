@@ -233,9 +233,8 @@ class Download:
         # over all blobs of a round, the positions are spread evenly
         position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
         others = sorted(self.uplinks, key=lambda peer: hash((id(self), peer)))  # for all blocks, to need few streams
-        usual = choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients
-        sources = dict.fromkeys([*self.voters, *usual])
-        return [peer for peer in sources if peer != own_id and (own_id in self.uplinks or peer in self.uplinks)]
+        sources = *self.voters, choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients
+        return [it for it in dict.fromkeys(sources) if it != own_id and (own_id in self.uplinks or it in self.uplinks)]
 
     def compute_timeout(self, source: PeerID) -> float:
         """Return the seconds in which a source must begin: twice the time to send all copies from it and the owner."""
@@ -319,7 +318,7 @@ class Exchange:
             total = counts[act, None]
             is_over = own >= (most if is_trusted else most / share)
             if not is_trusted and total >= most:
-                others = sum(name[0] == act and name[1] not in self.participants for name in counts) - 1
+                others = sum(kind == act and other not in self.participants for kind, other in counts) - 1  # of None
                 is_over |= own * others >= most or counts is self._active and total >= 2 * most
             if is_over:
                 raise ValueError("too many requests")
@@ -479,11 +478,9 @@ class Exchange:
     def _start_fetching(self, tasks: asyncio.TaskGroup, download: Download, numbers: Iterable[int], tried) -> None:
         """Fetch each block from its best source that has not been tried."""
         groups = defaultdict(list)
-        now = time.monotonic()
-        self._excluded = {key: end for key, end in self._excluded.items() if end > now}
+        self._excluded = {key: end for key, end in self._excluded.items() if end > time.monotonic()}
         for number in numbers:
-            sources = [peer for peer in download.list_sources(number, self.peer_id) if peer not in tried]
-            if sources:
+            if sources := [peer for peer in download.list_sources(number, self.peer_id) if peer not in tried]:
                 groups[min(sources, key=lambda peer: (download.owner, peer) in self._excluded)].append(number)
         for peer, group in groups.items():
             tasks.create_task(self._fetch_from(tasks, download, peer, group, tried | {peer}))
@@ -506,9 +503,7 @@ class Exchange:
                 self._excluded[download.owner, peer] = time.monotonic() + EXCLUSION
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
-    async def _receive(
-        self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
-    ) -> None:
+    async def _receive(self, download: Download, peer: PeerID, wanted: set[int], reader, timeout) -> None:
         """Receive the hashes and these blocks, and store each. It extends the timeout by what the block may take."""
         while wanted:
             number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
@@ -527,8 +522,7 @@ class Exchange:
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
         store = download.format.store
-        at = number * HASH_BYTES
-        name = download.blob if number == HASHES else download.hashes[at : at + HASH_BYTES]
+        name = download.blob if number == HASHES else download.hashes[number * HASH_BYTES :][:HASH_BYTES]
         if hashlib.sha256(data).digest() != name:
             raise ValueError("its data has another hash")
         try:

@@ -69,10 +69,9 @@ class LocalSteps:
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
         """Move the anchor, and the local parameters along with it; if they are not finite, reset them to the anchor."""
-        updates = self.offered
-        self.offered = []
-        for param, update in zip(self.params, updates, strict=False):
+        for param, update in zip(self.params, self.offered, strict=False):
             param.add_(update)
+        self.offered = []
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
             after = after.to(param.device, copy=True)  # parameters are averaged in the background
             param.add_(after - before)
@@ -87,8 +86,7 @@ class LocalSteps:
 
     def dump_inner_state(self) -> dict:
         """Return a copy of the state of the local steps' optimizer, in host memory."""
-        state = self.inner.state_dict()
-        return nested_map(lambda it: it.to("cpu", copy=True) if isinstance(it, torch.Tensor) else it, state)
+        return nested_map(lambda it: it.to("cpu", copy=True) if torch.is_tensor(it) else it, self.inner.state_dict())
 
     def load_inner_state(self, state_dict: dict) -> None:
         """Load the state of an optimizer of local steps, or of the swarm's."""

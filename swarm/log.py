@@ -51,7 +51,6 @@ RESERVED_OFFERS = 12  # of a commit, for voters
 MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES = 8  # of one voter that are kept, promises included
-MAX_PROPOSALS = log_records.MAX_VOTERS  # that are kept
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
 NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # (minimum of voters, commits per new voter)
@@ -71,7 +70,7 @@ class State:
     head: log_records.Hash  # the newest commit, and its parent
     parent: log_records.Hash
     voters: Annotated[tuple, 1, log_records.MAX_VOTERS, log_records.Peer]
-    owners: log_records.History  # of offers in each of the last commits
+    owners: Annotated[tuple, WINDOW, WINDOW, log_records.Peers]  # of offers in each of the last commits
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
     clients: Annotated[tuple, 0, 1024, log_records.Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, log_records.Peer]
@@ -79,8 +78,7 @@ class State:
     @property
     def awaited(self) -> set[bytes]:
         """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones."""
-        counts = Counter(peer for peers in self.owners for peer in peers)
-        return {peer for peer in self.voters if counts[peer] >= MIN_AWAITED}
+        return {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
 
     @property
     def active(self) -> set[bytes]:
@@ -224,15 +222,13 @@ class Log:
     and applies `find_next`. Times are seconds of a clock that peers share, see MAX_SKEW.
     """
 
-    def __init__(
-        self, state: State, identity, timeout: float, holds: Callable[[bytes], bool], now: float, memory: bytes | None
-    ):
+    def __init__(self, state: State, identity, timeout: float, holds: Callable, now: float, memory: bytes | None):
         """
         :param state: that of `make_genesis`, of a checkpoint, or of a peer that this one trusts
         :param identity: has `peer`, `sign(data)`, `verify(peer, data, signature)`, `find_key(peer)`, which is None for
             an unknown key, and `add_key(peer, key)`, which checks the digest. Keys of past voters must stay known
         :param timeout: seconds in which updates and votes arrive; follows from bytes and uplinks, so peers may differ
-        :param holds: returns whether a blob is here, complete and valid
+        :param holds: returns whether a blob, given its id, is here, complete and valid
         :param memory: of the last action `save`; None if this peer may have voted in this log and not know it
         """
         self.identity = identity
@@ -242,13 +238,12 @@ class Log:
         self.now = now
         self.chain = {state.head: Entry(None, state)}  # by the hash of the commit; lost branches are kept too
         self.model = state.head
-        memories = ()
         kind = Annotated[tuple, 0, MAX_COMMITS, log_records.Memory]
         try:
             memories = log_records.unpack(kind, memory) if memory else ()
         except ValueError:
-            memory = None  # another version has written it
-        self.memories = {item.parent: item for item in memories}
+            memories = memory = None  # another version has written it
+        self.memories = {item.parent: item for item in memories or ()}
         #: the first epoch for whose commit this peer knows all votes that it has given
         self.voting_epoch = math.inf if memory is None else max((item.epoch for item in memories), default=0)
         self.records: dict[bytes, object] = {}  # of the next commit, by name
@@ -315,7 +310,7 @@ class Log:
                 else:
                     TAKERS[type(record)](self, record)
         if self.missing_keys - missing or next(reversed(self.chain)) != newest:
-            self.send_status(sender, is_answer=True)
+            self.send_status(sender)
         return self.finish()
 
     def finish(self) -> list[Action]:
@@ -368,7 +363,7 @@ class Log:
 
     # The gossip
 
-    def send_status(self, to: bytes | None = None, is_answer: bool = False) -> None:
+    def send_status(self, to: bytes | None = None) -> None:
         """Say what this peer has, to a peer or to some random ones."""
         path = list(self.list_path())
         newest = next(reversed(self.chain))  # maybe of a branch that a peer is sending
@@ -376,7 +371,7 @@ class Log:
         trusted = self.state.participants
         missing = sorted(self.missing_keys, key=lambda peer: (peer != to, peer not in trusted, peer))
         known = tuple(self.records)[:1024], tuple(missing)[: log_records.MAX_VOTERS]
-        self.send(Status((path[-1], newest, *ancestors, path[0]), *known, is_answer), to=to, kind="gossip")
+        self.send(Status((path[-1], newest, *ancestors, path[0]), *known, to is not None), to=to, kind="gossip")
 
     def take_status(self, sender: bytes, status: Status) -> None:
         """Send a peer all that it lacks."""
@@ -395,7 +390,7 @@ class Log:
             self.send(*answer[: max(1, count)], to=sender)
         has_news = status.heads[0] not in self.chain or is_level and not self.records.keys() >= {*status.records}
         if has_news and not status.is_answer:
-            self.send_status(sender, is_answer=True)
+            self.send_status(sender)
 
     def take_key(self, record: log_records.Key) -> None:
         """Remember a public key that was missing."""
@@ -425,13 +420,13 @@ class Log:
     def fetch(self) -> None:
         """Request blobs that the next commit may contain, or that a commit contains. If attempt 0 has failed, the peers
         that voted for a list serve its blobs: their owners may have sent them to some voters only."""
-        proposals = self.list_proposals()
+        listed = {key: proposal.commit.offers for key, proposal in self.list_proposals().items()}
         holders = defaultdict(set)
         for vote in self.select(Vote) if self.memory.promised else ():
-            for offer in proposals[key].commit.offers if (key := (vote.last, vote.proposal)) in proposals else ():
+            for offer in listed.get((vote.last, vote.proposal), ()):
                 holders[offer.blob].add(vote.peer)
-        lists = [proposal.commit.offers for proposal in proposals.values()]
-        lists += [self.choose(self.select(Offer)), *(commit.offers for commit in self.list_unapplied()[:WINDOW])]
+        lists = [*listed.values(), self.choose(self.select(Offer))]
+        lists += [commit.offers for commit in self.list_unapplied()[:WINDOW]]
         if self.model not in self.chain:  # an auxiliary peer, which has no model, holds what late peers may lack
             lists += [entry.commit.offers for entry in self.list_entries(self.state.epoch - 2)]
         offers = [offer for offers in lists for offer in offers if not self.holds(offer.blob)]
@@ -441,13 +436,11 @@ class Log:
 
     # The chain
 
-    def list_path(self) -> dict[bytes, Entry]:
-        """Return the commits up to the newest one by their hashes, the oldest first."""
-        entries = []
-        entry = self.chain[self.state.head]
-        while entry:
-            entries.append(entry)
-            entry = self.chain.get(entry.state.parent) if entry.commit else None
+    def list_path(self, head: bytes = b"") -> dict[bytes, Entry]:
+        """Return the commits up to this one, or else the newest one, by their hashes, the oldest first."""
+        entries = [self.chain[head or self.state.head]]
+        while entries[-1].commit and (parent := self.chain.get(entries[-1].state.parent)):
+            entries.append(parent)
         return {entry.state.head: entry for entry in reversed(entries)}
 
     def list_entries(self, epoch: int) -> list[Entry]:
@@ -493,11 +486,9 @@ class Log:
         state = self.chain[commit.parent].state.advance(commit)
         self.chain[commit.hash] = Entry(commit, state)
         path = self.list_path()
-        branch = [self.chain[commit.hash]]
-        while branch[0].commit.parent not in path:
-            if branch[0].commit.parent not in self.chain:
-                return
-            branch.insert(0, self.chain[branch[0].commit.parent])
+        branch = [entry for head, entry in self.list_path(commit.hash).items() if head not in path]
+        if branch[0].commit.parent not in path:
+            return
         fork = self.chain[branch[0].commit.parent].state
         lost = self.list_entries(fork.epoch)
         if lost and rank(lost, fork) <= rank(branch, fork):
@@ -514,9 +505,8 @@ class Log:
 
     def list_unapplied(self) -> list[Commit]:
         """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
-        path = self.list_path()
-        own = path.get(self.model)
-        return [entry.commit for entry in path.values() if entry.state.epoch > own.state.epoch] if own else []
+        own = self.list_path().get(self.model)
+        return [entry.commit for entry in self.list_entries(own.state.epoch)] if own else []
 
     def find_next(self) -> Commit | None:
         """Return the commit that the model needs next, if all blobs are here."""
@@ -562,9 +552,8 @@ class Log:
         ranked.sort(key=lambda it: (it.base != self.state.head and it.peer in new, self.find_turn(it)))
         voters = [offer for offer in ranked if offer.peer in self.state.voters]
         others = [offer for offer in ranked if offer.peer not in self.state.voters]
-        first = RESERVED_OFFERS
         rest = MAX_OFFERS - RESERVED_OFFERS
-        return (voters[:first] + others[:rest] + voters[first:] + others[rest:])[:MAX_OFFERS]
+        return (voters[:RESERVED_OFFERS] + others[:rest] + voters[RESERVED_OFFERS:] + others[rest:])[:MAX_OFFERS]
 
     def choose_one_each(self, offers: Iterable[Offer]) -> list[Offer]:
         """Return the newest chosen offer of each owner, because the rules of a list count each offer as a peer."""
@@ -614,8 +603,7 @@ class Log:
         listed = {offer.key for offer in commit.offers}
         owners = {offer.peer for offer in commit.offers}
         omitted = [it for it in expected if it.key not in listed]
-        first = [it for it in expected[:MAX_OWED] if it in omitted]
-        owed = {self.state.parent + it.peer for it in first if it.peer not in owners} & self.owed
+        owed = {self.state.parent + it.peer for it in expected[:MAX_OWED] if it.peer not in owners} & self.owed
         return 3 * len(omitted) <= len(expected) and not owed
 
     def settle(self) -> None:
@@ -625,18 +613,12 @@ class Log:
             self.promise()
             self.lead()
             self.vote()
-        if commit := self.find_commit():
-            self.add_commit(commit)
-            self.settle()
-
-    def find_commit(self) -> Commit | None:
-        """Return a list that a quorum has voted for, with the votes."""
         for (attempt, name), proposal in self.list_proposals().items():
             terms = attempt, attempt, name
             votes = tuple(it for it in self.select(Vote) if (it.attempt, it.last, it.proposal) == terms)
             if self.state.has_quorum(votes):
-                return replace(proposal.commit, votes=votes)
-        return None
+                self.add_commit(replace(proposal.commit, votes=votes))
+                return self.settle()
 
     def lead(self) -> None:
         """Propose a list, if it is this peer's turn."""
@@ -645,17 +627,15 @@ class Log:
         is_turn = attempt in (0, self.find_slot()) and self.state.find_leader(attempt) == self.me
         if not is_turn or memory.last >= attempt:
             return
-        commit = self.make_list()
         promises = self.list_promises(attempt)
-        if attempt > 0:
-            if not self.state.has_quorum(promises):
-                return
-            newest = max(promises, key=lambda vote: vote.last)
-            if newest.last >= 0:
-                earlier = self.list_proposals()[newest.last, newest.proposal]
-                commit = earlier.commit
-                self.send(earlier)  # without it, the others would not believe the promise
-        if commit and (attempt > 0 or self.ready_time <= self.now):
+        if not (self.state.has_quorum(promises) if attempt else self.ready_time <= self.now):
+            return
+        commit = self.make_list()
+        if newest := max((it for it in promises if it.last >= 0), key=lambda it: it.last, default=None):
+            earlier = self.list_proposals()[newest.last, newest.proposal]
+            commit = earlier.commit
+            self.send(earlier)  # without it, the others would not believe the promise
+        if commit:
             vote = self.sign(Vote, self.state.head, attempt, attempt, commit.hash, self.me)
             proposal = Proposal(commit, vote, promises)
             self.remember(replace(memory, choice=(proposal,)))
@@ -690,9 +670,9 @@ class Log:
             return
         attempt = newest.attempt
         commit = newest.commit
-        is_due = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
-        is_due = is_due or any(it.last >= 0 for it in newest.promises) and self.may_be_chosen(attempt)
-        if is_due and self.holds_all(commit):
+        is_usual = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
+        is_earlier = any(it.last >= 0 for it in newest.promises) and self.may_be_chosen(attempt)
+        if (is_usual or is_earlier) and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, choice=(newest,)))
             self.send_vote(attempt, attempt, commit.hash)
 
@@ -724,7 +704,7 @@ class Log:
             return
         if not all(map(self.is_signed, votes)) or not self.state.accepts(commit, self.is_signed):
             return
-        if len(known) >= MAX_PROPOSALS:
+        if len(known) >= log_records.MAX_VOTERS:  # so many are kept
             del self.records[compute_hash(min(known.values(), key=lambda other: other.attempt))[:8]]
         self.add_record(proposal)
         for offer in commit.offers:

@@ -5,8 +5,8 @@ The annotation of each field has its bounds, which `unpack` checks. Signatures a
 
 import hashlib
 from dataclasses import dataclass, is_dataclass
-from functools import cached_property, lru_cache
-from typing import Annotated, get_type_hints
+from functools import cached_property
+from typing import Annotated
 
 import msgpack
 
@@ -19,7 +19,6 @@ ANCESTOR_STEPS = 1, 4, 16, 64, 256  # from the newest commit back to others that
 Hash = Annotated[bytes, 32, 32]
 Peer = Annotated[bytes, 1, 64]
 Peers = Annotated[tuple, 0, MAX_VOTERS, Peer]
-History = Annotated[tuple, WINDOW, WINDOW, Peers]
 Signature = Annotated[bytes, 1, 512]
 Number = Annotated[int, 0, 2**48]
 
@@ -39,12 +38,6 @@ def compute_hash(*parts: object) -> bytes:
     return hashlib.sha256(pack(parts)).digest()
 
 
-@lru_cache
-def list_types(kind: type) -> tuple:
-    """Return the annotations of a dataclass, in order."""
-    return tuple(get_type_hints(kind, include_extras=True).values())
-
-
 def check_type(kind: object, value: object) -> object:
     """Return deserialized data as a value of this type, or raise a ValueError.
 
@@ -52,9 +45,10 @@ def check_type(kind: object, value: object) -> object:
         the type of a tuple's items
     """
     if is_dataclass(kind):
-        if type(value) is not tuple or len(value) != len(list_types(kind)):
+        types = kind.__annotations__.values()  # in the order of the fields
+        if type(value) is not tuple or len(value) != len(types):
             raise ValueError(f"not a {kind.__name__}")
-        return kind(*map(check_type, list_types(kind), value))
+        return kind(*map(check_type, types, value))
     low, high, *items = kind.__metadata__
     if type(value) is not kind.__origin__:
         raise ValueError(f"not of the type {kind.__origin__.__name__}")
@@ -132,9 +126,8 @@ class Proof:
     def is_valid(self) -> bool:
         """Return whether the votes contradict each other, signatures apart."""
         early, late = sorted((self.first, self.second), key=lambda vote: vote.attempt)
-        if (early.parent, early.peer) != (late.parent, late.peer) or late.last > early.attempt:
-            return False
-        return (early.last, early.proposal) != (late.last, late.proposal)
+        are_related = (early.parent, early.peer) == (late.parent, late.peer) and late.last <= early.attempt
+        return are_related and (early.last, early.proposal) != (late.last, late.proposal)
 
 
 @dataclass(frozen=True)

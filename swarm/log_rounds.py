@@ -108,8 +108,7 @@ def choose_log(answers: Sequence[Envelope], num_asked: int) -> tuple[bytes, Stat
     log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
     if not log_id or 2 * logs[log_id] < num_asked:
         return None
-    states = Counter(answer.state for answer in answers if answer.log == log_id)
-    state, votes = states.most_common(1)[0]
+    state, votes = Counter(answer.state for answer in answers if answer.log == log_id).most_common(1)[0]
     with contextlib.suppress(ValueError):
         if state and 2 * votes > logs[log_id]:
             return log_id, unpack(State, state)
@@ -126,7 +125,6 @@ class LogRounds:
     def __init__(self, tracker: PeerTracker, numbers: Numbers, codec: TopKCompression, folder: Path | None):
         self.dht = tracker.dht
         self.tracker = tracker
-        self.is_auxiliary = tracker.trust.is_auxiliary
         self.accepts_connections = not self.dht.client_mode
         self.identity = Identity(RSAPrivateKey.process_wide())
         self.initial_peers = {peer.to_bytes() for peer in self.dht.initial_ids}
@@ -179,7 +177,7 @@ class LogRounds:
             self.log_id = log_id
             self._seen = {}
             self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, self._now(), memory)
-            if self.is_auxiliary:  # it has no model
+            if self.tracker.trust.is_auxiliary:  # it has no model
                 self.log.model = NEWEST
         self._wake.set()
 
@@ -233,17 +231,16 @@ class LogRounds:
         :returns: see `choose_log`
         """
         question = pack(Envelope(b"", self.epoch, request=head))
-        asked = random.sample(peers, min(len(peers), MAX_ASKED))
-        calls = [self.exchange.send(PeerID(peer), question) for peer in asked]
+        calls = [self.exchange.send(PeerID(it), question) for it in random.sample(peers, min(len(peers), MAX_ASKED))]
         answers = []
         with contextlib.suppress(TimeoutError):
             for call in concurrent.futures.as_completed(calls, self.dht.uplink.timeouts.request + 1.0):
                 with contextlib.suppress(Exception):  # no answer, or an invalid one
                     answers.append(unpack(Envelope, call.result()))
                 kinds = Counter((answer.log, answer.state) for answer in answers)
-                if 2 * max(kinds.values(), default=0) > len(asked):
+                if 2 * max(kinds.values(), default=0) > len(calls):
                     break  # the others cannot change it, and a dead peer would take the whole time
-        return choose_log(answers, len(asked))
+        return choose_log(answers, len(calls))
 
     def has_fewer_peers(self) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
@@ -354,9 +351,8 @@ class LogRounds:
 
     def _list_participants(self) -> set[bytes]:
         """Return the ids of the others that have worked, are voters, or are auxiliary peers. An offer costs nothing."""
-        workers = (self.tracker.trust.partners | self.tracker.trust.attested) & self.tracker.present.keys()
-        peers = {*workers, *self.helpers, *self.log.state.voters}
-        return peers - {self.identity.peer, *self.tracker.trust.banned_until}
+        others = (self.tracker.trust.partners | self.tracker.trust.attested) & self.tracker.present.keys()
+        return {*others, *self.helpers, *self.log.state.voters} - {self.identity.peer, *self.tracker.trust.banned_until}
 
     def _list_members(self) -> set[bytes]:
         """Return the ids of the other peers that get all messages: the participants, and the last ones of the others
@@ -413,8 +409,8 @@ class LogRounds:
         """Call some peers if others cannot call this one."""
         if self.accepts_connections or time.monotonic() < self._next_poll:
             return
-        has_open_offer = bool(self.log.own) or bool(self.log.fetching)
-        self._next_poll = time.monotonic() + (POLL_INTERVAL if has_open_offer else IDLE_POLL_INTERVAL)
+        pause = POLL_INTERVAL if self.log.own or self.log.fetching else IDLE_POLL_INTERVAL
+        self._next_poll = time.monotonic() + pause
         peers = [peer for peer in self._list_participants() if self.can_call(peer) and peer not in self._called]
         for peer in random.sample(peers, min(GOSSIPED_PEERS, len(peers))):
             self._call(peer)
@@ -423,9 +419,7 @@ class LogRounds:
         """Return as many messages to a peer as one call may have."""
         messages = []
         queue = self._outbox.get(peer, ())
-        used = 0
-        while queue and (not messages or used + len(queue[0]) < MAX_MESSAGE_BYTES - 1000):
-            used += len(queue[0])
+        while queue and (not messages or sum(map(len, (*messages, queue[0]))) < MAX_MESSAGE_BYTES - 1000):
             messages.append(queue.popleft())
         mbits = (self.dht.uplink.mbits or 0.0) if self.accepts_connections else 0.0
         return Envelope(self.log_id, self.epoch, mbits, messages=tuple(messages))

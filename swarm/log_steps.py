@@ -74,7 +74,7 @@ class LogSteps:
         #: leaders whose first state has not arrived, and the last such state, with its leader
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
-        self._next_join = self._next_offer = self._stuck_at = 0.0
+        self._next_join = self._next_offer = self._stuck_deadline = 0.0
         self.counted: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
     # --- the state
@@ -104,7 +104,6 @@ class LogSteps:
         rounds = self.rounds
         silent = self._silent
         epoch = self.optimizer.local_epoch
-        prefix = self.tracker.prefix
         can_call = rounds.can_call
         anchor = Numbers(list_params(self.optimizer.opt))
         state = None
@@ -117,26 +116,25 @@ class LogSteps:
         if leader == rounds.identity.peer:
             blocks = (anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
             try:
-                state = make_genesis(prefix, epoch, rounds.anchors.add(blocks), members)
+                state = make_genesis(self.tracker.prefix, epoch, rounds.anchors.add(blocks), members)
             except OSError as e:
                 logger.warning(f"cannot store the log's first state ({e.strerror}): free some space for `output_dir`")
         else:
             state = self._wait(ask, max(MIN_LEADER_TIMEOUT, 2 * self.tracker.dht.uplink.timeouts.matchmaking))
-        is_first = state and state == make_genesis(prefix, epoch, state.parent, members)  # the leader may have gone on
-        if not is_first or not self._take_genesis(state, leader):
+        is_first = state and state == make_genesis(self.tracker.prefix, epoch, state.parent, members)
+        if not is_first or not self._take_genesis(state, leader):  # the leader may have gone on
             silent.add(leader)
 
     def _take_genesis(self, state: State, leader: bytes) -> bool:
         """Open a log with the leader's anchor; return False if that does not arrive, or is far from this peer's."""
         rounds = self.rounds
         anchor = Numbers(list_params(self.optimizer.opt))
-        members = state.voters
         rounds.expect(state.head)  # if it comes too late, this peer loads a later state, and votes as well
         # the leader sends it once, and those that can be called pass it on to all others
-        relays = sum(map(rounds.can_call, members)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
-        num_bytes = 4 * anchor.total * (1 + len(members) // max(1, min(relays, anchor.num_blocks)))
+        relays = sum(map(rounds.can_call, state.voters)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
+        num_bytes = 4 * anchor.total * (1 + len(state.voters) // max(1, min(relays, anchor.num_blocks)))
         seconds = max(self.tracker.dht.uplink.compute_transfer_timeout(num_bytes), 8e-6 * num_bytes / SLOW_MBITS)
-        self._wait(rounds.fetch_anchor(state.parent, leader, members).done, max(MIN_GENESIS_TIMEOUT, seconds))
+        self._wait(rounds.fetch_anchor(state.parent, leader, state.voters).done, max(MIN_GENESIS_TIMEOUT, seconds))
         self._late = None if rounds.anchors.has(state.parent) else (state, leader)
         if self._late:
             logger.warning("the first state of the log has not arrived")
@@ -153,7 +151,7 @@ class LogSteps:
         self.optimizer.local.move_anchor(list_params(self.optimizer.opt))
         self.exists = True
         rounds.open(state.head, state)
-        logger.info(f"epoch {state.epoch}: local steps begin, with {len(members)} peers")
+        logger.info(f"epoch {state.epoch}: local steps begin, with {len(state.voters)} peers")
         return True
 
     def join(self) -> bool:
@@ -213,7 +211,7 @@ class LogSteps:
         elif self.is_open:
             has_model = not self.optimizer.is_auxiliary
             while has_model and (found := self.rounds.find_next(self.head)) and self._apply(*found):
-                self._stuck_at = 0.0
+                self._stuck_deadline = 0.0
             self._check_progress(self.head if has_model else self.rounds.log.state.head)
         self.rounds.epoch = self.optimizer.local_epoch
 
@@ -230,7 +228,7 @@ class LogSteps:
             self.tracker.refresh_attested_peers()
         if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
-        self._stuck_at = 0.0 if head == newest.head else self._stuck_at or now + STUCK_TIMEOUT
+        self._stuck_deadline = 0.0 if head == newest.head else self._stuck_deadline or now + STUCK_TIMEOUT
         is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
         if 2 * len(self.tracker.withdrawn.intersection(newest.voters)) >= len(newest.voters):
             self._end("too few voters have stayed")
@@ -238,7 +236,7 @@ class LogSteps:
             self._end(f"no commit for {longest:.0f} s")
         elif head in log.chain and head not in log.list_path():
             self._load_state("the log has forked")
-        elif head != newest.head and (0 < self._stuck_at < now or is_far):
+        elif head != newest.head and (0 < self._stuck_deadline < now or is_far):
             self._load_state(f"updates of epoch {self.optimizer.local_epoch} are missing")
 
     def _end(self, reason: str) -> None:
@@ -253,14 +251,14 @@ class LogSteps:
         """Leave the log; updates that no commit contains stay pending."""
         for offer in self.rounds.close():
             self._take_back(offer)
-        self._next_join = self._stuck_at = 0.0
+        self._next_join = self._stuck_deadline = 0.0
 
     def _load_state(self, reason: str) -> None:
         """Load a state of this log, unless that has just failed, and continue with it once its commit is known."""
         if time.monotonic() < self.optimizer.sync.backoff.not_before:
             return
         logger.warning(f"{reason}: loading the swarm's state")
-        self._stuck_at = 0.0
+        self._stuck_deadline = 0.0
         self.optimizer.load_state_from_peers()
 
     def _take_back(self, offer: Offer) -> None:
@@ -304,17 +302,15 @@ class LogSteps:
             grad_averager.drop_pending()
             return
         optimizer.local.mark_offered(update, grad_averager.unsent)
-        samples = grad_averager.samples
-        grad_averager.samples = 0
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(list_momenta(optimizer.opt)))
         try:
-            self._last_offer = self.rounds.add_offer(head, digest, samples, blocks)
+            self._last_offer = self.rounds.add_offer(head, digest, grad_averager.samples, blocks)
+            grad_averager.samples = 0
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             self._next_offer = time.monotonic() + OFFER_PAUSE
             restore(blocks, Numbers(grad_averager.unsent))
             optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
-            grad_averager.samples += samples
 
     def _apply(self, commit: Commit, before: State) -> bool:
         """STEPPING: make the outer step of a commit, given the log's state before; return whether that was possible."""

@@ -103,8 +103,7 @@ class TopKCompression:
         magnitudes = values.abs()
         zeros = torch.zeros(-(-len(numbers) // CHUNK))
         minima, means, maxima = (
-            zeros.scatter_reduce(0, chunk_of, magnitudes, reduction, include_self=False)
-            for reduction in ("amin", "mean", "amax")
+            zeros.scatter_reduce(0, chunk_of, magnitudes, it, include_self=False) for it in ("amin", "mean", "amax")
         )
         # with 2 bits, one large entry would leave a single level for all others; error feedback sends its rest later
         spread = torch.minimum(maxima - minima, 2**self.bits * (means - minima).clamp_min(0))

@@ -54,7 +54,7 @@ def say_nothing(*_) -> bytes:
 def test_log_survives_first_epoch_of_any_length():
     state, ended = make_genesis("run", 200, bytes(32), NAMES), []
     steps = LogSteps.__new__(LogSteps)
-    steps.optimizer, steps._next_join, steps._stuck_at, steps._end = None, math.inf, 0.0, ended.append
+    steps.optimizer, steps._next_join, steps._stuck_deadline, steps._end = None, math.inf, 0.0, ended.append
     uplink, log = Uplink(), SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
     dht, view = SimpleNamespace(uplink=uplink), SimpleNamespace(epoch=200)
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
