@@ -53,6 +53,7 @@ MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES = 8  # of one voter that are kept, promises included
 MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it to be a voter
 MIN_AWAITED = 7  # the same, for voters that others wait for
+LATE_INTERVAL = 4  # epochs in which others wait once for a voter with a late offer
 NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # (minimum of voters, commits per new voter)
 MAX_COMMITS = 1000  # that a peer keeps
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
@@ -77,8 +78,11 @@ class State:
 
     @property
     def awaited(self) -> set[bytes]:
-        """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones."""
-        return {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
+        """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones. If that in
+        the head came late, its voter is awaited in each LATE_INTERVAL-th epoch only: it may be late on purpose."""
+        usual = {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
+        late = {key[len(self.parent) :] for key in self.counted if not key.startswith(self.parent)}
+        return usual - late if self.epoch % LATE_INTERVAL else usual
 
     @property
     def active(self) -> set[bytes]:
@@ -94,11 +98,13 @@ class State:
 
     def find_leader(self, attempt: int) -> bytes:
         """Return the only peer that may propose in an attempt. It follows from the epoch: leaders could choose heads.
-        After attempt 0, its leader and the voters that are not active have one turn where the others have four."""
-        able = [peer for peer in self.voters if peer not in self.clients] or self.voters
+        Active voters that accept connections come first. After attempt 0, all others, and the leader of that attempt,
+        have one turn where these have four."""
         active = self.active
-        first, *others = sorted(able, key=lambda peer: (peer not in active, compute_hash(self.epoch, peer)))
-        turns = [first, *others, *3 * [peer for peer in others if peer in active]]
+        able = active - {*self.clients} or active
+        order = {peer: (peer not in able, peer not in active, compute_hash(self.epoch, peer)) for peer in self.voters}
+        first, *others = sorted(order, key=order.get)
+        turns = [first, *others, *3 * [peer for peer in others if peer in able]]
         return turns[attempt % len(turns)]
 
     def find_digest(self, commit: Commit) -> bytes:
@@ -106,11 +112,15 @@ class State:
         digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
-    def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
-        """Return whether more than half of the voters have one of these records. The first commit takes two thirds (two
-        of three): the leader may have shown each half of the others another first state, and vote with both."""
+    def is_quorum(self, peers: Iterable[bytes]) -> bool:
+        """Return whether these are more than half of the voters. The first commit takes two thirds (two of three): the
+        leader may have shown each half of the others another first state, and vote with both."""
         least = 1 / 2 if self.counted else 0.66
-        return len({record.peer for record in records} & {*self.voters}) > least * len(self.voters)
+        return len({*peers} & {*self.voters}) > least * len(self.voters)
+
+    def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
+        """Return whether a quorum has one of these records."""
+        return self.is_quorum(record.peer for record in records)
 
     def has_most_voters(self, commit: Commit) -> bool:
         """Return whether most voters have an offer in this list, or leave. Weights depend on the list alone, so the few
@@ -498,7 +508,8 @@ class Log:
         if counted & {*self.own.values()}:
             self.voting_epoch = 0
         self.own = {offer.key: offer for offer in {*self.own.values(), *offers} - counted}
-        self.spans.append(self.now - self.since)
+        if self.first_time < math.inf:  # commits that are replayed tell nothing about the length of an epoch
+            self.spans.append(self.now - self.since)
         self.start_choice(state)
         if len(self.chain) > MAX_COMMITS:
             del self.chain[next(iter(self.chain))]

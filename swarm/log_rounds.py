@@ -242,20 +242,30 @@ class LogRounds:
                     break  # the others cannot change it, and a dead peer would take the whole time
         return choose_log(answers, len(calls))
 
-    def has_fewer_peers(self) -> bool:
+    def has_fewer_peers(self, ended: bytes) -> bool:
         """Return whether most peers that have worked, this one included, have another log. Half of them are enough if
         this log has a commit (before, other members may still open it), and the other log is in a later block of
-        TIE_EPOCHS epochs, or in the same one and has the smaller id."""
+        TIE_EPOCHS epochs, or in the same one and has the smaller id. Half of this log's voters are enough as well,
+        because it can have no commit without them.
+
+        :param ended: the log that this peer has left; it returns to that one only for most peers
+        """
         oldest = time.monotonic() - RECENT
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (self.tracker.trust.partners | self.tracker.trust.attested)
         with self._lock:
-            seen = [(log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in known]
-        seen = sorted([*seen, (self.log_id, self.epoch)])
-        logs = Counter(log for log, _ in seen)
-        epochs = dict(seen)  # the last epoch of a log is the highest one
+            heard = {peer: (log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest}
+            voters = {*self.log.state.voters}
+            is_new = len(self.log.chain) == 1
+        seen = {peer: heard[peer] for peer in heard.keys() & known}
+        gone = {peer for peer in seen.keys() & voters if seen[peer][0] != self.log_id}
+        if not is_new and 2 * len(gone) >= len(voters):
+            return True
+        pairs = sorted([*seen.values(), (self.log_id, self.epoch)])
+        logs = Counter(log for log, _ in pairs)
+        epochs = dict(pairs)  # the last epoch of a log is the highest one
         first = min(logs, key=lambda it: (-logs[it], -(epochs[it] // TIE_EPOCHS), it))
-        return first != self.log_id and 2 * logs[first] > len(known) + (len(self.log.chain) == 1)
+        return first != self.log_id and 2 * logs[first] > len(known) + (is_new or first == ended)
 
     def take_offered(self) -> tuple[bytes, State, bytes] | None:
         """Return the log that clients have offered to this auxiliary peer, its state, and one of them: its first state,

@@ -24,7 +24,7 @@ from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import list_momenta
 from swarm.log import State, make_genesis
-from swarm.log_records import Commit, Offer
+from swarm.log_records import Commit, Leave, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
@@ -39,6 +39,7 @@ MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
 SLOW_MBITS = 2.0  # the uplink of a slow peer that passes it on
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
+MAX_PATIENCE = 16.0  # the factor of both limits if a peer lacks the next updates again and again
 STUCK_TIMEOUT = 60.0  # seconds without an update that a commit needs, until the state is downloaded instead
 SILENCE_TIMEOUT = 600.0  # seconds without a commit, until the peers that are there begin a new log
 SILENT_EPOCHS = 5  # the same in usual epochs; the longer time counts
@@ -71,10 +72,12 @@ class LogSteps:
         self._last_offer: Offer | None = None
         self.exists = False  # whether this peer takes part in a log, or other peers do
         self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
-        #: leaders whose first state has not arrived, and the last such state, with its leader
+        #: leaders whose first state has not arrived or led to no commit, and the last late one, with its leader
         self._silent: set[bytes] = set()
+        self._leader = b""  # of the log that this peer has begun with others
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._next_offer = self._stuck_deadline = 0.0
+        self._patience = 1.0  # a factor of the time until missing updates count as lost
         self.counted: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
     # --- the state
@@ -150,6 +153,7 @@ class LogSteps:
             self.averager.lineage = state.head.hex()
         self.optimizer.local.move_anchor(list_params(self.optimizer.opt))
         self.exists = True
+        self._leader = leader
         rounds.open(state.head, state)
         logger.info(f"epoch {state.epoch}: local steps begin, with {len(state.voters)} peers")
         return True
@@ -205,13 +209,14 @@ class LogSteps:
         self.tracker.trust.active = self.rounds.log.state.active if self.is_open else set()
         for offer in self.rounds.take_returned() if self.is_open else ():
             self._take_back(offer)
-        if self.is_open and self.rounds.has_fewer_peers():
+        if self.is_open and self.rounds.has_fewer_peers(self._ended[0]):
             logger.info("most peers have another log: joining them")
             self._close()
         elif self.is_open:
             has_model = not self.optimizer.is_auxiliary
             while has_model and (found := self.rounds.find_next(self.head)) and self._apply(*found):
                 self._stuck_deadline = 0.0
+                self._patience = 1.0
             self._check_progress(self.head if has_model else self.rounds.log.state.head)
         self.rounds.epoch = self.optimizer.local_epoch
 
@@ -228,9 +233,11 @@ class LogSteps:
             self.tracker.refresh_attested_peers()
         if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
             longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
-        self._stuck_deadline = 0.0 if head == newest.head else self._stuck_deadline or now + STUCK_TIMEOUT
-        is_far = newest.epoch > self.optimizer.local_epoch + MAX_EPOCHS_BEHIND
-        if 2 * len(self.tracker.withdrawn.intersection(newest.voters)) >= len(newest.voters):
+        wait = self._patience * max(STUCK_TIMEOUT, log.timeout)
+        self._stuck_deadline = 0.0 if head == newest.head else self._stuck_deadline or now + wait
+        is_far = newest.epoch > self.optimizer.local_epoch + self._patience * MAX_EPOCHS_BEHIND
+        left = self.tracker.withdrawn | {leave.peer for leave in log.select(Leave)} - self.tracker.others.keys()
+        if not newest.is_quorum({*newest.voters} - left):
             self._end("too few voters have stayed")
         elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
             self._end(f"no commit for {longest:.0f} s")
@@ -242,6 +249,8 @@ class LogSteps:
     def _end(self, reason: str) -> None:
         """Leave a log that can have no further commit. A peer that is alone begins another with its pending update."""
         logger.warning(f"{reason}: leaving the log")
+        if len(self.rounds.log.chain) == 1:  # its leader may have shown other members another first state
+            self._silent.add(self._leader)
         self._ended = self.rounds.log_id, self.rounds.log.state.head
         self._close()
         if not self.tracker.present and not self.optimizer.is_auxiliary:
@@ -259,6 +268,7 @@ class LogSteps:
             return
         logger.warning(f"{reason}: loading the swarm's state")
         self._stuck_deadline = 0.0
+        self._patience = min(2 * self._patience, MAX_PATIENCE)  # the next update may be missing for the same reason
         self.optimizer.load_state_from_peers()
 
     def _take_back(self, offer: Offer) -> None:

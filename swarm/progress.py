@@ -244,8 +244,9 @@ class PeerTracker:
         return 1 + len(known.intersection(group)) > len(known.difference(group))
 
     def list_contributors(self) -> list[bytes]:
-        """Return the known contributors, which choose the state, but no clients: these serve only peers they called."""
-        return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
+        """Return the known contributors, which choose the state: those that accept connections, or else the clients."""
+        known = {p: record.client_mode for p, record in self.present.items() if self.trust.is_known(p)}
+        return [p for p, is_client in known.items() if not is_client] or [*known]
 
     def list_clients(self) -> dict[PeerID, int]:
         """Return the peers that accept no connections, and their epochs."""

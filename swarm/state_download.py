@@ -231,6 +231,8 @@ class StateDownload:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
         clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
+        witnesses = [] if self.witnesses else [peer for peer in clients if peer.to_bytes() in self.contributors]
+        self.witnesses += random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.contributors}
         needs_relay = relays and averager.mode != AveragingMode.AUX  # an auxiliary peer can call the clients itself

@@ -103,6 +103,38 @@ def test_voter_without_offer_leads_few_attempts():
     assert PEERS[0] in advance(state, PEERS[:4]).awaited
 
 
+def test_clients_lead_if_reachable_voter_does_not():
+    """The only voter that accepts connections would otherwise lead every attempt, also after its end."""
+    network = Network(8, 5, clients=(1, 2, 3), members=4)
+    network.trainers[PEERS[4]].make_offer = lambda: None  # an auxiliary peer, over which the clients exchange messages
+    reachable = network.trainers[PEERS[0]]
+    clients = [network.trainers[peer] for peer in PEERS[1:4]]
+    run_until(network, lambda: all(client.log.state.epoch >= 2 for client in clients))
+    assert reachable.log.state.find_leader(0) == PEERS[0]
+    reachable.crash()
+    epoch = clients[0].log.state.epoch
+    run_until(network, lambda: all(client.log.state.epoch >= epoch + 2 for client in clients), 30 * int(SLOT))
+    # from now on, no time is lost
+    assert clients[0].log.state.find_leader(0) in PEERS[1:4]
+    assert statistics.median(measure_spans(network, clients[0].log, range(epoch + 3, epoch + 8))) < network.pace + SLOT
+
+
+def test_voter_that_is_always_late_delays_few_lists():
+    """Its late offers count, so it would be awaited in each epoch."""
+    state = advance(advance(make_state(4), PEERS[:4], times=4), PEERS[1:4])
+    awaited = []
+    for _ in range(8):
+        commit = make_commit(state, PEERS[1:4])
+        late = make_offer(PEERS[0], state.parent)
+        offers = tuple(sorted((*commit.offers, late), key=lambda offer: offer.key))
+        assert state.accepts(commit := replace(commit, offers=offers), lambda record: True)
+        state = state.advance(commit)
+        awaited.append(PEERS[0] in state.awaited)
+        assert {*PEERS[1:4]} <= state.awaited
+    assert sum(awaited) == 2
+    assert PEERS[0] in advance(state, PEERS[:4]).awaited, "once it is in time, it is awaited again"
+
+
 @pytest.mark.parametrize("num_voters", [31, 63, 64])
 def test_voters_increase_to_their_limit(num_voters):
     """The more voters there are, the fewer commits lie between two new ones; none is new beyond the limit."""
@@ -815,6 +847,8 @@ def test_late_peer_catches_up_and_asks_for_keys():
     late.log.identity.known = {PEERS[3]}
     network.run(20)
     assert late.state == late.log.state.head and late.log.state.epoch >= network.honest[0].log.state.epoch - 1 > 10
+    # it would otherwise take the time of the next epoch for that of many
+    assert all(span > 1.0 for span in late.log.spans)
 
 
 def list_messages() -> list[bytes]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
@@ -20,7 +21,7 @@ from swarm import SwarmError
 from swarm.aggregation import Numbers
 from swarm.exchange import BlobStore, Exchange
 from swarm.log import Action, make_genesis
-from swarm.log_records import Offer, compute_hash, pack
+from swarm.log_records import Leave, Offer, compute_hash, pack
 from swarm.log_rounds import MAX_HELPERS, NEWEST, TICK, Envelope, Identity, LogRounds
 from swarm.log_steps import LogSteps
 from swarm.sparse import TopKCompression
@@ -58,7 +59,8 @@ def test_log_survives_first_epoch_of_any_length():
     uplink, log = Uplink(), SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
     dht, view = SimpleNamespace(uplink=uplink), SimpleNamespace(epoch=200)
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
-    steps.tracker = steps.optimizer.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set())
+    steps.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set(), others={})
+    steps.optimizer.tracker, steps._patience, log.timeout, log.select = steps.tracker, 1.0, 5.0, lambda _: []
     steps.rounds = SimpleNamespace(log=log)
     for spans, epoch_seconds, seconds, is_over in (
         ([], 1500.0, 7000, False),
@@ -74,16 +76,72 @@ def test_log_survives_first_epoch_of_any_length():
         ended.clear()
 
 
+def test_log_ends_when_voters_have_left_one_by_one():
+    """A record of a peer that has left lasts for minutes only; its leave record stays."""
+    voters = [*NAMES, bytes(34), bytes([1]) * 34]
+    state, ended = make_genesis("run", 200, bytes(32), voters), []
+    steps = LogSteps.__new__(LogSteps)
+    steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
+    steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
+    log = SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
+    log.spans, log.num_ticks, log.timeout = [], 0, 5.0
+    steps.rounds = SimpleNamespace(log=log)
+    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200))
+    steps.tracker = tracker
+    counted = replace(state, counted=(bytes(66),))
+    for current, leaves, withdrawn, others, is_over in (
+        (counted, NAMES[:2], (), (), False),
+        (counted, NAMES[:2], NAMES[1:2], (), False),
+        (counted, NAMES[:2], NAMES[2:], (), True),
+        (counted, NAMES, (), NAMES[:1], False),  # it serves its updates for some seconds, and still votes
+        (state, NAMES[:2], (), (), True),  # the first commit takes two thirds
+        (state, NAMES[:1], (), (), False),
+    ):
+        log.state, tracker.withdrawn, tracker.others = current, {*withdrawn}, dict.fromkeys(others)
+        log.select = lambda _, leaves=leaves: [Leave(state.head, peer, b"") for peer in leaves]
+        steps._check_progress(state.head)
+        assert (len(ended) > 0) is is_over
+        ended.clear()
+
+
+def test_peer_without_updates_loads_fewer_and_fewer_states():
+    """On a full disk, each commit would otherwise cost a download of the whole state."""
+    state = make_genesis("run", 200, bytes(32), NAMES)
+    steps, loads = LogSteps.__new__(LogSteps), []
+    load = SimpleNamespace(backoff=SimpleNamespace(not_before=0.0))
+    steps.optimizer = SimpleNamespace(local_epoch=199, is_auxiliary=False, sync=load)
+    steps.optimizer.load_state_from_peers = lambda: loads.append(steps._stuck_deadline)
+    steps._next_join, steps._stuck_deadline, steps._patience = math.inf, 0.0, 1.0
+    log = SimpleNamespace(state=state, chain={}, list_path=dict, spans=[], num_ticks=0, timeout=5.0)
+    log.select = lambda _: []
+    steps.rounds = SimpleNamespace(log=log)
+    dht = SimpleNamespace(uplink=Uplink())
+    steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
+    waits = []
+    for _ in range(3):
+        steps._check_progress(bytes(32))
+        waits.append(steps._stuck_deadline - time.monotonic())
+        steps._stuck_deadline = time.monotonic() - 1.0  # the time has passed
+        steps._check_progress(bytes(32))
+    assert len(loads) == 3 and waits == [pytest.approx(60.0 * factor, abs=1.0) for factor in (1, 2, 4)]
+    steps.optimizer.local_epoch = 200 - 9  # behind by more than eight commits
+    steps._check_progress(bytes(32))
+    assert len(loads) == 3
+    steps._patience = 1.0  # since it has applied a commit
+    steps._check_progress(bytes(32))
+    assert len(loads) == 4
+
+
 def test_last_commit_counts_at_end_of_run():
     """A trainer must not leave before the others have the updates of the commit that it applied last."""
     optimizer = SimpleNamespace(local_epoch=13, is_auxiliary=False, grad_averager=SimpleNamespace(is_local=True))
     found = [("commit", "state before")]
     log = SimpleNamespace(state=SimpleNamespace(active=set()))
-    rounds = SimpleNamespace(log=log, epoch=0, take_returned=list, has_fewer_peers=lambda: False)
+    rounds = SimpleNamespace(log=log, epoch=0, take_returned=list, has_fewer_peers=lambda _: False)
     rounds.find_next = lambda _: found.pop() if found else None
     steps = LogSteps.__new__(LogSteps)
     steps.tracker, steps.rounds, steps.optimizer = SimpleNamespace(trust=SimpleNamespace()), rounds, optimizer
-    steps.averager = SimpleNamespace(lineage="")
+    steps.averager, steps._ended = SimpleNamespace(lineage=""), (b"", b"")
     steps._apply = lambda *_: vars(optimizer).update(local_epoch=14) or True
     steps._check_progress = lambda _: None
     steps.follow()
@@ -128,7 +186,7 @@ def test_one_claim_closes_no_new_log(tmp_path):
         results = []
         for exchange in peers.values():
             exchange.send(rounds.dht.peer_id, pack(Envelope(other_log, 3))).result(TIMEOUT)
-            results.append(rounds.has_fewer_peers())
+            results.append(rounds.has_fewer_peers(b""))
         assert results == [False, False, True]
 
 
@@ -140,14 +198,22 @@ def test_log_ahead_stays_of_two_equal_ones(tmp_path):
         other.report_local_progress(3, 8)
         rounds.tracker.trust.partners.add(peer)
         wait_until(lambda: rounds.tracker.refresh_now() or rounds.tracker.present, 30, "the other's record")
-        own, state = bytes([100]) * 32, make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer))
+        own, state = bytes([100]) * 32, make_genesis("run", 3, bytes(32), (rounds.identity.peer, *NAMES))
         rounds.open(own, state)
         rounds.log.chain[bytes(32)] = rounds.log.chain[state.head]  # in place of a commit
         for other_log in (bytes(32), bytes([200]) * 32):
             for epoch, other_epoch, stays in ((3, 12, other_log > own), (3, 1000, False), (1000, 3, True)):
                 rounds.epoch = epoch
                 rounds._read(peer, Envelope(other_log, other_epoch))
-                assert rounds.has_fewer_peers() != stays
+                assert rounds.has_fewer_peers(b"") != stays
+        # it does not return to a log that it has left for one other peer
+        rounds.epoch = 3
+        rounds._read(peer, Envelope(bytes(32), 3))
+        assert rounds.has_fewer_peers(b"") and not rounds.has_fewer_peers(bytes(32))
+        # without half of its voters, no log goes on
+        rounds.log.state = replace(state, voters=(rounds.identity.peer, peer))
+        rounds._read(peer, Envelope(bytes([200]) * 32, 3))
+        assert rounds.has_fewer_peers(b"")
 
 
 def test_peers_that_refuse_count_against_claim(tmp_path):

@@ -162,6 +162,19 @@ async def test_failed_contributors_leave_no_choice_to_others():
 
 
 @run_async
+async def test_contributors_that_are_clients_choose_state():
+    """A stranger that accepts connections would otherwise be the only donor."""
+    relay, stranger, *clients = (PeerID(name) for name in (b"relay", b"stranger", b"a", b"b", b"c"))
+    fetch = AsyncMock(return_value={relay: state_server.RELAY, stranger: 1e6})
+    averager = SimpleNamespace(fetch_epochs=fetch, client_mode=False, mode=AveragingMode.NODE)
+    known = [peer.to_bytes() for peer in clients[:2]]
+    download = StateDownload(averager, [], contributors=known, clients=dict.fromkeys(clients, 5))
+    found = await download.find_peers(5)
+    assert found == {stranger: 1e6, clients[0]: 5, clients[1]: 5}
+    assert {*download.witnesses} == {*clients[:2]} and {*averager.relays.values()} == {relay}
+
+
+@run_async
 async def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     """Without known contributors: as many untrusted peers as are asked at once claim an epoch, and describe none."""
     most, honest, ask = state_download.MAX_DONORS, PeerID(b"honest"), AsyncMock(return_value=[])
