@@ -78,9 +78,8 @@ class Scripts:
         """Print and start `python {command}`; its output goes to {name}.log."""
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
-            settings = "".join(f"{key}={value} " for key, value in environment.items())
-            words = f"{settings}{os.path.relpath(sys.executable)} {command}"
-            print("  " + " \\\n      ".join(textwrap.wrap(words, 105, break_on_hyphens=False)), flush=True)
+            words = [*map("=".join, environment.items()), os.path.relpath(sys.executable), command]
+            print("  " + " \\\n      ".join(textwrap.wrap(" ".join(words), 105, break_on_hyphens=False)), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -159,8 +158,7 @@ def tokenize(scripts: Scripts, data: Path, is_causal: bool) -> str:
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
     """Start the monitor, or the auxiliary peer instead, and return the --initial_peers flag for the others."""
-    command = f"{command} --output_dir {shlex.quote(str(folder))}"
-    scripts.start("monitor", what, command)
+    scripts.start("monitor", what, f"{command} --output_dir {shlex.quote(str(folder))}")
     deadline = time.monotonic() + STALL_LIMIT
     text = ""
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
@@ -205,7 +203,6 @@ def report(output_dir: Path, epochs: int) -> None:
     weights, others = (load_file(folder / "model" / "model.safetensors") for folder in folders)
 
     final_loss = max(summary["final_loss"] for summary in summaries)
-    start_loss = summaries[0]["start_loss"]
     entropy = summaries[0]["unigram_entropy"]
     samples = [summary["samples"] for summary in summaries]
     shares = [
@@ -222,7 +219,7 @@ def report(output_dir: Path, epochs: int) -> None:
     difference = max(float(abs(weights[name] - others[name]).max()) for name in weights)
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
+    print(f"final loss {final_loss:.3f} (start {summaries[0]['start_loss']:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
     print(f"the peers' weights {agreement}: they differ by at most {difference:.1e}")

@@ -93,8 +93,8 @@ def show_members(args: InviteArguments) -> None:
     for prefix, run in read_members(args).items():
         for peer_id, member in run["members"].items():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))
-            state = f"expired {expires}" if member["expires"] <= time.time() else f"expires {expires}"
-            state = "revoked" if member["revoked"] else state
+            verb = "expired" if member["expires"] <= time.time() else "expires"
+            state = "revoked" if member["revoked"] else f"{verb} {expires}"
             print(f"{prefix}  {member['username']}  {peer_id}  {state}")
 
 

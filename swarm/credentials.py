@@ -46,10 +46,9 @@ def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> l
     """Return the content of signed data of this kind, or raise a ValueError, before decoding it, if it is forged."""
     if len(data) > max_bytes:
         raise ValueError("it is too long")
-    signature = data[:SIGNATURE_BYTES]
     body = data[SIGNATURE_BYTES:]
     try:
-        Ed25519PublicKey.from_public_bytes(authority).verify(signature, kind + body)
+        Ed25519PublicKey.from_public_bytes(authority).verify(data[:SIGNATURE_BYTES], kind + body)
     except InvalidSignature:
         raise ValueError("the run's authority has not signed it") from None
     return MSGPackSerializer.loads(body)

@@ -32,7 +32,7 @@ def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membershi
         invitation = load_invitation(config.invite)
         key = invitation.key
         membership = Membership(invitation.credential, invitation.authority)
-        invited = membership.prefix, membership.username
+        invited = membership.own.prefix, membership.own.username
         for setting, value, theirs in zip(("experiment_prefix", "username"), names, invited, strict=True):
             if value and value != theirs:
                 raise SwarmError(f"`invite` {config.invite} is for `{setting}` {theirs}, not {value}: omit `{setting}`")

@@ -57,12 +57,12 @@ class Swarm:
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if config.initial_peers and not config.client_mode:
             seen_at, is_reachable = reachability.find_reachability(dht)
-            ports = reachability.find_ports(dht) if is_reachable is False else ()
-            where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, ports))}"
-            if is_reachable is False and config.announce_maddrs:
-                logger.warning(f"others cannot reach this peer {where}: check `announce_maddrs` and the firewall")
-            elif is_reachable is False:
-                dht = restart_as_client_or_relayed(config, validators, dht, where)
+            if is_reachable is False:  # None: no peer has answered
+                where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, reachability.find_ports(dht)))}"
+                if config.announce_maddrs:
+                    logger.warning(f"others cannot reach this peer {where}: check `announce_maddrs` and the firewall")
+                else:
+                    dht = restart_as_client_or_relayed(config, validators, dht, where)
         try:
             dht.attestation = attestation.ask_initial_peers(dht, config.experiment_prefix, config.new_run)
         except SwarmError:

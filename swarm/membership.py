@@ -65,10 +65,7 @@ class Membership:
 
     def __init__(self, credential: bytes, public_key: bytes, issuer: Authority | None = None):
         """:param issuer: the authority, at the peer that holds its key; all others have an invitation"""
-        own = parse_credential(credential, public_key)
-        self.prefix = own.prefix
-        self.username = own.username
-        self.own_id = own.peer_id
+        self.own = parse_credential(credential, public_key)
         self.credential = credential
         self.public_key = public_key
         self.issuer = issuer
@@ -95,7 +92,7 @@ class Membership:
         except ValueError:
             return "forged"
         faults = {
-            "another run": member.prefix != self.prefix,
+            "another run": member.prefix != self.own.prefix,
             "another peer": member.peer_id != peer_id,
             "expired": member.expires <= get_dht_time(),
             "revoked": peer_id in self.revoked,
@@ -104,7 +101,7 @@ class Membership:
 
     def check_own_credential(self) -> None:
         """Raise a SwarmError if this peer's own credential is no longer valid; the check involves no other peer."""
-        if reason := self.find_fault(self.credential, self.own_id):
+        if reason := self.find_fault(self.credential, self.own.peer_id):
             raise SwarmError(REASONS[reason])
 
     def require(self, credential: bytes, caller: PeerID) -> None:
@@ -129,13 +126,13 @@ class Membership:
     @property
     def revoked(self) -> frozenset[bytes]:
         """The ids of peers whose credentials are revoked."""
-        return read_revocations(self.revocations, self.public_key, self.prefix)[1]
+        return read_revocations(self.revocations, self.public_key, self.own.prefix)[1]
 
     def apply_revocations(self, data: bytes) -> None:
         """Replace this peer's revocation list if this one is newer and valid."""
         with contextlib.suppress(ValueError):
-            signed_at, revoked = read_revocations(data, self.public_key, self.prefix)
-            if signed_at > read_revocations(self.revocations, self.public_key, self.prefix)[0]:
+            signed_at, revoked = read_revocations(data, self.public_key, self.own.prefix)
+            if signed_at > read_revocations(self.revocations, self.public_key, self.own.prefix)[0]:
                 self._list.value = data.hex().encode()
                 logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
@@ -143,7 +140,7 @@ class Membership:
         """At the authority, load the revocations by invite.py."""
         if self.issuer:
             try:
-                run = self.issuer.read_members().get(self.prefix, {})
+                run = self.issuer.read_members().get(self.own.prefix, {})
                 self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
             except (SwarmError, ValueError) as e:  # a member list that was edited by hand
                 logger.warning(str(e))
@@ -206,8 +203,7 @@ class AuthenticatedP2PClient(p2pclient.Client):
             try:
                 if info.proto != proto:
                     async with asyncio.timeout(RPC_TIMEOUT):
-                        size = int.from_bytes(await reader.readexactly(2), "big")
-                        credential = await reader.readexactly(size)
+                        credential = await reader.readexactly(int.from_bytes(await reader.readexactly(2), "big"))
                 self.membership.require(credential, info.peer_id)
             except (OSError, TimeoutError, EOFError):
                 writer.close()
@@ -270,7 +266,7 @@ class CredentialValidator(RecordValidatorBase):
             owner = find_subkey_owner(MSGPackSerializer.loads(record.subkey))
             content = MSGPackSerializer.loads(self.signature.strip_value(DHTRecord(b"", b"", value, 0.0)))
             username = content.get("username", member.username) if isinstance(content, dict) else member.username
-            is_own = (member.prefix, member.peer_id, member.username) == (self.membership.prefix, owner, username)
+            is_own = (member.prefix, member.peer_id, member.username) == (self.membership.own.prefix, owner, username)
             # A peer must be authenticated to store a record, so its credential was valid then.
             return is_own and record.expiration_time <= member.expires + MAX_RECORD_LIFETIME
         except Exception:  # on untrusted bytes, the decoder and its extension types can raise any exception

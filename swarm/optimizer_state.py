@@ -19,7 +19,7 @@ from hivemind.utils import MPFuture, nested_map
 from common.memory import collect_garbage
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import STATE, StateServer, copy_flat
+from swarm.state_server import STATE, StateServer, allocate_flat
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -54,6 +54,13 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     """Copy each source to its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def copy_flat(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+    """Copy the tensors into flat buffers, because the next step changes the originals while they are being sent."""
+    copies = allocate_flat(infos)
+    copy_tensors(copies, tensors)
+    return copies
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
@@ -191,13 +198,10 @@ class StateAverager(TrainingStateAverager, StateServer):
     def restore_state(self, state: dict) -> None:
         """Load a state from `dump_state`. Raise a ValueError, and change nothing, if its tensors have other shapes."""
         own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
-        parameters = state["parameters"]
-        moments = state["optimizer"]["state"]
+        saved = state["parameters"], state["optimizer"]["state"]
         # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
-        shapes = [
-            nested_map(lambda it: tuple(getattr(it, "shape", ())), these) for these in ((parameters, moments), own)
-        ]
-        if shapes[0] != shapes[1]:
+        shapes, own_shapes = (nested_map(lambda it: tuple(getattr(it, "shape", ())), these) for these in (saved, own))
+        if shapes != own_shapes:
             raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
         # a copy, because torch keeps the tensors it loads and changes them in place
-        self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))
+        self._replace_state(saved[0], copy.deepcopy(saved[1]), state["local_epoch"], state.get("lineage", ""))

@@ -107,8 +107,7 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
                 batch_start = time.monotonic()
                 calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
                 await asyncio.wait_for(asyncio.gather(*calls), MEASURE_TIMEOUT)
-                rate = 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start)
-                best = max(best or MIN_BANDWIDTH, rate)
+                best = max(best or MIN_BANDWIDTH, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
                 requests = min(2 * requests, MEASURE_REQUESTS)
         except REQUEST_ERRORS as e:  # among them, TimeoutError
             best = best or (MIN_BANDWIDTH if isinstance(e, TimeoutError) else None)

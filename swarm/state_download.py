@@ -59,8 +59,7 @@ class DownloadProgress(ctypes.Structure):
 def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Return whether digests of shape (..., 1 + NUM_SUMS) describe other numbers, beyond the differences `floors`."""
     digests = digests.double()  # or huge numbers would have infinite limits
-    others = others.double()
-    differences = (digests - others).abs()
+    differences = (digests - others.double()).abs()
     # the RMS of the sums estimates the norm
     rms, rms_of_difference = (it[..., 1:].square().mean(-1).sqrt() for it in (digests, differences))
     limits = TOLERANCE * (digests[..., 0].abs() + rms) + floors
@@ -219,7 +218,6 @@ class StateDownload:
     async def find_peers(self, min_epoch: int) -> dict[PeerID, float]:
         """Return the peers that declare a state, and its epoch. Choose the witnesses, and a relay for each client.
         Exclude unknown clients if another peer has at least the epoch before `min_epoch`."""
-        averager = self.averager
         declared = await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == state_server.RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
@@ -227,7 +225,7 @@ class StateDownload:
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if not witnesses and any(peer.to_bytes() in self.contributors for peer in declared):
             return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count
-        if averager.client_mode and not relays:
+        if self.averager.client_mode and not relays:
             return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
         clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
@@ -235,8 +233,8 @@ class StateDownload:
         self.witnesses += random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.contributors}
-        needs_relay = relays and averager.mode != AveragingMode.AUX  # an auxiliary peer can call the clients itself
-        averager.relays = {peer: random.choice(relays) for peer in clients} if needs_relay else {}
+        needs_relay = relays and self.averager.mode != AveragingMode.AUX  # an auxiliary peer can call clients itself
+        self.averager.relays = {peer: random.choice(relays) for peer in clients} if needs_relay else {}
         return epochs | clients
 
     def rank(self, peer: PeerID) -> tuple:
@@ -266,9 +264,8 @@ class StateDownload:
                 self.record_failure(peer, e)
                 if peer in self.witnesses:
                     ping = partial(ping_peers, peer_ids=[peer.to_bytes()])
-                    is_alive = await self.averager.dht.run_coroutine(ping, return_future=True)
                     # a dead witness would count against each state; without any witness, untrusted peers would decide
-                    if not is_alive and len(self.witnesses) > 1:
+                    if not await self.averager.dht.run_coroutine(ping, return_future=True) and len(self.witnesses) > 1:
                         self.witnesses.remove(peer)
 
         loop = asyncio.get_running_loop()
@@ -332,7 +329,7 @@ class BlockDownload:
         self.record_failure = record_failure
         self.tensors = allocate_flat(self.infos)
         self.blocks = list_blocks(self.infos)
-        numbers = donors[0].digests[: len(self.blocks)].any(-1).nonzero().flatten().tolist()
+        numbers = donors[0].digests.any(-1).nonzero().flatten().tolist()
         #: the donors that are sending each missing block; blocks of zeros, as a new momentum has, are known
         self.missing: dict[int, list[Donor]] = {number: [] for number in numbers}
         self.start = time.monotonic()

@@ -62,14 +62,6 @@ def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     return [next(pieces[info.descriptor.dtype]).view(info.descriptor.shape) for info in infos]
 
 
-def copy_flat(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
-    """Copy the tensors into flat buffers, because the next step changes the originals while they are being sent."""
-    copies = allocate_flat(infos)
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor)
-    return copies
-
-
 def describe_tensors(tensors: Iterable[torch.Tensor | TensorDescriptor]) -> list[list]:
     """Return the type and the shape of each tensor."""
     return [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
@@ -238,8 +230,7 @@ class StateServer(VerifyingAverager):
         """Send a request to a peer, or to a client's relay, and yield the messages of the answer."""
         if relay := self.relays.get(peer):
             request = replace(request, client=peer.to_bytes())
-            peer = relay
-        stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+        stub = self.get_stub(self._p2p, relay or peer, namespace=self.prefix)
         async for message in await stub.rpc_download_state(BytesValue(value=pack(request))):
             self.dht.uplink.count_received(message.ByteSize())
             yield message
@@ -248,10 +239,9 @@ class StateServer(VerifyingAverager):
         """Serve a description or blocks of the state, or relay a client's answer, at the uplink's pace."""
         # an error, also that of a request that is too long, goes to the caller
         parsed = unpack(StateRequest, request.value[:MAX_REQUEST_BYTES])
-        peer = context.remote_id
-        if not self.allow_state_sharing or not self._admit(peer, len(parsed.blocks)):
+        if not self.allow_state_sharing or not self._admit(context.remote_id, len(parsed.blocks)):
             return
-        answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(peer, parsed)
+        answer = self._relay(parsed) if self.mode == AveragingMode.AUX else self._answer(context.remote_id, parsed)
         async for message in self.dht.uplink.send(answer, is_urgent=False):
             yield message
 
@@ -283,23 +273,20 @@ class StateServer(VerifyingAverager):
 
     async def _answer(self, peer: PeerID, request: StateRequest) -> AsyncIterator[DownloadData]:
         """Yield the description or the blocks of a snapshot, which is completed for others if this peer is gone."""
-        epoch = request.epoch
-        lineage = request.lineage
-        numbers = request.blocks
-        if not numbers:
+        key = request.epoch, request.lineage
+        known = [it for it in self._snapshots if (it.epoch, it.lineage) == key]
+        if not request.blocks:
             # an invented step must not cost a copy; the main process may be making the step from the current state
             steps = [self.make_step_key(it) for it in (self._last_lineage.value.decode(), self.lineage)]
-            is_here = self.state_sharing_priority >= epoch and lineage in ("", *steps)
-            snapshot = await asyncio.shield(self._find_snapshot(peer, epoch, lineage)) if is_here else None
+            is_here = self.state_sharing_priority >= request.epoch and request.lineage in ("", *steps)
+            snapshot = await asyncio.shield(self._find_snapshot(peer, *key)) if is_here else None
             description = snapshot.description if snapshot else {"epoch": -1, "lineage": ""}
             yield DownloadData(metadata=self.serializer.dumps(description))
-            return
-        snapshots = [it for it in self._snapshots if (it.epoch, it.lineage) == (epoch, lineage)]
-        if not snapshots or max(numbers) >= len(snapshots[0].blocks):
+        elif not known or max(request.blocks) >= len(known[0].blocks):
             yield DownloadData(metadata=self.serializer.dumps({"gone": True}))
-            return
-        for message in snapshots[0].serve(numbers, self.state_compression, peer):
-            yield message
+        else:
+            for message in known[0].serve(request.blocks, self.state_compression, peer):
+                yield message
 
     async def _find_snapshot(self, peer: PeerID, epoch: int, step_key: str) -> StateSnapshot | None:
         """Return a snapshot of the current state; if there is no room for another one, the newest that exists.

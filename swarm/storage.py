@@ -60,7 +60,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             now = get_dht_time()
             # records that hivemind forwards, to new peers and to caches, have no subkey
             if in_cache or sender.to_bytes() != find_subkey_owner(subkey) or expires > now + MAX_RECORD_LIFETIME:
-                raise ValueError("the record belongs to another peer, or expires too late")
+                return False  # of another peer, or expires too late
             held, _ = self.held.get(sender) or ({}, None)
             held = {name: item for name, item in held.items() if item[1] > now}
             held[key, tag] = len(tag + value), expires
@@ -69,12 +69,15 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             has_room = len(self.held) < MAX_SENDERS or sender in self.held  # new keys cost nothing
             own_size = sum(count for count, _ in held.values())
             if not has_room or len(held) > PEER_RECORDS or own_size > PEER_BYTES or size > KEY_BYTES:
-                raise ValueError("too many records, or too large")
+                return False  # too many records, or too large
         except Exception:  # on untrusted bytes, the decoder can raise any exception
             return False
         self.held.store(sender, held, now + MAX_RECORD_LIFETIME)
         for storage in (self.held, self.storage, *filter(None, [stored and stored.value])):
-            prune_expiration_heap(storage)
+            # hivemind keeps the expiration times of overwritten records
+            if len(storage.expiration_heap) > 2 * len(storage.data) + 100:
+                storage.expiration_heap = list(storage.key_to_heap.values())
+                heapq.heapify(storage.expiration_heap)
         return True
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
@@ -153,10 +156,3 @@ class DHTNode(hivemind.dht.node.DHTNode):
                 for subkey in [subkey for subkey in records if find_subkey_owner(subkey) in revoked]:
                     del records[subkey]
         return results
-
-
-def prune_expiration_heap(storage: TimedStorage) -> None:
-    """Remove the expiration times of overwritten records, which hivemind keeps."""
-    if len(storage.expiration_heap) > 2 * len(storage.data) + 100:
-        storage.expiration_heap = list(storage.key_to_heap.values())
-        heapq.heapify(storage.expiration_heap)

@@ -122,7 +122,7 @@ class MetricsReporter:
             "skipped_steps": stats.skipped_steps,
             "epoch_seconds": seconds,
             "client_mode": dht.client_mode,
-            "username": (dht.membership.username if dht.membership else self.swarm.config.username) or None,
+            "username": (dht.membership.own.username if dht.membership else self.swarm.config.username) or None,
             "final_epoch": args.max_steps,
             **{name: total - before[name] for name, total in self.round_totals.items()},
         }

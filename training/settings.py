@@ -65,7 +65,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> d
     """
     if not swarm.initial_peers or swarm.use_ipfs:
         return {}
-    prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
+    prefix = swarm.experiment_prefix or (membership.own.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
     attestations, problem = asyncio.run(contact_initial_peers(maddrs, membership))

@@ -511,7 +511,7 @@ def test_hivemind_ignores_standard_async_iterators():
 
 
 def test_hivemind_heap_keeps_overwritten_records():
-    """Note 73; prune_expiration_heap."""
+    """Note 73; DHTProtocol.may_store."""
     storage = TimedStorage()
     for i in range(100):
         storage.store("key", i, get_dht_time() + 100 + i)

@@ -35,7 +35,7 @@ from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bi
 from swarm import state_download, state_server
 from swarm.config import AveragingConfig, make_config
 from swarm.log_records import pack, unpack
-from swarm.optimizer_state import list_params, list_state
+from swarm.optimizer_state import copy_flat, list_params, list_state
 from swarm.state_download import BlockDownload, Donor, DownloadProgress, StateDownload, digests_differ, group_donors
 from swarm.state_server import (
     BLOCK,
@@ -247,7 +247,7 @@ def describe_optimizer(name: str) -> tuple[StateDownload, dict]:
         optimizer.step()
     tensors, infos = list_state(optimizer)
     metadata = {"epoch": 3, "lineage": "a"}
-    copies = state_server.copy_flat([tensor.detach() for tensor in tensors], infos)
+    copies = copy_flat([tensor.detach() for tensor in tensors], infos)
     return StateDownload(SimpleNamespace(), infos), StateSnapshot(metadata, copies, infos, 60.0).description
 
 
