@@ -54,7 +54,9 @@ class SwarmArguments(FlagGroup):
         ["/ip4/0.0.0.0/tcp/0"], "Multiaddrs or host:port to listen on (port 0: any).", aliases=["--dht_listen_on"]
     )
     announce_maddrs: list[str] = flag(
-        [], "Multiaddrs to announce instead: your public IP and forwarded port. An empty list means none."
+        [],
+        "Multiaddrs to announce instead: your public IP and forwarded port. An empty list means none.",
+        may_be_empty=True,  # guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
     )
     use_google_dns: bool = flag(
         False, "Announce the address that api.ipify.org reports, with --host_maddrs' port.", excludes="announce_maddrs"
@@ -415,9 +417,6 @@ BASIC_FLAGS = {
     *("store_checkpoints", "assist_in_averaging"),
 }
 
-#: lists that may have no value: guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
-MAY_BE_EMPTY = {"announce_maddrs"}
-
 
 def begin_new_run(groups: dict[type, FlagGroup]) -> None:
     """Name a run that has neither a name nor peers.
@@ -440,7 +439,7 @@ def begin_new_run(groups: dict[type, FlagGroup]) -> None:
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
-    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
+    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
     swarm, trainer = map(found.get, (SwarmArguments, TrainerArguments))
     if trainer and trainer.num_train_epochs and found[DataArguments].streaming:
         raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")

@@ -34,16 +34,10 @@ class CollaborativeCallback:
     ProgressDisplay    the line of progress
     StatusServer       the status page
 
-    The last two are optional.
+    The page is optional.
     """
 
-    def __init__(
-        self,
-        state: TrainerState,
-        evaluator: Evaluator,
-        display: ProgressDisplay | None = None,
-        page: StatusServer | None = None,
-    ):
+    def __init__(self, state: TrainerState, evaluator: Evaluator, display: ProgressDisplay, page: StatusServer | None):
         self.state = state
         self.args = state.args
         self.stats = state.stats
@@ -62,7 +56,6 @@ class CollaborativeCallback:
         """Load the state that this trainer has saved, log its address, evaluate, and catch up with the swarm."""
         settle_memory()  # before a state is loaded, which may have to be collected later
         optimizer = self.optimizer
-        tracker = self.optimizer.tracker
         final_epoch = self.state.final_epoch
         optimizer.accumulate_on(self.state.model.device)
         if saved_state:
@@ -74,9 +67,9 @@ class CollaborativeCallback:
             self.page.serve(read_json_lines(self.metrics.history))
         if evaluation := self.evaluator.measure():
             self.start_loss = evaluation.loss
-        if tracker.present and tracker.view.epoch > optimizer.local_epoch:
-            others = format_count(len(tracker.present), "other peer")
-            logger.info(f"catching up with {others} at epoch {tracker.view.epoch}")
+        if optimizer.tracker.present and optimizer.tracker.view.epoch > optimizer.local_epoch:
+            others = format_count(len(optimizer.tracker.present), "other peer")
+            logger.info(f"catching up with {others} at epoch {optimizer.tracker.view.epoch}")
             optimizer.catch_up()
         self.stats.epoch = EpochStats(optimizer.local_epoch)
         self.stats.train_start = time.monotonic()
@@ -89,15 +82,14 @@ class CollaborativeCallback:
     def log_start(self) -> None:
         """Log the run, and how others join through this peer."""
         swarm = self.swarm
-        dht = self.swarm.dht
         size = self.state.model.num_parameters()
-        peer = f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
+        peer = f"peer {swarm.dht.peer_id}{' in client mode' if swarm.dht.client_mode else ''}"
         logger.info(f"run {swarm.prefix} until epoch {self.state.final_epoch}, {size:,} parameters, {peer}")
-        if not dht.client_mode:
+        if not swarm.dht.client_mode:
             maddr = swarm.list_maddrs()[0]
             logger.info(f"others may join through --initial_peers {maddr}")
             if not swarm.config.initial_peers:
-                command = format_join(swarm.prefix, [maddr], swarm.contract.flags, dht.membership is not None)
+                command = format_join(swarm, [maddr], swarm.contract.flags)
                 data = f" --train_file {SAMPLE_TEXT}" if self.state.data_args.train_file == SAMPLE_TEXT else ""
                 logger.info(f"for example: {command}{data}")
         warn_of_local_addresses(swarm)
@@ -131,8 +123,7 @@ class CollaborativeCallback:
             logger.info(f"first samples computed {seconds:.1f} s after the start; they count in epoch {next_epoch}")
         if optimizer.local_epoch != self.stats.epoch.number:
             self.on_epoch_end()
-        if self.display:
-            self.display.update(self.format_progress)
+        self.display.update(self.format_progress)
         if self.stats.computed_samples >= self.state.sample_limit and optimizer.local_epoch < self.state.final_epoch:
             size = len(self.state.dataset["train"])
             logger.info(f"{self.args.num_train_epochs:g} passes over {size:,} samples are done: stopping")
@@ -156,8 +147,7 @@ class CollaborativeCallback:
         line = self.metrics.write(evaluation)
         if self.page:
             self.page.add(line)
-        if self.display:
-            self.display.log_epoch(line, is_first=self.stats.epochs == 1)
+        self.display.log_epoch(line, is_first=self.stats.epochs == 1)
         if self.is_due(self.state.save_period):
             self.state.save()
         collect_garbage()
@@ -169,11 +159,11 @@ class CollaborativeCallback:
     def publish_attestation(self) -> None:
         """Serve the run's contract, flags and contributors to new peers that have this peer's address."""
         swarm = self.swarm
-        has_contributed = self.stats.epochs > 0
+        has_finished_epoch = self.stats.epochs > 0
         group = [swarm.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group]
         # As long as no peer has contributed, this trainer's settings may be the wrong ones.
-        is_sure = has_contributed or not self.swarm.dht.attestation or self.swarm.dht.attestation.contract
-        swarm.attest(swarm.contract if is_sure else None, swarm.contract.flags, group if has_contributed else ())
+        is_sure = has_finished_epoch or not self.swarm.dht.attestation or self.swarm.dht.attestation.contract
+        swarm.attest(swarm.contract if is_sure else None, swarm.contract.flags, group if has_finished_epoch else ())
 
     def publish(self) -> None:
         """Store this peer's metrics in the DHT, with the newest evaluation if there is --eval_steps."""
@@ -205,15 +195,13 @@ class CollaborativeCallback:
     def on_train_end(self) -> None:
         """Leave the run, save, and withdraw the contract, so that it does not bind the next run of the same name."""
         self.optimizer.leave()
-        if self.display:
-            self.display.close()
+        self.display.close()
         if self.optimizer.local_epoch != self.state.saved_epoch and self.state.is_finite():
             self.state.save()
         self.swarm.publish_contract(None, self.contract_lifetime)
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether model and state are saved."""
-        stats = self.stats
         model = self.state.model
         output_dir = Path(self.args.output_dir)
         summary = self.metrics.summarize()
@@ -227,11 +215,11 @@ class CollaborativeCallback:
             loss = evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        lost = stats.computed_samples - summary["samples"]
+        lost = self.stats.computed_samples - summary["samples"]
         more = f" ({lost:,} more were not part of any step)" if lost > 0 else ""
         where = f"model and state are in {output_dir}" if is_saved else "NOT SAVED: see the warning above"
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples{more}, averaged with others in "
-            f"{stats.averaged_epochs} of {stats.epochs} epochs, {format_speed(summary)}; {where}"
+            f"{self.stats.averaged_epochs} of {self.stats.epochs} epochs, {format_speed(summary)}; {where}"
         )
         return is_saved

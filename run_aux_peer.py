@@ -27,7 +27,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 from common.console import clean_end, handle_stop_signals
-from monitoring.page import open_page
 from monitoring.report import RunReport, check_flags, require_reachable
 from swarm.joining import Swarm
 from training.page_client import warn_of_local_addresses
@@ -45,51 +44,36 @@ def main(*groups) -> None:
 
     # join the swarm: from here on, this peer connects new peers and relays
     report = RunReport(args, swarm_args, groups)
-    page = open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
     report.attest(swarm)
     require_reachable(swarm)
     warn_of_local_addresses(swarm)
 
     # the model
-    optimizer = archive = None
+    optimizer = None
     if args.assist_in_averaging or archive_args.store_checkpoints:
         from monitoring.archive import make_auxiliary  # slow imports that a plain relay does not need
 
-        optimizer, archive, report.own_contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
+        optimizer, report.archive, report.own_contract = make_auxiliary(swarm, groups, args.assist_in_averaging)
 
     # threads, which must not start before all helper processes are forked
     stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
-    if page:
-        page.serve(swarm.dht, lambda: report.read_progress() | (archive.describe() if archive else {}), report.history)
     report.start()
     logger.info(f"others may join through --initial_peers {' '.join(swarm.list_maddrs())}")
 
     # the loop
     while not stop.is_set():
-        metrics = report.take_news()
-        if archive:
-            # a copy, because the reader's thread changes the history
-            archive.step(metrics, list(report.history), report.last_validation())
+        metrics = report.take_news()  # and archive a state that is due
         if args.assist_in_averaging:
             optimizer.step()
             if metrics:
-                log_rounds(swarm, optimizer)
+                sent, received = (count / 1e6 for count in swarm.dht.uplink.traffic)
+                rounds = f"{optimizer.stats.succeeded} rounds, {optimizer.stats.failed} failed"
+                logger.info(f"helped in {rounds}; sent {sent:,.1f} MB, received {received:,.1f} MB")
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
 
-    if archive:
-        archive.finish()
     report.finish()
     swarm.leave(optimizer)
-
-
-def log_rounds(swarm: Swarm, optimizer) -> None:
-    """Log how often this peer has helped, and how much it has sent."""
-    sent, received = (count / 1e6 for count in swarm.dht.uplink.traffic)
-    stats = optimizer.stats
-    logger.info(
-        f"helped in {stats.succeeded} rounds, {stats.failed} failed; sent {sent:,.1f} MB, received {received:,.1f} MB"
-    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 from common.console import clean_end, handle_stop_signals, print_line
-from monitoring.page import open_page
 from monitoring.report import RunReport, check_flags, require_reachable
 from swarm.joining import Swarm
 from training.page_client import format_join, warn_of_local_addresses
@@ -47,7 +46,6 @@ def main(*groups) -> None:
 
     # start the DHT: from here on, this peer welcomes new peers
     report = RunReport(args, swarm_args, groups)
-    page = open_page(swarm_args)
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)
     report.attest(swarm)
     if archive_args.store_checkpoints:
@@ -57,31 +55,24 @@ def main(*groups) -> None:
     print_how_to_join(swarm, flags)
 
     # the model, whose states to archive
-    optimizer = archive = None
+    optimizer = None
     if archive_args.store_checkpoints:
         from monitoring.archive import make_auxiliary  # slow imports that a monitor alone does not need
 
-        optimizer, archive, report.own_contract = make_auxiliary(swarm, groups)
+        optimizer, report.archive, report.own_contract = make_auxiliary(swarm, groups)
 
     # threads, which must not start before all helper processes are forked
     stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
-    if page:
-        page.serve(swarm.dht, lambda: report.read_progress() | (archive.describe() if archive else {}), report.history)
     report.start()
 
     # the loop; the reader's thread writes metrics.jsonl, and draws the curve
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     while not stop.wait(min(1.0, args.refresh_period)):
-        metrics = report.take_news()
-        if archive:
-            # a copy, because the reader's thread changes the history
-            archive.step(metrics, list(report.history), report.last_validation())
+        report.take_news()  # and archive a state that is due
         if report.flags != flags:  # the first trainers have joined
             flags = report.flags
             print_how_to_join(swarm, flags)
 
-    if archive:
-        archive.finish()
     report.finish()
     swarm.leave(optimizer)
 
@@ -92,7 +83,7 @@ def print_how_to_join(swarm: Swarm, flags: str) -> None:
         return
     maddrs = swarm.list_maddrs()
     peers = " ".join(maddrs)
-    command = format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
+    command = format_join(swarm, maddrs, flags)
     print_line(f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n")
 
 

@@ -29,6 +29,7 @@ def flag(
     *,
     aliases: Sequence[str] = (),
     shared: bool = False,
+    may_be_empty: bool = False,
     requires: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
     **bounds: float | str,
@@ -37,6 +38,7 @@ def flag(
 
     :param default: the default value, or MISSING for a required flag
     :param shared: whether all peers of a run must use the same value, which they compare
+    :param may_be_empty: whether this list may have no value
     :param requires: a flag that this one needs, which may show a value: "repo_url ORG/NAME"; of several, any
     :param excludes: flags that cannot be set at the same time
     :param bounds: ge, gt, le or lt of BOUNDS: a number, or the name of another flag
@@ -47,6 +49,7 @@ def flag(
         help += f" Also known as {', '.join(aliases)}."
     text = Help(help)
     text.is_shared = shared
+    text.may_be_empty = may_be_empty
     text.bounds = bounds
     text.requires, text.excludes = ([it] if isinstance(it, str) else [*it] for it in (requires, excludes))
     default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -133,16 +136,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parse_flags(
-    groups: Sequence[type],
-    basic: Collection[str],
-    may_be_empty: Collection[str],
-    description: str | None,
-    before: Sequence[str] = (),
+    groups: Sequence[type], basic: Collection[str], description: str | None, before: Sequence[str] = ()
 ) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
     :param basic: names of the flags that --help lists if there are many; --help_all lists all
-    :param may_be_empty: names of list flags that may have no value
     :param before: arguments in front of the command line, which overrides them
     :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
     """
@@ -159,9 +157,9 @@ def parse_flags(
     required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
     parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
     for action in parser._actions:
-        if action.dest in may_be_empty:
-            action.nargs = "*"
         if action.dest in declared:
+            if action.help.may_be_empty:
+                action.nargs = "*"
             describe_flag(action, is_shown=action.dest in basic or not is_short)
 
     def refuse(message: str) -> NoReturn:

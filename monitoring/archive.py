@@ -115,8 +115,7 @@ class CheckpointHandler:
         if self.publisher:
             self.publisher.step()
         if self.download is None:
-            is_saving = self.saving is not None and self.saving.is_alive()
-            if metrics and not is_saving and self.is_due(metrics.epoch):
+            if metrics and self.is_due(metrics.epoch) and not (self.saving and self.saving.is_alive()):
                 # donors may be slow, and keep a copy for this long
                 options = {"clients": self.optimizer.tracker.list_clients(), "timeout": MAX_SNAPSHOT_AGE}
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, **options)

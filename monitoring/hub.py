@@ -50,7 +50,14 @@ class Publisher:
         # at most the interval, because the clock may have been set back
         wait = self.uploaded.get("time", 0) + interval - time.time()
         self.next_upload = time.monotonic() + min(max(wait, 0), interval)
-        bound_waiting_for_the_hub()
+        # huggingface_hub would wait forever
+        client = huggingface_hub.get_session()
+        huggingface_hub.set_client_factory(
+            lambda: type(client)(event_hooks=client.event_hooks, follow_redirects=True, timeout=NETWORK_TIMEOUT)
+        )
+        # it would log each attempt, with addresses that are secret
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        huggingface_hub.utils.disable_progress_bars()
 
     def find_new(self) -> Path | None:
         """Return the newest checkpoint, or None if it is on the Hub."""
@@ -108,17 +115,6 @@ def require_token() -> None:
         raise UserError(
             f"cannot log in to the Hugging Face Hub ({explain_failure(e)}): try again, or set HF_TOKEN"
         ) from e
-
-
-def bound_waiting_for_the_hub() -> None:
-    """Set a timeout for huggingface_hub, which would wait forever."""
-    client = huggingface_hub.get_session()
-    huggingface_hub.set_client_factory(
-        lambda: type(client)(event_hooks=client.event_hooks, follow_redirects=True, timeout=NETWORK_TIMEOUT)
-    )
-    # it would log each attempt, with addresses that are secret
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    huggingface_hub.utils.disable_progress_bars()
 
 
 def upload_checkpoint(folder: Path, repo_id: str) -> str:

@@ -24,12 +24,10 @@ import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
-from hivemind import DHT
-
 from arguments import SwarmArguments
 from common.console import UserError
 from monitoring.history import Contributions, History, describe_swarm
-from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
+from swarm.addresses import get_host_port, is_relayed
 from swarm.joining import Swarm
 from training.figures import ContributorRegistry, aggregate_metrics, fetch_records
 from training.page_client import VISIT_TIMEOUT, format_join
@@ -55,8 +53,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int, prefix: str):
-        self.prefix = prefix
+    def __init__(self, port: int):
         self.slots = threading.BoundedSemaphore(MAX_VISITORS)
         #: the keys are the open visits, oldest first
         self.visits: dict[socket.socket, None] = {}
@@ -72,16 +69,16 @@ class StatusServer(http.server.ThreadingHTTPServer):
         # otherwise helper processes would hold the port after this one is killed
         os.register_at_fork(after_in_child=self.socket.close)
 
-    def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
+    def serve(self, swarm: Swarm, read_progress: Callable[[], dict], history: History) -> None:
         """Start to answer, in a thread. Call this after all helper processes are forked.
 
         :param read_progress: returns epoch, loss, peers and other figures (None if unknown) and the run's shared flags
         """
-        self.dht = dht
+        self.swarm = swarm
         self.read_progress = read_progress
         self.history = history
         # once, because the DHT's process may be too busy to answer a visitor
-        self.maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
+        self.maddrs = swarm.list_maddrs()
         self.answers = {}
         self.next_answers = 0.0
         self.answering = threading.Lock()
@@ -108,14 +105,14 @@ class StatusServer(http.server.ThreadingHTTPServer):
         """Return the content of /status.json."""
         progress = self.read_progress()
         flags = progress.pop("flags")
-        can_welcome = self.maddrs and not self.dht.client_mode
-        is_closed = self.dht.membership is not None
+        dht = self.swarm.dht
+        can_welcome = self.maddrs and not dht.client_mode
         return {
-            "experiment_prefix": self.prefix,
-            "peer_id": str(self.dht.peer_id),
-            "client_mode": self.dht.client_mode,
+            "experiment_prefix": self.swarm.prefix,
+            "peer_id": str(dht.peer_id),
+            "client_mode": dht.client_mode,
             "multiaddrs": self.maddrs,
-            "join": format_join(self.prefix, self.maddrs, flags, is_closed) if can_welcome else None,
+            "join": format_join(self.swarm, self.maddrs, flags) if can_welcome else None,
             "time": time.time(),
             **progress,
         }
@@ -123,7 +120,9 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def process_request(self, request, client_address) -> None:
         """Start a visit. If there are too many, end the oldest."""
         for visit in list(self.visits)[: 1 - MAX_VISITORS]:
-            self.end(visit)
+            self.visits.pop(visit, None)
+            with contextlib.suppress(OSError):  # its own thread has closed it
+                visit.shutdown(socket.SHUT_RDWR)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
             self.visits[request] = None
             super().process_request(request, client_address)
@@ -138,12 +137,6 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.visits.pop(request, None)
             self.slots.release()
 
-    def end(self, visit: socket.socket) -> None:
-        """Disconnect a visitor."""
-        self.visits.pop(visit, None)
-        with contextlib.suppress(OSError):  # its own thread has closed it
-            visit.shutdown(socket.SHUT_RDWR)
-
     def handle_error(self, request, client_address) -> None:
         """Log an error of a visitor's connection for debugging only."""
         logger.debug("a visitor of the status page left early", exc_info=True)
@@ -151,7 +144,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
 def open_page(args: SwarmArguments) -> StatusServer | None:
     """Return the server for --status_port, or None if it is not set."""
-    return None if args.status_port is None else StatusServer(args.status_port, args.experiment_prefix)
+    return None if args.status_port is None else StatusServer(args.status_port)
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):
@@ -226,7 +219,7 @@ class TrainerPage:
         """Start to answer, in a thread, with these lines of history.jsonl."""
         for line in lines:
             self.add(line)
-        self.server.serve(self.swarm.dht, self.read, self.history)
+        self.server.serve(self.swarm, self.read, self.history)
 
     def read(self) -> dict:
         """Return the content of the page."""

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
-from hivemind import DHT
-
 from arguments import ArchiveArguments, ReportArguments, SwarmArguments
 from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
@@ -24,6 +22,7 @@ from common.signals import STOP_REQUESTED
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, start_dashboard
 from monitoring.history import Contributions, describe_swarm, load_history
+from monitoring.page import open_page
 from swarm.contract import RunContract, choose_contract, fetch_contracts, require_same
 from swarm.joining import Swarm
 from training import figures
@@ -46,10 +45,11 @@ PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
 class RunReport:
     """A reporter that follows a run's metrics and writes curve, summary and dashboard, and attests the run's settings
-    to new peers. The shared flags in `groups`, the whole command line, bind the first trainers.
+    to new peers. The shared flags in `groups`, the whole command line, bind the first trainers. It also has the status
+    page of its role, and the archive if there is one.
 
     It continues the reports of an earlier process with the same --output_dir, and locks that folder. The constructor
-    raises a UserError if the folder is in use or cannot be written.
+    raises a UserError if the folder or the port of the page is in use, or the folder cannot be written.
     """
 
     def __init__(self, args: ReportArguments, swarm: SwarmArguments, groups: tuple = ()):
@@ -87,6 +87,8 @@ class RunReport:
         self.alive_peers = 0
         self.next_contract = 0.0
         self.next_drawing = time.monotonic() + CURVE_PERIOD
+        self.page = open_page(swarm)
+        self.archive = None  # of --store_checkpoints
 
     def attest(self, swarm: Swarm) -> None:
         """Attest the settings that this peer has learned of the run that it joined, or its own ones."""
@@ -103,7 +105,9 @@ class RunReport:
         return self.contract.flags if self.contract else self.own_flags
 
     def start(self) -> None:
-        """Start the dashboard and the reads, until the end of this role. Call this after all helpers are forked."""
+        """Start page, dashboard and reads, until the end of this role. Call this after all helpers are forked."""
+        if self.page:
+            self.page.serve(self.swarm, self.read_progress, self.history)
         self.start_dashboard()
         settle_memory()
         self.reading = ThreadPoolExecutor(1, "read metrics").submit(self.read_until_stopped)
@@ -117,7 +121,7 @@ class RunReport:
 
     def read(self) -> None:
         """Read the newest metrics and the run's contract, and attest the contract and the peers that are present."""
-        if metrics := self.update(self.swarm.dht):
+        if metrics := self.update():
             self.news.append(metrics)
         self.swarm.attest(self.contract, self.own_flags, self.workers.present)
         if self.own_contract and self.contract:
@@ -125,7 +129,7 @@ class RunReport:
             self.own_contract = None
 
     def take_news(self) -> figures.SwarmMetrics | None:
-        """Return the metrics of a new epoch, once, or None.
+        """Return the metrics of a new epoch, once, or None. This is also a step of the archive.
 
         :raises UserError: if trainers with different settings have joined, or this peer's credential has expired
         """
@@ -133,7 +137,11 @@ class RunReport:
             self.reading.result()
         if self.swarm.dht.membership:
             self.swarm.dht.membership.check_own_credential()
-        return self.news.pop() if self.news else None
+        metrics = self.news.pop() if self.news else None
+        if self.archive:
+            # a copy, because the reader's thread changes the history
+            self.archive.step(metrics, list(self.history), self.last_validation())
+        return metrics
 
     def start_dashboard(self) -> None:
         """Start the dashboard of --wandb_project. Call this after all helper processes are forked."""
@@ -142,8 +150,9 @@ class RunReport:
         # save the run's name at once, because this process may be killed
         self.write_summary()
 
-    def update(self, dht: DHT, is_last: bool = False) -> figures.SwarmMetrics | None:
+    def update(self, is_last: bool = False) -> figures.SwarmMetrics | None:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
+        dht = self.swarm.dht
         last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
         contracts = progress = None
@@ -236,6 +245,7 @@ class RunReport:
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
         progress |= {name: last[name] for name in PROGRESS if name in last}
         progress |= {**self.last_validation(), "ended": ended, "flags": self.flags}
+        progress |= self.archive.describe() if self.archive else {}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
 
     def last_validation(self) -> dict:
@@ -243,11 +253,13 @@ class RunReport:
         return self.history.validation[-1] if self.history.validation else {}
 
     def finish(self) -> None:
-        """Read once more, write the last curve and summary, and end the dashboard."""
+        """Finish the archive, read once more, write the last curve and summary, and end the dashboard."""
+        if self.archive:
+            self.archive.finish()
         # the thread may wait half a minute for a DHT that does not answer
         if wait([self.reading], FINAL_FETCH_TIMEOUT).done:
             self.reading.result()
-        self.update(self.swarm.dht, is_last=True)
+        self.update(is_last=True)
         self.write_files()
         for peer in self.contributions.describe()["contributors"]:
             name = f"{peer['username']} {peer['peer']}".strip()

@@ -135,7 +135,11 @@ def save_checkpoint(
     files = extra_files or {"README.md": write_readme(model, folder)}
     is_saved = save_model(model, tokenizer, folder, {"epoch": epoch, **extra}, state, files)
     if is_saved:
-        remove_outdated(folder, save_total_limit)
+        # not the saved one: later ones may still be there
+        for outdated in [path for path in find_checkpoints(output_dir)[:-save_total_limit] if path != folder]:
+            # under another name, so that a process that is killed here leaves no half of a checkpoint
+            with contextlib.suppress(OSError):
+                shutil.rmtree(outdated.rename(outdated.with_name(f".{outdated.name}.unfinished")))
     return is_saved
 
 
@@ -175,14 +179,6 @@ def write_readme(model, folder: str | Path) -> bytes:
 # --- find and load states ---------------------------------------------------------------------------------------------
 
 
-def remove_outdated(saved: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond the limit, but not the saved one: later ones may still be there."""
-    for folder in [path for path in find_checkpoints(saved.parent)[:-limit] if path != saved]:
-        # under another name, so that a process that is killed here leaves no half of a checkpoint
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))
-
-
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders `checkpoint-{epoch}` in `output_dir` by epoch. Unfinished ones have other names."""
     found = Path(output_dir).glob("checkpoint-*")
@@ -194,9 +190,8 @@ def read_epoch(folder: Path) -> int:
     return int(folder.name.split("-")[1])
 
 
-def load_state(path: str | Path) -> dict:
+def load_state(path: Path) -> dict:
     """Return the training state in a checkpoint's folder, or raise a CheckpointError."""
-    path = Path(path)
     check_files(path)
     state = torch.load(path / "training_state.pt", map_location="cpu", weights_only=True)
     weights = load_weights(path)
@@ -233,17 +228,15 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     :raises UserError: if the state belongs to a different model, tokenizer or run, or the given path holds no state
     """
     output_dir = Path(args.output_dir)
-    state = None
+    source = args.resume_from_checkpoint
+    state = None if source == "none" else find_newest_state(output_dir)
+    used = state.get("arguments", {}) if state else {}
+    found = used.get("experiment_prefix", experiment_prefix)
     try:
-        if args.resume_from_checkpoint is None:
-            state = find_newest_state(output_dir)
-            found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
-            if state and found != experiment_prefix:
-                raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
-        elif args.resume_from_checkpoint != "none":
-            state = find_newest_state(output_dir)
-            if not state or state.get("arguments", {}).get("resume_from_checkpoint") != args.resume_from_checkpoint:
-                state = load_state(Path(args.resume_from_checkpoint))
+        if source is None and found != experiment_prefix:
+            raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
+        if source not in (None, "none") and source != used.get("resume_from_checkpoint"):
+            state = load_state(Path(source))
         if state:
             check_weights(state, model)
             if state.get("tokenizer", tokenizer) != tokenizer:
@@ -297,6 +290,7 @@ def collect_state(
         if id(tensor) not in copies:
             copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         weights[name] = copies[id(tensor)]
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return {
         "model": weights,
         "architecture": describe_architecture(model),
@@ -304,10 +298,7 @@ def collect_state(
         **state,
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
-        "random": {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        },
+        "random": {"torch": torch.get_rng_state(), "cuda": cuda},
         "arguments": arguments,
         "versions": VERSIONS,
     }

@@ -115,10 +115,8 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
         yield
     except (RuntimeError, MemoryError) as e:
         if str(e).startswith("DataLoader worker"):
-            number = f"--dataloader_num_workers (now {args.dataloader_num_workers})"
-            raise UserError(
-                f"a process that prepares batches was killed, perhaps without memory: lower {number}"
-            ) from e
+            cure = f"lower --dataloader_num_workers (now {args.dataloader_num_workers})"
+            raise UserError(f"a process that prepares batches was killed, perhaps without memory: {cure}") from e
         if not is_out_of_memory(e):
             raise
         cures = [f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size})"]

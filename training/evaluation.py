@@ -59,14 +59,10 @@ def evaluate(
             sums["samples"] += len(batch["input_ids"])
     finally:  # training continues if the evaluation runs out of memory
         model.train()
+    loss = float(sums["loss"])
     labels = max(1, sums["labels"])
-    more = {"bits_per_byte": float(sums["loss"]) / math.log(2) / max(1, sums["bytes"])} if has_bytes else {}
-    return {
-        "loss": float(sums["loss"]) / labels,
-        "accuracy": float(sums["correct"]) / labels,
-        "samples": sums["samples"],
-        **more,
-    }
+    more = {"bits_per_byte": loss / math.log(2) / max(1, sums["bytes"])} if has_bytes else {}
+    return {"loss": loss / labels, "accuracy": float(sums["correct"]) / labels, "samples": sums["samples"], **more}
 
 
 class Evaluator:

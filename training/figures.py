@@ -24,7 +24,6 @@ from utils import (
     peer_label,
 )
 
-NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 MAX_LOSS_DEVIATION = 0.25  # relative to the median; for the mean loss over the few batches of an honest peer
 MIN_CONTRIBUTOR_TIMEOUT = 60.0  # seconds without a new epoch of a contributor, until any peer may become one
 MAX_CONTRIBUTOR_TIMEOUT = 3 * 3600.0  # the same, whatever times of epochs they claim
@@ -226,7 +225,7 @@ def parse_schedule(contract: RunContract | None) -> TrainingSchedule:
     """Return the schedule in a contract; numbers that are missing or invalid keep their defaults."""
     names = [item.name for item in dataclasses.fields(TrainingSchedule)]
     texts = {name: contract.contract.get(name, "") if contract else "" for name in names}
-    return TrainingSchedule(**{name: int(text) for name, text in texts.items() if NUMBER.fullmatch(text)})
+    return TrainingSchedule(**{name: int(it) for name, it in texts.items() if re.fullmatch(r"\d{1,9}", it, re.ASCII)})
 
 
 def find_evaluation(records: list[tuple[str, LocalMetrics]]) -> Evaluation | None:

@@ -94,7 +94,6 @@ class MetricsReporter:
         """Measure the epoch that has just ended, and start the counters of the next one."""
         optimizer = self.optimizer
         stats = self.stats
-        args = self.state.args
         dht = self.swarm.dht
         stats.last_epoch = stats.epoch
         stats.epoch = EpochStats(optimizer.local_epoch)
@@ -123,7 +122,7 @@ class MetricsReporter:
             "epoch_seconds": seconds,
             "client_mode": dht.client_mode,
             "username": (dht.membership.own.username if dht.membership else self.swarm.config.username) or None,
-            "final_epoch": args.max_steps,
+            "final_epoch": self.state.args.max_steps,
             **{name: total - before[name] for name, total in self.round_totals.items()},
         }
         if len(stats.recent_epochs) == 3:  # earlier ones are not typical: workers start, or this peer joins in one
@@ -157,9 +156,8 @@ class MetricsReporter:
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         if self.optimizer.log_steps:
-            more["counted"] = {
-                peer_label(key): it for key, it in self.optimizer.log_steps.compute_counted_shares().items()
-            }
+            counted = self.optimizer.log_steps.compute_counted_shares()
+            more["counted"] = {peer_label(key): it for key, it in counted.items()}
         try:
             metrics = LocalMetrics.parse_obj(self.metrics | more)
         except ValidationError as e:  # such as a loss that has diverged: other peers would reject the record

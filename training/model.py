@@ -70,9 +70,8 @@ def try_out(model: PreTrainedModel, where: str) -> None:
                 with torch.no_grad():
                     before, after = (model.eval()(ids[:, :end], use_cache=False).logits[:, :4] for end in (5, 8))
     except Exception as e:  # a model without a loss, or with other inputs than text, raises any type
-        raise UserError(
-            f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})"
-        ) from e
+        reason = f"{type(e).__name__}: {first_line(e)}"
+        raise UserError(f"{where}the model {kind} cannot be trained on text alone ({reason})") from e
     if model.objective.is_causal and not is_same(before, after):
         raise UserError(f"the model {kind} sees the tokens that it should predict: it does not suit --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:

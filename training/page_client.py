@@ -27,9 +27,9 @@ VISIT_TIMEOUT = 5.0  # seconds
 GREETING = b"\x13/multistream/1.0.0\n"  # both sides of a libp2p connection send this first
 
 
-def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:
+def format_join(swarm: Swarm, maddrs: list[str], flags: str) -> str:
     """Return a trainer's command to join the run with its shared flags, for copy and paste."""
-    prefix = shlex.quote(prefix) + (" --invite FILE" if is_closed else "")
+    prefix = shlex.quote(swarm.prefix) + (" --invite FILE" if swarm.dht.membership else "")
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 

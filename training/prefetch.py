@@ -86,14 +86,6 @@ def make_feed(
     position = Path(args.output_dir) / name if data_args.streaming else None
     if state := read_json(position) if position and args.resume_from_checkpoint != "none" else None:
         logger.info(f"{position}: continuing after document {state['documents']:,}")
-    batches = make_train_batches(
-        split,
-        tokenizer,
-        data_args,
-        batch_size=args.per_device_train_batch_size,
-        seed=seed,
-        num_workers=args.dataloader_num_workers,
-        stop=STOP_REQUESTED,
-        state=state,
-    )
+    sizes = dict(batch_size=args.per_device_train_batch_size, num_workers=args.dataloader_num_workers)
+    batches = make_train_batches(split, tokenizer, data_args, seed=seed, stop=STOP_REQUESTED, state=state, **sizes)
     return TrainingFeed(batches, device, data_args, position)

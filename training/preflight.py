@@ -64,12 +64,9 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: 
     bits = 2 * count_bits(list_trained(model), COMPRESSIONS[averaging.compression])
     seconds = bits / (uplink.mbits * 1e6)
     uplink.fix_timeouts(averaging)
-    megabits = format_number(uplink.mbits)
     size = format_bytes(bits / 8)
-    message = (
-        f"a round of gradients moves up to {size} each way, about {seconds:.1f} s at {megabits} Mbit/s (--bandwidth)"
-    )
-    return Check("bandwidth", message)
+    rate = f"{format_number(uplink.mbits)} Mbit/s (--bandwidth)"
+    return Check("bandwidth", f"a round of gradients moves up to {size} each way, about {seconds:.1f} s at {rate}")
 
 
 def run_preflight(membership: Membership | None, groups: tuple) -> int:

@@ -101,7 +101,6 @@ class TrainerState:
         _, _, optimizer_args, _, self.data_args, self.args = self.groups
         #: the epoch at which this trainer stops
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
-        self.arguments = list_values(self.groups)
         self.batches_per_step = self.args.gradient_accumulation_steps * self.num_devices
         self.samples_per_step = self.args.per_device_train_batch_size * self.batches_per_step
         passes = self.args.num_train_epochs
@@ -126,7 +125,7 @@ class TrainerState:
         """Return a copy of all that a restart needs, see training/checkpoint.py."""
         counters = {name: getattr(self.stats, name) for name in TOTALS}
         counters["failed_rounds"] = self.optimizer.stats.failed
-        return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
+        return collect_state(self.model, self.optimizer, list_values(self.groups), self.scaler, counters)
 
     @property
     def save_period(self) -> int:

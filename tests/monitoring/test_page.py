@@ -49,9 +49,10 @@ def server():
         validation = {"validation_epoch": epoch, "validation_loss": 5.0} if epoch % 2 == 0 else {}
         run.add({**make_metrics(epoch).dict(), "alive_peers": 2, "time": 1e9 + 6 * epoch, **validation})
     maddrs = [f"/ip4/203.0.113.{i}/tcp/31337/p2p/{PEER}" for i in range(8)]
-    dht = SimpleNamespace(get_visible_maddrs=lambda: maddrs, client_mode=False, peer_id=PEER, membership=None)
-    server = StatusServer(0, "run")
-    server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, run)
+    dht = SimpleNamespace(client_mode=False, peer_id=PEER, membership=None)
+    swarm = SimpleNamespace(prefix="run", dht=dht, list_maddrs=lambda: maddrs)
+    server = StatusServer(0)
+    server.serve(swarm, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, run)
     server.port = server.socket.getsockname()[1]
     yield server
     server.shutdown()

@@ -21,6 +21,7 @@ from tests.programs.peers import clean_end, join, print_facts
 from training.checkpoint import apply_state
 from training.evaluation import Evaluator
 from training.figures import fetch_records
+from training.progress import ProgressDisplay
 from training.state import TrainerState
 from utils import Evaluation
 
@@ -56,7 +57,7 @@ with clean_end():
         groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, arguments.DataArguments(), args
         loaded = dict(tokenizer=tokenizer, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
         state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
-        return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
+        return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()), ProgressDisplay(args), None)
 
     callback = make_callback()
     saved = callback.state.collect()

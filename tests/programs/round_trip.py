@@ -6,6 +6,7 @@ python -m tests.programs.round_trip RUN FOLDER TOKENIZER OPTIM ...
 import copy
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -64,7 +65,7 @@ def check(prefix: str, folder: str, tokenizer, optim: str) -> dict:
     # further steps must not change the collected state
     step(model, optimizer, torch.ones_like)
     facts = {"went_on": [optimizer.local_epoch, equal(before["masters"], everything(model, optimizer)["masters"])]}
-    loaded = load_state(f"{folder}/checkpoint-3")
+    loaded = load_state(Path(folder) / "checkpoint-3")
     apply_state(loaded, other_model, other, other_scaler)
     after = everything(other_model, other)
     facts |= {part: equal(before[part], after[part]) for part in before}
