@@ -125,7 +125,12 @@ class StatusServer(http.server.ThreadingHTTPServer):
                 visit.shutdown(socket.SHUT_RDWR)
         if self.slots.acquire(timeout=SLOT_TIMEOUT):
             self.visits[request] = None
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # no more threads can start
+                self.visits.pop(request, None)
+                self.slots.release()
+                raise
         else:
             self.shutdown_request(request)
 

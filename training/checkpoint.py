@@ -225,7 +225,8 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     Checkpoints of later epochs are moved away, because a later restart would resume from the newest one.
 
     :param tokenizer: its fingerprint
-    :raises UserError: if the state belongs to a different model, tokenizer or run, or the given path holds no state
+    :raises UserError: if the state belongs to a different model, tokenizer or run, the given path holds no state, or
+        checkpoints cannot be moved
     """
     output_dir = Path(args.output_dir)
     source = args.resume_from_checkpoint
@@ -246,7 +247,10 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another state, another "
             "--output_dir to keep it, or --resume_from_checkpoint none to start over"
         ) from e
-    set_aside(output_dir, state["local_epoch"] if state else -1)
+    try:
+        set_aside(output_dir, state["local_epoch"] if state else -1)
+    except OSError as e:
+        raise UserError(f"--output_dir: checkpoints cannot be moved ({e}): choose another folder") from e
     if state is None:
         return None
     logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")

@@ -75,7 +75,7 @@ class Evaluator:
         self.last: Evaluation | None = None
         #: continuations or filled blanks by the evaluated weights, see experiment/samples.py
         self.texts: list[str] = []
-        #: versions of the parameters in the last evaluation
+        #: versions of the parameters after the last evaluation
         self.versions: list[int] = []
 
     def compute(self, at_end: bool) -> dict[str, float] | None:
@@ -102,7 +102,6 @@ class Evaluator:
         versions = [param._version for param in self.state.model.parameters()]
         if not self.state.args.do_eval or versions == self.versions:
             return self.last
-        self.versions = versions
         evaluation = None
         start = time.monotonic()
         epoch = self.state.optimizer.local_epoch
@@ -111,7 +110,6 @@ class Evaluator:
             with self.state.optimizer.tracker.suspend_participation():
                 result = self.compute(at_end)
             if result is None:
-                self.versions = []
                 return None
             evaluation = Evaluation(epoch=epoch, unigram_entropy=entropy, **result)
         except ValidationError as e:
@@ -127,4 +125,6 @@ class Evaluator:
             for line in self.texts:
                 logger.info(f"sample text: {line}")
         self.last = evaluation
+        # not those from before, because at_anchor has written the same values again
+        self.versions = [param._version for param in self.state.model.parameters()]
         return evaluation

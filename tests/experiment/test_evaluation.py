@@ -1,8 +1,10 @@
 """Evaluation during training, and the end of a run: the numbers against those computed by hand, and their displays."""
 
+import contextlib
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy
@@ -23,12 +25,13 @@ from experiment.model import make_model
 from experiment.samples import PROMPTS, SENTENCES, sample_texts
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
+from swarm.local_steps import LocalSteps
 from text.documents import read_text
 from text.instances import PAIRS, TEXT
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, train_byte_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
-from training.evaluation import count_bytes, evaluate
+from training.evaluation import Evaluator, count_bytes, evaluate
 from training.figures import TrainingSchedule, find_evaluation, perplexity
 from training.progress import measure_progress
 from utils import LocalMetrics, make_validators
@@ -68,6 +71,28 @@ def test_model_without_samples_is_evaluated(tiny_data, monkeypatch, caplog):
     model = make_model(ModelArguments(config_path="configs/demo.json"), tokenizer)
     monkeypatch.setattr(model, "forward", None)
     assert sample_texts(model, tokenizer) == [] and model.training and "no sample texts" in caplog.text
+
+
+@pytest.mark.parametrize("has_local_steps", [False, True])
+def test_unchanged_weights_are_evaluated_once(monkeypatch, has_local_steps):
+    """With local steps, an evaluation sets the model to the swarm's parameters, and back."""
+    model = torch.nn.Linear(2, 2)
+    model.device = torch.device("cpu")
+    local = LocalSteps(list(model.parameters()), None, None) if has_local_steps else None
+    tracker = SimpleNamespace(suspend_participation=contextlib.nullcontext)
+    state = SimpleNamespace(model=model, tokenizer=None, data_args=None, dataset={"validation": None})
+    state.args = SimpleNamespace(do_eval=True, per_device_train_batch_size=1, max_eval_samples=None)
+    state.optimizer = SimpleNamespace(local=local, local_epoch=3, tracker=tracker)
+    state.corpus = {"unigram_entropy": 1.0}
+    result = {name: GOOD[name] for name in ("loss", "accuracy", "samples")}
+    for name, value in (("make_eval_batches", []), ("evaluate", result), ("sample_texts", [])):
+        monkeypatch.setattr(f"training.evaluation.{name}", lambda *_, value=value, **__: value)
+    evaluator = Evaluator(state, contextlib.nullcontext())
+    first = evaluator.measure()
+    assert first.loss == GOOD["loss"] and evaluator.measure(at_end=True) is first
+    with torch.no_grad():
+        model.bias.add_(1.0)
+    assert evaluator.measure() is not first
 
 
 def test_metrics_record_bounds_its_evaluation():

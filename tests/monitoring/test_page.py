@@ -101,6 +101,21 @@ def test_page_replaces_oldest_idle_connection(server, monkeypatch):
     wait_until(lambda: threading.active_count() <= threads, 10, "no thread is left")
 
 
+def test_page_survives_limit_of_processes(server, monkeypatch):
+    """Visits for which no thread could start keep no slot."""
+
+    def fail(_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(MAX_VISITORS):
+            with socket.create_connection(("127.0.0.1", server.port), 10) as visitor:
+                assert visitor.recv(1) == b""
+    assert ask(server.port)[0] == 200
+    wait_until(lambda: not server.visits, 10, "none of them stays")
+
+
 def test_page_escapes_peer_names(tmp_path):
     assert make_metrics(username="Катя").dict()["username"] == "Катя" and "username" not in make_metrics().dict()
     for wrong in ("", " a", "a" * 33, "a\n", "a\u202eb", "\x1b[31m", "<img src=x onerror=alert(1)>", 5):

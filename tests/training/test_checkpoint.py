@@ -1,6 +1,7 @@
 """Training states on disk: bit for bit, complete or absent, and resumption after kill -9."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -169,6 +170,19 @@ def test_later_checkpoints_are_set_aside(saved, tmp_path):
     assert list_names(tmp_path) == ["checkpoint-5", "checkpoint-7"]
     save(1, limit=2)  # a swarm that has gone back
     assert list_names(tmp_path) == ["checkpoint-1"] and len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 5
+
+
+def test_checkpoint_of_another_owner_is_one_line(saved, tmp_path, monkeypatch):
+    model, save, own = saved
+    save(2)
+
+    def refuse_move(path: Path, _) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "rename", refuse_move)
+    arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint="none")
+    with expect_user_error("--output_dir: checkpoints cannot be moved", "Permission denied", "checkpoint-2"):
+        choose_state(arguments, model, "a", own)
 
 
 def test_restarted_command_resumes_its_newest_checkpoint(saved, tmp_path):
