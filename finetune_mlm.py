@@ -236,8 +236,7 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
     """Return the context of --fp16 or --bf16."""
-    precision = torch.float16 if args.fp16 else torch.bfloat16
-    return torch.autocast(device.type, precision, enabled=args.fp16 or args.bf16)
+    return torch.autocast(device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=args.fp16 or args.bf16)
 
 
 @torch.inference_mode()
@@ -246,14 +245,13 @@ def predict(
 ) -> list[int]:
     """Return the index of the most probable answer of each example."""
     model.eval()
-    predictions = [0] * len(examples)
+    predictions = np.zeros(len(examples), dtype=int)
     order = sorted(range(len(examples)), key=lambda number: examples[number].length)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         logits, _ = compute_logits(model, collate([examples[i] for i in numbers], task, tokenizer, device))
-        for number, answer in zip(numbers, logits.argmax(dim=1).tolist(), strict=True):
-            predictions[number] = answer
-    return predictions
+        predictions[numbers] = logits.argmax(dim=1).tolist()
+    return predictions.tolist()
 
 
 # ---------------------------------------------------------------- training
@@ -272,16 +270,14 @@ def tune(
     torch.manual_seed(seed)
     generator = np.random.default_rng(seed)
     model = make_task_model(pretrained, task, args.dropout).to(device)
-    groups = [
-        {"params": group["params"], "weight_decay": args.weight_decay if group["decayed"] else 0.0}
-        for group in make_param_groups(model)
-    ]
+    decay = args.weight_decay
+    groups = make_param_groups(model)
+    groups = [{"params": it["params"], "weight_decay": decay if it["decayed"] else 0.0} for it in groups]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
     train = examples["train"]
     validation = examples["validation"]
     padded_lengths = np.array([-(-example.length // PADDING) for example in train])
-    steps_per_epoch = math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
-    total = steps_per_epoch * args.num_train_epochs
+    total = args.num_train_epochs * math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
     result = {"seed": seed, "best_epoch": 0, "metrics": {}, "history": []}
@@ -348,7 +344,6 @@ def load_results(settings: dict, file: Path) -> list[dict]:
     """Return the seeds in results.json, or raise a UserError if it is broken or has other settings."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        seeds = results["seeds"]
         saved = dict(results["settings"])
         format_table(results)  # checks the fields of each seed
     except FileNotFoundError:
@@ -360,7 +355,7 @@ def load_results(settings: dict, file: Path) -> list[dict]:
         raise UserError(
             f"{file} was made with a different {', '.join(different)}: choose another --output_dir, or remove it"
         )
-    return seeds
+    return results["seeds"]
 
 
 def summarize(task: Task, seeds: list[dict], majority: dict, **content) -> dict:
@@ -443,9 +438,8 @@ def main(args: FinetuneArguments) -> None:
         results = summarize(task, seeds, majority, **content)
         is_saved = True
         if results["best_seed"] == seed:
-            is_saved = save_model(
-                model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed}
-            )
+            extra = {"task": task.name, "seed": seed}
+            is_saved = save_model(model, pretrained.tokenizer, folder / "model", extra)
             if "test" in examples:
                 with make_autocast(args, device):
                     predictions = predict(model, examples["test"], task, pretrained.tokenizer, args.batch_size, device)

@@ -57,7 +57,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     config = load_config(args)
     objective = find_objective(args)
     vocab_size = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
-    copy_special_tokens(config, tokenizer, vocab_size, objective.is_causal)
+    copy_special_tokens(config, tokenizer, objective.is_causal)
     model = build_model(find_class(objective, config), config, args, vocab_size)
     model.objective = objective
     model.sum_token_losses = sum_token_losses
@@ -71,7 +71,6 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     if objective.kind.has_turns:
         model.chat_template = digest(tokenizer.chat_template)
     if (head := find_head(model)) is not None:
-        head.label_distance = int(objective.is_causal)
         head.register_forward_pre_hook(select_labelled_positions)
     if not isinstance(tokenizer, int):
         tokenizer.model_input_names = list(model.input_names)  # for a pipeline that loads both from a folder

@@ -51,8 +51,8 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Mo
     If possible, the model computes no others. Those of all positions would take most of a small model's time and
     memory.
     """
-    positions = batch["labelled_positions"]
     objective = model.objective
+    positions = batch["labelled_positions"] - int(objective.is_causal)
     inputs = {name: batch[name] for name in model.input_names if name in batch}
     if model.keeps_documents_apart and "position_ids" in batch:
         # without a mask, transformers finds the documents by these positions, and limits attention to each of them
@@ -69,7 +69,7 @@ def compute_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Mo
             head.labelled_positions = None
     logits = outputs["prediction_logits" if objective.kind.has_pairs else "logits"]
     if logits.dim() == 3:
-        logits = logits.flatten(0, 1)[positions - int(objective.is_causal)]
+        logits = logits.flatten(0, 1)[positions]
     return outputs, logits
 
 
@@ -81,7 +81,7 @@ def find_head(model: PreTrainedModel) -> torch.nn.Module | None:
 def select_labelled_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
     """Limit the input of a model's head to labelled positions, for logits [labels, vocabulary]."""
     labelled = getattr(head, "labelled_positions", None)
-    return None if labelled is None else (inputs[0].flatten(0, 1)[labelled - head.label_distance], *inputs[1:])
+    return None if labelled is None else (inputs[0].flatten(0, 1)[labelled], *inputs[1:])
 
 
 # ---------------------------------------------------------------- objectives

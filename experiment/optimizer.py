@@ -21,6 +21,7 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments
 from common.console import UserError, first_line
 from models.build import describe_architecture, digest
+from models.lamb_8bit import Lamb8bit
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
 from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract
@@ -154,8 +155,6 @@ def choose_optimizer(
         from torch_optimizer import Lamb
 
         return partial(Lamb, debias=True, **options), terms
-    from models.lamb_8bit import Lamb8bit
-
     terms += f", 8 bits from {args.min_8bit_size} numbers"
     return partial(Lamb8bit, min_8bit_size=args.min_8bit_size, **options), terms
 
@@ -172,9 +171,8 @@ def make_local_optimizer(
         optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
 
     make, _ = choose_optimizer(args, find_device)
-    decays = [args.weight_decay if group["decayed"] else 0.0 for group in param_groups]
-    groups = zip(param_groups, decays, strict=True)
-    optimizer = make([{"params": group["params"], "weight_decay": decay} for group, decay in groups])
+    decay = args.weight_decay
+    optimizer = make([{"params": it["params"], "weight_decay": decay if it["decayed"] else 0.0} for it in param_groups])
     initialize_optimizer_state_(optimizer)
     optimizer.grad_norm = 0.0
     optimizer.register_step_pre_hook(clip)

@@ -52,8 +52,7 @@ def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):  # each length would compile again
         torch.manual_seed(0)
         options = dict(do_sample=True, temperature=0.8, top_k=40, pad_token_id=tokenizer.pad_token_id or 0)
-        mask = torch.ones_like(ids)
-        text = model.generate(ids, attention_mask=mask, max_new_tokens=count, **options)[0]
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)[0]
     return " ".join(tokenizer.decode(text, skip_special_tokens=True).split())
 
 

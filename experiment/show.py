@@ -65,9 +65,8 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     for number, batch in enumerate(itertools.islice(batches, SHOWN_BATCHES), start=1):
         for row in range(SHOWN_ROWS):
             length = int(batch["attention_mask"][row].sum())
-            width = batch["attention_mask"].shape[1]
             ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
-            facts = [f"{length} tokens, {width - length} of padding"]
+            facts = [f"{length} tokens, {batch['attention_mask'].shape[1] - length} of padding"]
             if "sentence_order_label" in batch:
                 facts.append("swapped" if batch["sentence_order_label"][row] else "in order")
             facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")

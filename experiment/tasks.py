@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow
 import pyarrow.parquet
 import torch
 from huggingface_hub import snapshot_download

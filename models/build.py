@@ -89,16 +89,14 @@ def find_causal_class(config: PreTrainedConfig) -> type | None:
     return transformers.AutoModelForCausalLM if has_class and is_causal else None
 
 
-def copy_special_tokens(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, vocab_size: int, is_causal: bool
-) -> None:
+def copy_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, is_causal: bool) -> None:
     """Copy the tokenizer's special token ids (RoBERTa's positions need them); if it is a number, remove invalid ids."""
     if is_causal and hasattr(config, "is_decoder"):
         config.is_decoder = True
     names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
     for name in [name for name in names if hasattr(config, name)]:
         value = getattr(config if isinstance(tokenizer, int) else tokenizer, name)
-        if isinstance(tokenizer, int) and isinstance(value, int) and value >= vocab_size:
+        if isinstance(tokenizer, int) and isinstance(value, int) and value >= tokenizer:
             value = None
         if name == "pad_token_id" and is_causal:
             value = None  # its embedding would get no gradient, as an end token needs, and may not exist yet
@@ -190,10 +188,9 @@ def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], u
             logger.warning(f"{what} {problem}: {', '.join(names[:10])}{more}")
 
 
-def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:
+def digest_weights(model: PreTrainedModel, left_out: set[str]) -> str:
     """Return a short hash of the weights without random ones, whose last bits may differ between machines."""
     total = hashlib.sha256()
-    left_out = set(left_out)
     for name, param in model.named_parameters():
         if name not in left_out:
             total.update(param.detach().flatten().view(torch.uint8).numpy().data)

@@ -42,7 +42,6 @@ class DynamicQuantizer:
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (codes, scales); a number that is not finite makes its block's scale not finite."""
-        self.values = self.values.to(tensor.device)
         self.table = self.table.to(tensor.device)
         blocks = pad(tensor.flatten(), (0, -tensor.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         scales = blocks.abs().amax(1)
@@ -54,7 +53,6 @@ class DynamicQuantizer:
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return the numbers that these codes and scales stand for."""
         self.values = self.values.to(codes.device)
-        self.table = self.table.to(codes.device)
         index = pad(codes.flatten(), (0, -codes.numel() % BLOCK_SIZE)).int()
         blocks = self.values.index_select(0, index).view(-1, BLOCK_SIZE).mul_(scales[:, None])
         return blocks.view(-1)[: codes.numel()].view(codes.shape)
@@ -121,9 +119,7 @@ class Lamb8bit(torch.optim.Optimizer):
         """Return the two moments of these elements of a parameter in 32 bits, which the caller changes in place."""
         if "exp_avg" in state:
             return [state[name].view(-1)[piece] for name in ("exp_avg", "exp_avg_sq")]
-        mean, root = (
-            quantizer.dequantize(*slice_moment(state, name, piece)) for name, quantizer in self.quantizers.items()
-        )
+        mean, root = (it.dequantize(*slice_moment(state, name, piece)) for name, it in self.quantizers.items())
         return [mean, root.square_()]
 
     def write(self, state: dict, piece: slice, *moments: torch.Tensor) -> None:

@@ -167,8 +167,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     :param states: [..., length, size]; cos and sin: [length, size / 2], fp32 or better
     """
     first, second = states.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(states.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
 
 
 def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: Rotation) -> Tensor:
@@ -236,12 +235,7 @@ class LeanAlbertLayer(nn.Module):
         self.ffn_sandwich_norm = nn.LayerNorm(hidden, eps) if config.sandwich_norm else nn.Identity()
 
     def forward(
-        self,
-        hidden: Tensor,
-        matrices: LeanAlbertMatrices,
-        mask: Tensor | None,
-        rotation: Rotation,
-        keep_wide: bool,
+        self, hidden: Tensor, matrices: LeanAlbertMatrices, mask: Tensor | None, rotation: Rotation, keep_wide: bool
     ) -> Tensor:
         """Return the new hidden states, [batch, length, hidden] like `hidden`; mask and rotation: see `attend`.
 
@@ -360,10 +354,9 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
             # not -inf, because the softmax of a row of -inf is NaN
             mask = (attention_mask == 0).to(dtype)[:, None, None, :] * torch.finfo(dtype).min
         rotation = self.make_rotation(hidden) if self.config.position_embedding_type == "rotary" else None
-        keep_wide = not self.gradient_checkpointing
         for layer in self.config.order_layers():
             matrices = self.matrices[self.config.find_matrices(layer)]
-            hidden = self.layers[layer](hidden, matrices, mask, rotation, keep_wide)
+            hidden = self.layers[layer](hidden, matrices, mask, rotation, keep_wide=not self.gradient_checkpointing)
         hidden = self.post_layer_norm(hidden)
         pooled = torch.tanh(self.pooler(hidden[:, 0])) if self.pooler is not None else None
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)

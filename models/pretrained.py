@@ -31,8 +31,7 @@ def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
     transformers.utils.logging.set_verbosity_error()  # it warns of the new head
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return Pretrained(str(name), config, load_tokenizer(name))
+        return Pretrained(str(name), AutoConfig.from_pretrained(name, trust_remote_code=False), load_tokenizer(name))
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{what} cannot be loaded ({first_line(e)}): {cure}") from e
 

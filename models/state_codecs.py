@@ -87,13 +87,10 @@ class Dynamic8bit(CompressionBase):
 class MatrixMoments8bit(AdaptiveCompressionBase):
     """A codec of Dynamic8bit for float32 matrices; step counts, norms, biases and Lamb8bit's bytes stay as they are."""
 
-    matrix = Dynamic8bit()
-    other = NoCompression()
-
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
         """Return the codec for a tensor of this shape and type."""
         is_matrix = len(info.descriptor.shape) >= 2 and info.descriptor.dtype == torch.float32
-        return self.matrix if is_matrix else self.other
+        return Dynamic8bit() if is_matrix else NoCompression()
 
 
 # --compression; parameters in rounds are not compressed

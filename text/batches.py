@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -83,8 +84,7 @@ class IndexedSplit:
         flat = {}
         for name in self.columns:
             column = table[name].combine_chunks()
-            values = column if name == "sentence_order_label" else column.flatten()
-            flat[name] = values.to_numpy().astype(np.int64)
+            flat[name] = (column if name == "sentence_order_label" else column.flatten()).to_numpy().astype(np.int64)
         return flat, self.lengths[rows]
 
     def order(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
@@ -130,19 +130,19 @@ def group_by_length(
     return [batches[number] for number in generator.permutation(len(batches))]
 
 
+@dataclass
 class BatchLoader:
     """Endless batches of a split, which num_workers processes read, or this process if there are none.
 
     `sequence_length`, which may change at any time, truncates the sequences of the next batches; None: no limit.
     """
 
-    def __init__(self, split: IndexedSplit, collator: DataCollator, batch_size: int, seed: int, num_workers: int):
-        self.split = split
-        self.collator = collator
-        self.num_workers = num_workers
-        self.batch_size = batch_size
-        self.seed = seed
-        self.sequence_length: int | None = None
+    split: IndexedSplit
+    collator: DataCollator
+    batch_size: int
+    seed: int
+    num_workers: int
+    sequence_length: int | None = None
 
     def __iter__(self) -> Iterator[dict]:
         order = self.split.order(self.batch_size, self.seed)
@@ -151,6 +151,7 @@ class BatchLoader:
             yield self.collator.collate(*rows, np.random.default_rng([self.seed, number]), longest)
 
 
+@dataclass
 class StreamedBatches:
     """Endless batches of a TrainingDataset, which depend on its seed but not on num_workers.
 
@@ -166,22 +167,15 @@ class StreamedBatches:
     :param state: the state to continue from; None: start at the beginning
     """
 
-    def __init__(
-        self,
-        dataset: TrainingDataset,
-        collator: DataCollator,
-        batch_size: int,
-        num_workers: int,
-        stop: threading.Event | None,
-        state: dict | None,
-    ):
-        self.dataset = dataset
-        self.collator = collator
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.stop = stop
-        self.state = state
-        self.sequence_length = dataset.seq_length
+    dataset: TrainingDataset
+    collator: DataCollator
+    batch_size: int
+    num_workers: int
+    stop: threading.Event | None
+    state: dict | None
+
+    def __post_init__(self):
+        self.sequence_length = self.dataset.seq_length
 
     def __iter__(self) -> Iterator[dict]:
         dataset = self.dataset

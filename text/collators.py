@@ -12,9 +12,8 @@ from text.tokenizers import find_word_beginnings
 def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
     """Return the number of each token's word, from 1 on and 0 for special tokens, and the count of words.
 
-    :param begins_word: find_word_beginnings' value for each token; a token after a special token also begins a word
+    :param begins_word: find_word_beginnings' values, changed in place: a token after a special token begins a word too
     """
-    begins_word = begins_word.copy()
     begins_word[1:] |= ~is_ordinary[:-1]
     begins_word[np.cumsum(lengths) - lengths] = True
     words = np.cumsum(begins_word & is_ordinary)
@@ -49,9 +48,8 @@ def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: float) -> Sequ
 
 def take_rows(flat: Columns, lengths: np.ndarray, rows: np.ndarray) -> Sequences:
     """Return some of the rows that are joined end to end: their columns, as int64, and their lengths."""
-    begins = np.cumsum(lengths) - lengths
     taken = lengths[rows]
-    places = begins[rows].repeat(taken) + count_within(taken)
+    places = (np.cumsum(lengths) - lengths)[rows].repeat(taken) + count_within(taken)
     chosen = {name: rows if name == "sentence_order_label" else places for name in flat}
     return {name: values[chosen[name]].astype(np.int64) for name, values in flat.items()}, taken
 
@@ -131,8 +129,7 @@ class DataCollatorForWholeWordMask(DataCollator):
     def add_labels(self, flat: Columns, lengths: np.ndarray, generator: np.random.Generator) -> Columns:
         """Mask the input_ids of rows joined end to end, and add the labels: IGNORED_LABEL for tokens not chosen."""
         input_ids = flat["input_ids"].copy()
-        special = flat["special_tokens_mask"] if "special_tokens_mask" in flat else self.is_special[input_ids]
-        words, count = number_words(self.begins_word[input_ids], special == 0, lengths)
+        words, count = number_words(self.begins_word[input_ids], ~self.is_special[input_ids], lengths)
         is_chosen_word = generator.random(count + 1) < self.mlm_probability
         is_chosen_word[0] = False
         if count and not is_chosen_word.any():

@@ -40,9 +40,8 @@ PART_CHARACTERS = 50_000  # encoded at once, because some tokenizers need memory
 def read_text(path: str | Path) -> str:
     """Read a whole UTF-8 file, plain, .gz or .xz; raise a UserError if it cannot be read."""
     path = Path(path)
-    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with open_file(path, "rb") as file:
+        with {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb") as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UserError(f"no file {path}: check the path") from None
@@ -99,9 +98,8 @@ def split_chapters(text: str) -> Documents:
     """Split the sample corpus into chapters; the first one includes the title page of its novel or volume."""
     chapters: Documents = []
     for paragraph in split_paragraphs(text):
-        is_chapter = SAMPLE_CHAPTER.fullmatch(paragraph)
         has_body = bool(chapters) and any(len(earlier) > 60 for earlier in chapters[-1])
-        if not chapters or (has_body and (is_chapter or SAMPLE_TITLE.fullmatch(paragraph))):
+        if not chapters or (has_body and (SAMPLE_CHAPTER.fullmatch(paragraph) or SAMPLE_TITLE.fullmatch(paragraph))):
             chapters.append([])
         chapters[-1].append(paragraph)
     return chapters
@@ -168,10 +166,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
         try:
             for row in rows:
                 if is_strict and None in row:
-                    columns = len(rows.fieldnames)
-                    raise UserError(
-                        f"{path}, line {rows.line_num} has more than the header's {columns} columns: fix it"
-                    )
+                    count = len(rows.fieldnames)
+                    raise UserError(f"{path}, line {rows.line_num} has more than the header's {count} columns: fix it")
                 yield rows.line_num, row
         except csv.Error as e:
             raise UserError(f"{path} cannot be read after line {rows.line_num} ({e}): fix its quotation marks") from e
@@ -367,10 +363,8 @@ def cut_blocks(ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, 
     ids = ids[: sizes.sum()]
     if not kind.is_masked:
         return {"input_ids": ids}, sizes
-    begins = sizes.cumsum() - sizes
-    places = np.stack([begins, sizes.cumsum()], axis=1).ravel()
-    around = np.tile(np.array([tokenizer.cls_token_id, tokenizer.sep_token_id], dtype=np.int32), len(sizes))
-    input_ids = np.insert(ids, places, around)
+    places = np.stack([sizes.cumsum() - sizes, sizes.cumsum()], axis=1).ravel()
+    input_ids = np.insert(ids, places, [tokenizer.cls_token_id, tokenizer.sep_token_id] * len(sizes))
     special = np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8)
     return {"input_ids": input_ids, "special_tokens_mask": special}, sizes + 2
 
@@ -390,9 +384,7 @@ def encode_conversations(documents: Documents, tokenizer) -> Sequences:
     except jinja2.TemplateError as e:
         raise UserError(f"the chat template rejects a conversation ({first_line(e)}): remove such conversations") from e
     lengths = np.array([len(ids) for ids in rows["input_ids"]])
-    ids, is_answer = (
-        np.fromiter(itertools.chain(*rows[name]), dtype=np.int32) for name in ("input_ids", "assistant_masks")
-    )
+    ids, is_answer = (np.fromiter(itertools.chain(*rows[it]), np.int32) for it in ("input_ids", "assistant_masks"))
     is_labelled = (is_answer == 1) & (count_within(lengths) > 0)  # a first token is not predicted
     return {"input_ids": ids, "labels": np.where(is_labelled, ids, IGNORED_LABEL)}, lengths
 

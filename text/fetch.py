@@ -184,11 +184,10 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, archive: Path) -> Non
     with unfinished_folder(archive) as folder:
         packed = folder / archive.name
         sha256 = pack(packed, {"dataset": dataset_path, "tokenizer": tokenizer_path})
-        size = packed.stat().st_size
         packed.rename(archive)
     print(
-        f"packed {dataset_path} and {tokenizer_path} into {format_bytes(size)}; put it on any web server, then for "
-        f"each trainer:\n--dataset_path https://YOUR_HOST/{archive.name} --dataset_sha256 {sha256}"
+        f"packed {dataset_path} and {tokenizer_path} into {format_bytes(archive.stat().st_size)}; put it on any web "
+        f"server, then for each trainer:\n--dataset_path https://YOUR_HOST/{archive.name} --dataset_sha256 {sha256}"
     )
 
 

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 import numpy as np
-import pyarrow
 import pyarrow.parquet
 import pydantic
 from fsspec.implementations.http_sync import HTTPFileSystem
@@ -75,10 +74,7 @@ class LostFile(Broken):
     """The error of the unusable rest of a file."""
 
 
-READ_ERRORS = (
-    *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
-    pyarrow.ArrowException,
-)
+READ_ERRORS = (Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError, pyarrow.ArrowException)
 
 
 class Position(NamedTuple):
@@ -123,8 +119,7 @@ def explain_failure(error: Exception) -> tuple[str, bool]:
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
         error = error.__cause__
     # errors of requests have a response, which is None without an answer; other OSErrors are of damaged files
-    response = getattr(error, "response", None)
-    code = getattr(response, "status_code", None)
+    code = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, FileNotFoundError) or code == 404:
         return "No such file", False
     is_temporary = hasattr(error, "response") and (code is None or code >= 500 or code in TEMPORARY_ANSWERS)
@@ -423,9 +418,8 @@ def stream_documents(
     interrupted = interrupted or threading.Event()
     stop = threading.Event()
     state = state or {"documents": 0, "positions": {}}
-    positions = state["positions"]
     count = state["documents"]
-    readers = [Reader(source, seed, Position(*positions.get(source.name, ())), stop) for source in sources]
+    readers = [Reader(source, seed, Position(*state["positions"].get(source.name, ())), stop) for source in sources]
     try:
         while True:
             state = {"documents": count, "positions": {r.source.name: list(r.position) for r in readers}}
@@ -481,15 +475,9 @@ class TrainingDataset(ChunkEncoder):
         self.sources = sources
         self.shuffle_buffer = shuffle_buffer
 
-    def count_records(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of documents and broken records of each source that this process has read."""
-        return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
-
     def __getitem__(self, key: tuple[dict | None, list]) -> tuple:
         state, chunk = key
-        documents = [
-            (number, split_paragraphs(text, self.kind), self.sources[index].language) for number, index, text in chunk
-        ]
+        documents = [(number, split_paragraphs(text, self.kind), self.sources[i].language) for number, i, text in chunk]
         encoded = super().__getitem__(("stream", documents))
         if not self.kind.has_pairs:
             encoded = cut_blocks(encoded, self.seq_length, self.kind, self.tokenizer, keep_rest=True)

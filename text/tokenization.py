@@ -65,8 +65,7 @@ def split_documents(documents: Documents, args) -> dict[str, Documents]:
     sizes = [sum(map(len, document)) for document in documents]
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
     fitting = [index for index in shuffled if sizes[index] <= VALIDATION_FRACTION * sum(sizes)]
-    if not fitting:
-        fitting = [min(shuffled, key=sizes.__getitem__)]
+    fitting = fitting or [min(shuffled, key=sizes.__getitem__)]
     held_out = set(fitting[: min(max(1, round(VALIDATION_FRACTION * len(documents))), len(documents) - 1)])
     train = [document for index, document in enumerate(documents) if index not in held_out]
     return {"train": train, "validation": [documents[index] for index in sorted(held_out)]}
@@ -104,9 +103,8 @@ def tokenize_splits(splits: dict[str, Documents], tokenizer, args) -> dict:
     kind = KINDS[args.objective]
     chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents, args.language)]
     parts = {name: [] for name in splits}
-    num_workers = args.num_proc if args.num_proc > 1 else 0
     encoder = ChunkEncoder(tokenizer, kind, args.seq_length, args.seed)
-    results = prepare_in_workers(encoder, chunks, num_workers)
+    results = prepare_in_workers(encoder, chunks, args.num_proc if args.num_proc > 1 else 0)
     try:
         with show_progress("tokenizing", CHUNK_CHARACTERS * len(chunks)) as progress:
             for (name, _), part in zip(chunks, results, strict=True):
@@ -139,8 +137,7 @@ def tokenize_splits(splits: dict[str, Documents], tokenizer, args) -> dict:
 
 def join_parts(parts: list[Sequences]) -> Sequences:
     """Join the columns and the lengths of several chunks."""
-    names = parts[0][0]
-    columns = {name: np.concatenate([columns[name] for columns, _ in parts]) for name in names}
+    columns = {name: np.concatenate([columns[name] for columns, _ in parts]) for name in parts[0][0]}
     return columns, np.concatenate([lengths for _, lengths in parts])
 
 
@@ -232,8 +229,7 @@ def load_hub_splits(
             columns = ", ".join(found[split].column_names)
             raise UserError(f"{what} has no text in {text_column}: give another --text_column (there is {columns})")
         texts = [text or "" for text in found[split][text_column]]
-        first = next((text for text in texts if text.strip()), "")
-        if WIKITEXT_TITLE.match(first.strip("\n")):
+        if WIKITEXT_TITLE.match(next((text for text in texts if text.strip()), "").strip("\n")):
             splits[split] = split_articles(texts)
         else:
             splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text, kind))]

@@ -44,10 +44,9 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     is_folder = Path(path).is_dir()
-    is_default = str(path) == DEFAULT_TOKENIZER_PATH
     # a name on the Hub is NAME or ORG/NAME; but if there is a folder data, data/tokeniser means a folder in it
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)) and not os.path.isdir(os.path.dirname(path))
-    if not is_folder and (is_default or not is_name):
+    if not is_folder and (str(path) == DEFAULT_TOKENIZER_PATH or not is_name):
         raise UserError(
             f"no tokenizer in {path}, which is not a folder: make one with python tokenize_wikitext103.py --objective "
             f"{kind.name} (--help shows how)"
@@ -67,11 +66,9 @@ def load_tokenizer(
     needed = ("cls", "sep", "mask", "pad", "unk") if kind.is_masked else ("eos", "pad")
     lacking = [token for token in needed if getattr(tokenizer, f"{token}_token_id") is None]
     if lacking or not tokenizer.is_fast:
-        reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
+        flaw = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "that of ALBERT or BERT" if kind.is_masked else "that of GPT-2 or Llama"
-        raise UserError(
-            f"the tokenizer {path} has {reason}: use {cure}, or --train_tokenizer (--objective {kind.name})"
-        )
+        raise UserError(f"the tokenizer {path} has {flaw}: use {cure}, or --train_tokenizer (--objective {kind.name})")
     if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # in training, the end token follows whole documents only
         logger.warning(f"the tokenizer {path} also ends prompts: generate text with add_special_tokens=False")
@@ -90,9 +87,7 @@ def load_tokenizer(
 def tokenizer_fingerprint(tokenizer) -> str:
     """Return a sha256 of a tokenizer's vocabulary, special tokens and ids of PROBE, the same in any library version."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    special = {
-        name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()
-    }
+    special = {name: tokenizer.convert_tokens_to_ids(str(it)) for name, it in tokenizer.special_tokens_map.items()}
     definition = [vocabulary, sorted(special.items()), tokenizer(PROBE, verbose=False)["input_ids"]]
     return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
 
@@ -103,8 +98,7 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
     Such tokens start with "▁" in SentencePiece, with "Ġ" in byte-level BPE, and without "##" in WordPiece.
     """
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if prefix := getattr(getattr(backend, "model", None), "continuing_subword_prefix", None):
+    if prefix := getattr(tokenizer.backend_tokenizer.model, "continuing_subword_prefix", None):
         return np.array([not piece.startswith(prefix) for piece in pieces])
     for mark in "▁Ġ":
         begins_word = np.array([piece.startswith(mark) for piece in pieces])
@@ -127,8 +121,7 @@ def train_tokenizer(documents: Documents, args):
     flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
     trained = train_like(AlbertTokenizer(**flags), itertools.chain.from_iterable(documents), args)
     vocabulary = json.loads(trained.backend_tokenizer.to_str())["model"]["vocab"]
-    special = vocabulary[:5]
-    pieces = vocabulary[5:]
+    pieces = vocabulary[5:]  # without the special tokens
     if not pieces:
         raise UserError("too little text to train a tokenizer: give more text, or use --tokenizer")
 
@@ -139,7 +132,7 @@ def train_tokenizer(documents: Documents, args):
     highest_filler = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     pieces = [(p, round(lowest if len(p) == 1 and score <= highest_filler else score, 4)) for p, score in pieces]
     pieces.sort(key=lambda piece: (-piece[1], piece[0]))
-    vocabulary = [(token, 0.0) for token, _ in special] + pieces
+    vocabulary = [(token, 0.0) for token, _ in vocabulary[:5]] + pieces
     names = ["input_ids", "token_type_ids", "attention_mask"]
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 

@@ -80,7 +80,8 @@ class MetricsReporter:
             **self.measure_speed(stats.tokens, seconds),
         }
         if state.data_args.streaming:
-            summary["sources"] = state.dataset["train"].count_records()
+            sources = state.dataset["train"].sources
+            summary["sources"] = {it.name: {"documents": it.documents, "broken": it.broken} for it in sources}
         return summary
 
     def read_round_totals(self) -> dict[str, float]:

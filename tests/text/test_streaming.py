@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
