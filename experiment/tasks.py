@@ -283,7 +283,7 @@ class Task:
     make_example: Callable[[dict, "Task"], Example] = read_texts
     restructure: Callable[[dict], list[dict]] | None = None
     label_column: str = "label"
-    id_column: str = "idx"
+    id_column: str | None = "idx"  # None: the number of the record
     files: dict[str, str] = field(
         default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
     )
@@ -466,7 +466,7 @@ def load_task_file(path: str | Path) -> Task:
             head,
             METRICS[facts.get("metric", "accuracy")],
             label_column=facts["label"],
-            id_column=facts.get("id", ""),
+            id_column=facts.get("id"),
             files=splits | ({"test": facts["test"]} if facts.get("test") else {}),
             folder=Path(path).parent,
             address=f"where {path} says",

@@ -40,8 +40,9 @@ PART_CHARACTERS = 50_000  # encoded at once, because some tokenizers need memory
 def read_text(path: str | Path) -> str:
     """Read a whole UTF-8 file, plain, .gz or .xz; raise a UserError if it cannot be read."""
     path = Path(path)
+    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb") as file:
+        with open_file(path, "rb") as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UserError(f"no file {path}: check the path") from None
@@ -136,8 +137,9 @@ def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKi
 
 
 def find_kinds(path: str | Path) -> set[str]:
-    """Return the last two suffixes of a file, which show its format and compression."""
-    return {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    """Return the suffixes of a file that show its format and compression: the last one, or two if it is packed."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    return {*suffixes[-2 if suffixes[-1:] in ([".gz"], [".xz"]) else -1 :]}
 
 
 def has_quoted_cells(text: str) -> bool:

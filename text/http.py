@@ -56,7 +56,10 @@ async def download(url: str, partial: Path, patience: float) -> None:
     """
     delay = FIRST_DELAY
     reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
-    client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
+    try:
+        client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
+    except (ImportError, ValueError) as e:  # of SOCKS without a package for it, or of another kind
+        raise HttpError(f"{e}: check the proxy in this shell's environment") from e
     try:
         # httpx's own timeouts restart at each byte
         async with asyncio.timeout(patience) as limit, client:
@@ -68,8 +71,8 @@ async def download(url: str, partial: Path, patience: float) -> None:
                         reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
                         if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
                             raise HttpError(f"{reason}: check the address") from e
-                    except (httpx2.UnsupportedProtocol, httpx2.InvalidURL, ImportError, ValueError) as e:
-                        raise HttpError(f"{e}: check the address, and the proxy if there is one") from e
+                    except (httpx2.UnsupportedProtocol, httpx2.InvalidURL, ValueError) as e:
+                        raise HttpError(f"{e}: check the address") from e
                     except httpx2.HTTPError as e:
                         reason = str(e) or type(e).__name__
                         if "CERTIFICATE_VERIFY_FAILED" in reason:

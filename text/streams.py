@@ -198,7 +198,8 @@ class Source:
     def __post_init__(self):
         paths = [self.path] if isinstance(self.path, str) else self.path
         self.name = self.name or paths[0]
-        suffix = re.sub(r"\.(gz|xz|zst)$", "", paths[0].partition("?")[0]).rpartition(".")[2].lower()
+        name = paths[0].partition("?")[0] if is_url(paths[0]) else paths[0]
+        suffix = re.sub(r"\.(gz|xz|zst)$", "", name).rpartition(".")[2].lower()
         self.format = self.format or FORMATS.get(suffix, "hub")
         self.files = []
         self.dataset = None
@@ -456,10 +457,11 @@ def take_document(
             with contextlib.suppress(queue.Empty):
                 return chosen, reader.take(seconds=0.1)
             if time.monotonic() > deadline:
+                if not reader.is_late:
+                    name = reader.source.name
+                    logger.warning(f"source {name} is late: continuing without it until it yields something")
+                reader.is_late = True
                 break
-        if not reader.is_late:
-            logger.warning(f"source {reader.source.name} is late: continuing without it until it yields something")
-        reader.is_late = True
     return None
 
 

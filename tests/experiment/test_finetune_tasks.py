@@ -238,6 +238,16 @@ def test_task_file_collects_labels(tmp_path):
         assert [example.right for example in load_examples(task, ".")["train"]] == expected
 
 
+def test_task_file_without_id_numbers_records(tmp_path):
+    """The first column of pandas, which has no name, is no id."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(",body,topic\n70,one,x\n80,two,y\n")
+    task = load_task_file(describe(tmp_path, train="a.csv", validation="b.csv"))
+    examples = load_examples(task, ".")["validation"]
+    _, text = tasks.format_predictions(task, examples, [0, 1])
+    assert "70" not in text and [json.loads(line)["idx"] for line in text.splitlines()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -57,6 +57,16 @@ def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> lis
     return sorted("".join(path.suffixes) for path in left_in(cache))
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
+def test_unusable_proxy_is_one_line(cache, monkeypatch, proxy):
+    """httpx has no SOCKS without a further package."""
+    for name in [*os.environ]:
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    expect_line("check the proxy", "http://example.org/a.tar", cache)
+
+
 def expect_stop(words: str, *arguments) -> None:
     with expect_user_error(words):
         fetch.fetch_data(*arguments)

@@ -66,6 +66,8 @@ def test_wikitext_splits_by_article():
 def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
     (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
     assert documents.read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
+    (tmp_path / f"a.json.txt{suffix}").write_bytes(pack(b"Zwei"))
+    assert documents.read_documents(tmp_path / f"a.json.txt{suffix}") == [["Zwei"]]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
     assert documents.read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
     for name, comma in (("a.csv", ","), ("a.TSV", "\t")):
@@ -339,6 +341,22 @@ def test_stream_stalling_source_is_skipped(tmp_path, monkeypatch, caplog):
     assert 7000 < counts[0] < 9500 and counts.total() == 20_000
     assert len({index for index, _ in found[-1000:]}) == 1
     assert sum("is late" in message for message in caplog.messages) == 1
+
+
+def test_stop_while_source_is_awaited_logs_no_delay(tmp_path, caplog):
+    far = write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
+    interrupted = threading.Event()
+    with FileServer(tmp_path) as server:
+        server.cuts["/far.jsonl"], server.is_stalling = [100], True
+        source = Source(path=f"{server.url}/{Path(far).name}")
+        stop = threading.Timer(1.0, interrupted.set)
+        stop.start()
+        assert [*stream_documents([source], seed=1, interrupted=interrupted)] == []
+    assert not [message for message in caplog.messages if "is late" in message]
+
+
+def test_format_follows_from_local_pattern():
+    assert Source(path="data/part-?.jsonl").format == Source(path="https://example.org/a.jsonl?x=1").format == "jsonl"
 
 
 def test_mixture_follows_weights_and_repeats(tmp_path):
