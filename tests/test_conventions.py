@@ -133,9 +133,9 @@ def count_lines(paths) -> int:
 
 
 def test_sizes_stay_within_their_budgets():
-    assert count_lines(list_swarm()) <= 9030
+    assert count_lines(list_swarm()) <= 9003
     assert count_lines([ROOT / "run_trainer.py"]) <= 157
-    assert count_lines([ROOT / "callback.py"]) <= 237
+    assert count_lines([ROOT / "callback.py"]) <= 225
     assert count_lines([ROOT / "utils.py"]) <= 243
     classes = [node for node in parse(ROOT / "swarm/optimizer.py").body if isinstance(node, ast.ClassDef)]
     optimizer = next(cls for cls in classes if cls.name == "CollaborativeOptimizer")
