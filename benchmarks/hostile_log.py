@@ -197,6 +197,21 @@ def lead_never() -> None:
     Log.lead = lead_honestly
 
 
+def offer_late() -> None:
+    """Publish each offer only after the commit that should have it: the next one counts it."""
+    add_offer = Log.add_offer
+
+    def keep_offer(self, now: float, offer: Offer) -> list[Action]:
+        if not is_time():
+            return add_offer(self, now, offer)
+        self.now = now
+        self.own[offer.key] = offer
+        note("keeps an offer back")
+        return self.finish()
+
+    Log.add_offer = keep_offer
+
+
 def omit_offers() -> None:
     """As a leader, omit as many offers of other peers as the rules allow."""
     make_list = Log.make_list
@@ -328,6 +343,7 @@ ATTACKS = {
     "log_alone": propose_alone,
     "log_omit": omit_offers,
     "log_mute": lead_never,
+    "log_late": offer_late,
     "log_votes": vote_twice,
     "log_keys": offer_with_fresh_keys,
     "log_digest": lambda: offer_with_fresh_keys(13, digest=bytes(32)),

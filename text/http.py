@@ -58,8 +58,8 @@ async def download(url: str, partial: Path, patience: float) -> None:
     reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
     try:
         client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
-    except (ImportError, ValueError) as e:  # of SOCKS without a package for it, or of another kind
-        raise HttpError(f"{e}: check the proxy in this shell's environment") from e
+    except (httpx2.InvalidURL, ImportError, ValueError) as e:  # of SOCKS without a package for it, or of another kind
+        raise HttpError(f"{str(e).rstrip('.')}: check the proxy in this shell's environment") from e
     try:
         # httpx's own timeouts restart at each byte
         async with asyncio.timeout(patience) as limit, client:

@@ -57,7 +57,7 @@ def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> lis
     return sorted("".join(path.suffixes) for path in left_in(cache))
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9", "http://127.0.0.1:no"])
 def test_unusable_proxy_is_one_line(cache, monkeypatch, proxy):
     """httpx has no SOCKS without a further package."""
     for name in [*os.environ]:
