@@ -256,7 +256,7 @@ class LogRounds:
         with self._lock:
             heard = {peer: (log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest}
             voters = {*self.log.state.voters}
-            is_new = len(self.log.chain) == 1
+            is_new = not self.log.state.counted
         seen = {peer: heard[peer] for peer in heard.keys() & known}
         gone = {peer for peer in seen.keys() & voters if seen[peer][0] != self.log_id}
         if not is_new and 2 * len(gone) >= len(voters):

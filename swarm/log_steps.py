@@ -197,6 +197,7 @@ class LogSteps:
                 self.optimizer.begin_epoch()
         elif state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # it has no model
             self.rounds.open(log_id, state)
+            self._leader = b""
             self.optimizer.begin_epoch()
             logger.info(f"epoch {state.epoch}: joined the log of {len(state.voters)} voters")
         elif self.optimizer.load_state_from_peers(self.tracker.trust.find_swarm_epoch(self.tracker.present, 0)):
@@ -236,7 +237,8 @@ class LogSteps:
         wait = self._patience * max(STUCK_TIMEOUT, log.timeout)
         self._stuck_deadline = 0.0 if head == newest.head else self._stuck_deadline or now + wait
         is_far = newest.epoch > self.optimizer.local_epoch + self._patience * MAX_EPOCHS_BEHIND
-        left = self.tracker.withdrawn | {leave.peer for leave in log.select(Leave)} - self.tracker.others.keys()
+        left = self.tracker.withdrawn | {leave.peer for leave in log.select(Leave)}
+        left -= {*self.tracker.others, log.me}  # some have come back, perhaps this peer
         if not newest.is_quorum({*newest.voters} - left):
             self._end("too few voters have stayed")
         elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
@@ -249,7 +251,7 @@ class LogSteps:
     def _end(self, reason: str) -> None:
         """Leave a log that can have no further commit. A peer that is alone begins another with its pending update."""
         logger.warning(f"{reason}: leaving the log")
-        if len(self.rounds.log.chain) == 1:  # its leader may have shown other members another first state
+        if not self.rounds.log.state.counted:  # its leader may have shown other members another first state
             self._silent.add(self._leader)
         self._ended = self.rounds.log_id, self.rounds.log.state.head
         self._close()
@@ -261,6 +263,7 @@ class LogSteps:
         for offer in self.rounds.close():
             self._take_back(offer)
         self._next_join = self._stuck_deadline = 0.0
+        self._patience = 1.0
 
     def _load_state(self, reason: str) -> None:
         """Load a state of this log, unless that has just failed, and continue with it once its commit is known."""
@@ -268,8 +271,8 @@ class LogSteps:
             return
         logger.warning(f"{reason}: loading the swarm's state")
         self._stuck_deadline = 0.0
-        self._patience = min(2 * self._patience, MAX_PATIENCE)  # the next update may be missing for the same reason
-        self.optimizer.load_state_from_peers()
+        if self.optimizer.load_state_from_peers():  # the next update may be missing for the same reason
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
 
     def _take_back(self, offer: Offer) -> None:
         """Add an update that no commit contains to the residual."""

@@ -223,14 +223,15 @@ class StateDownload:
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
         witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
-        if not witnesses and any(peer.to_bytes() in self.contributors for peer in declared):
-            return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count
-        if self.averager.client_mode and not relays:
-            return epochs
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
         clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
-        witnesses = [] if self.witnesses else [peer for peer in clients if peer.to_bytes() in self.contributors]
-        self.witnesses += random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
+        if self.averager.client_mode and not relays:
+            clients = {}  # this peer cannot reach them
+        if not self.witnesses:
+            witnesses = [peer for peer in clients if peer.to_bytes() in self.contributors]
+            self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
+        if not self.witnesses and any(peer.to_bytes() in self.contributors for peer in (*declared, *self.clients)):
+            return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
             clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.contributors}
         needs_relay = relays and self.averager.mode != AveragingMode.AUX  # an auxiliary peer can call clients itself
@@ -262,7 +263,7 @@ class StateDownload:
                     donors.append(donor)
             except Exception as e:  # untrusted bytes and a broken network can raise any exception
                 self.record_failure(peer, e)
-                if peer in self.witnesses:
+                if peer in self.witnesses and peer not in self.clients:  # clients answer no pings
                     ping = partial(ping_peers, peer_ids=[peer.to_bytes()])
                     # a dead witness would count against each state; without any witness, untrusted peers would decide
                     if not await self.averager.dht.run_coroutine(ping, return_future=True) and len(self.witnesses) > 1:

@@ -60,7 +60,8 @@ def test_log_survives_first_epoch_of_any_length():
     dht, view = SimpleNamespace(uplink=uplink), SimpleNamespace(epoch=200)
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
     steps.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set(), others={})
-    steps.optimizer.tracker, steps._patience, log.timeout, log.select = steps.tracker, 1.0, 5.0, lambda _: []
+    steps.optimizer.tracker, steps._patience, log.timeout, log.me = steps.tracker, 1.0, 5.0, NAMES[0]
+    log.select = lambda _: []
     steps.rounds = SimpleNamespace(log=log)
     for spans, epoch_seconds, seconds, is_over in (
         ([], 1500.0, 7000, False),
@@ -84,7 +85,7 @@ def test_log_ends_when_voters_have_left_one_by_one():
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
     steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
     log = SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
-    log.spans, log.num_ticks, log.timeout = [], 0, 5.0
+    log.spans, log.num_ticks, log.timeout, log.me = [], 0, 5.0, voters[3]
     steps.rounds = SimpleNamespace(log=log)
     tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200))
     steps.tracker = tracker
@@ -93,6 +94,7 @@ def test_log_ends_when_voters_have_left_one_by_one():
         (counted, NAMES[:2], (), (), False),
         (counted, NAMES[:2], NAMES[1:2], (), False),
         (counted, NAMES[:2], NAMES[2:], (), True),
+        (counted, (NAMES[0], voters[3]), NAMES[1:2], (), False),  # this peer has come back
         (counted, NAMES, (), NAMES[:1], False),  # it serves its updates for some seconds, and still votes
         (state, NAMES[:2], (), (), True),  # the first commit takes two thirds
         (state, NAMES[:1], (), (), False),
@@ -110,26 +112,31 @@ def test_peer_without_updates_loads_fewer_and_fewer_states():
     steps, loads = LogSteps.__new__(LogSteps), []
     load = SimpleNamespace(backoff=SimpleNamespace(not_before=0.0))
     steps.optimizer = SimpleNamespace(local_epoch=199, is_auxiliary=False, sync=load)
-    steps.optimizer.load_state_from_peers = lambda: loads.append(steps._stuck_deadline)
+    steps.optimizer.load_state_from_peers = lambda: loads.append(steps._stuck_deadline) or is_sent
     steps._next_join, steps._stuck_deadline, steps._patience = math.inf, 0.0, 1.0
-    log = SimpleNamespace(state=state, chain={}, list_path=dict, spans=[], num_ticks=0, timeout=5.0)
+    log = SimpleNamespace(state=state, chain={}, list_path=dict, spans=[], num_ticks=0, timeout=5.0, me=NAMES[0])
     log.select = lambda _: []
     steps.rounds = SimpleNamespace(log=log)
     dht = SimpleNamespace(uplink=Uplink())
     steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
-    waits = []
+    waits, is_sent = [], True
     for _ in range(3):
         steps._check_progress(bytes(32))
         waits.append(steps._stuck_deadline - time.monotonic())
         steps._stuck_deadline = time.monotonic() - 1.0  # the time has passed
         steps._check_progress(bytes(32))
-    assert len(loads) == 3 and waits == [pytest.approx(60.0 * factor, abs=1.0) for factor in (1, 2, 4)]
+    is_sent = False  # a failure does not count
+    steps._check_progress(bytes(32))
+    steps._stuck_deadline = time.monotonic() - 1.0
+    steps._check_progress(bytes(32))
+    assert steps._patience == 8.0 and len(loads) == 4
+    assert waits == [pytest.approx(60.0 * factor, abs=1.0) for factor in (1, 2, 4)]
     steps.optimizer.local_epoch = 200 - 9  # behind by more than eight commits
     steps._check_progress(bytes(32))
-    assert len(loads) == 3
+    assert len(loads) == 4
     steps._patience = 1.0  # since it has applied a commit
     steps._check_progress(bytes(32))
-    assert len(loads) == 4
+    assert len(loads) == 5
 
 
 def test_last_commit_counts_at_end_of_run():
@@ -200,7 +207,8 @@ def test_log_ahead_stays_of_two_equal_ones(tmp_path):
         wait_until(lambda: rounds.tracker.refresh_now() or rounds.tracker.present, 30, "the other's record")
         own, state = bytes([100]) * 32, make_genesis("run", 3, bytes(32), (rounds.identity.peer, *NAMES))
         rounds.open(own, state)
-        rounds.log.chain[bytes(32)] = rounds.log.chain[state.head]  # in place of a commit
+        state = replace(state, counted=(bytes(66),))  # in place of a commit
+        rounds.log.state = state
         for other_log in (bytes(32), bytes([200]) * 32):
             for epoch, other_epoch, stays in ((3, 12, other_log > own), (3, 1000, False), (1000, 3, True)):
                 rounds.epoch = epoch

@@ -172,6 +172,12 @@ async def test_contributors_that_are_clients_choose_state():
     found = await download.find_peers(5)
     assert found == {stranger: 1e6, clients[0]: 5, clients[1]: 5}
     assert {*download.witnesses} == {*clients[:2]} and {*averager.relays.values()} == {relay}
+    # if this peer cannot reach them, or all have failed, a stranger still has no choice
+    download.failures.update(dict.fromkeys(clients[:2], state_download.MAX_FAILURES))
+    assert await download.find_peers(5) == {}
+    fetch.return_value, averager.client_mode = {stranger: 1e6}, True
+    download.failures.clear()
+    assert await download.find_peers(5) == {}
 
 
 @run_async
