@@ -76,8 +76,8 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
             folder = tokenize_for_trainer(source, documents, tokenizer, kind, model_args.seed, args)
         else:
             folder, fetched = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-            # the archive's tokenizer, if any, unless --tokenizer_path names another one
-            is_default = model_args.tokenizer_path in (DEFAULT_TOKENIZER_PATH, model_args.model_name_or_path)
+            # the archive's tokenizer, if any, unless the flags name a tokenizer or a pretrained model
+            is_default = model_args.tokenizer_path == DEFAULT_TOKENIZER_PATH and not model_args.model_name_or_path
             tokenizer = load_tokenizer(fetched if fetched and is_default else model_args.tokenizer_path, kind)
         splits, corpus = load_tokenized_dataset(folder, tokenizer, kind)
     if args.streaming:

@@ -129,9 +129,10 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
                     raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
+                initial_weights += f", others of seed {args.seed}" if report["missing_keys"] else ""
                 warn_of_weights(name, model, report["missing_keys"], report["unexpected_keys"])
                 # a pretrained vocabulary that was rounded up keeps its rows
-                if has_new_rows := vocab_size > config.vocab_size:
+                if vocab_size > config.vocab_size:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
                 config.vocab_size = vocab_size
@@ -145,17 +146,15 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     model.initial_weights = initial_weights
     model.seed = args.seed
     if args.lora_r:
-        add_lora(model, args, has_new_rows)
+        add_lora(model, args)
     return model
 
 
-def add_lora(model: PreTrainedModel, args: ModelArguments, has_new_rows: bool) -> None:
+def add_lora(model: PreTrainedModel, args: ModelArguments) -> None:
     """Freeze the model and add low-rank adapters (LoRA, arxiv.org/abs/2106.09685) by peft, an optional package.
 
-    They have the same weights on all peers, and only they are trained and averaged. The attribute `saves_base` is true
-    if a saved model needs the base model in the same folder: other machines lack a local one.
+    They have the same weights on all peers, and only they are trained and averaged.
 
-    :param has_new_rows: whether the vocabulary has grown, so that the base model is not the one that has the name
     :raises UserError: peft is missing
     """
     try:
@@ -170,9 +169,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, has_new_rows: bool) -
             param.data = param.data.float()
     model.enable_input_require_grads()  # otherwise, --gradient_checkpointing finds nothing to differentiate
     model.initial_weights += f", LoRA rank {args.lora_r}"
-    model.saves_base = os.path.exists(args.model_name_or_path) or has_new_rows
-    if model.saves_base:  # otherwise, transformers would take it from there
-        model.peft_config["default"].base_model_name_or_path = None
+    # saved folders contain the base model, which may have new tokens or a new head; transformers takes it from there
+    model.peft_config["default"].base_model_name_or_path = None
 
 
 def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:

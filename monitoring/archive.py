@@ -87,8 +87,7 @@ class CheckpointHandler:
         self.tokenizer = tokenizer
         self.optimizer = optimizer
         for adapter in getattr(model, "peft_config", {}).values():
-            if model.saves_base:  # for a repository with adapters, transformers opens this model
-                adapter.base_model_name_or_path = self.args.repo_url
+            adapter.base_model_name_or_path = self.args.repo_url  # transformers opens this model with the adapters
         self.settings = {name: value for name, value in list_values(groups).items() if name in PUBLIC_ARGUMENTS}
         self.download = self.saving = None
         self.last_epoch = 0

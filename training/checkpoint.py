@@ -94,9 +94,10 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
     """
     weights = model.state_dict() | (weights or {})  # a state lacks those below adapters
     model.save_pretrained(folder, state_dict=dict(weights))  # a copy, because save_pretrained empties it
-    if getattr(model, "saves_base", False):
+    if (folder / "adapter_config.json").exists():
+        # save the base model along with its adapters, so that the folder is complete
         with torch.device("meta"):
-            plain = type(model)(model.config)
+            plain = type(model)._from_config(model.config, dtype=model.dtype)
         adapted = {find_plain_name(name): tensor for name, tensor in weights.items()}
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
 

@@ -43,14 +43,11 @@ class Check:
         return line if self.level == "ok" or not self.hint else f"{line}\n{'':24}-> {self.hint}"
 
 
-def check_machine(
-    parameters: int, args: TrainerArguments, local_steps: int = 1, frozen: int = 0, frozen_on_disk: int = 0
-) -> list[Check]:
+def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1, frozen: int = 0) -> list[Check]:
     """Run the checks that take no time.
 
     :param parameters: the number of those that are trained
     :param frozen: the bytes of all others, as those below adapters
-    :param frozen_on_disk: the bytes of those in each checkpoint
     """
     files = raise_file_limit()
     message = f"{files:,} at most" if files < math.inf else "no limit"
@@ -64,7 +61,7 @@ def check_machine(
     level = "fatal" if free < needed else "warning" if free < 1.2 * needed else "ok"
     checks.append(Check("memory", message, hint, level))
     of_state = STATE_BYTES_PER_PARAMETER if local_steps == 1 else LOCAL_STATE_BYTES_PER_PARAMETER
-    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen_on_disk))
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free = shutil.disk_usage("/dev/shm").free
@@ -78,9 +75,7 @@ def check_machine(
 def check_model(model, args: TrainerArguments, local_steps: int) -> list[Check]:
     """Run the checks that take no time, for this model."""
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-    has_frozen = getattr(model, "saves_base", True)
-    trained = model.num_parameters(only_trainable=True)
-    return check_machine(trained, args, local_steps, frozen, frozen if has_frozen else 0)
+    return check_machine(model.num_parameters(only_trainable=True), args, local_steps, frozen)
 
 
 def check_disk(

@@ -55,9 +55,8 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
         assert {it.what: it.level for it in check_machine(size, args, local_steps)}["disk"] == level
     assert [check_machine(size, args)[1].level for size in (1000, 10**14)] == ["ok", "fatal"]  # of memory
     # frozen weights have no gradients, no moments, and no copies that peers exchange
-    assert [it.level for it in check_machine(1000, args, 1, 4 * parameters, 4 * parameters)[2:]] == ["ok"] * 2
-    assert [it.level for it in check_machine(1000, args, 1, 10**14)[1:]] == ["fatal", "ok", "ok"]
-    assert {check_machine(1000, args, 1, 10**14, 10**14)[place].level for place in (1, 2)} == {"fatal"}
+    assert [it.level for it in check_machine(1000, args, frozen=4 * parameters)[2:]] == ["ok"] * 2
+    assert {check_machine(1000, args, frozen=10**14)[place].level for place in (1, 2)} == {"fatal"}
 
 
 def test_disk_check_passes_hidden_folder(tmp_path):
