@@ -129,7 +129,6 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
                     raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
-                initial_weights += f", others of seed {args.seed}" if report["missing_keys"] else ""
                 warn_of_weights(name, model, report["missing_keys"], report["unexpected_keys"])
                 # a pretrained vocabulary that was rounded up keeps its rows
                 if vocab_size > config.vocab_size:

@@ -299,7 +299,7 @@ def collect_state(
     return {
         "model": weights,
         "architecture": describe_architecture(model),
-        "initial_weights": model.initial_weights,
+        "base": describe_base(model),
         **state,
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
@@ -332,6 +332,11 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
             torch.cuda.set_rng_state(randomness["cuda"])
 
 
+def describe_base(model: torch.nn.Module) -> str:
+    """Describe the weights below adapters: they are pretrained, but for a head that the base model may lack."""
+    return f"{model.initial_weights}, seed {model.seed}"
+
+
 def is_below_adapters(model: torch.nn.Module, tensor: torch.Tensor) -> bool:
     """Return whether this tensor of a model is a weight of the base model of its adapters, which never changes."""
     return hasattr(model, "peft_config") and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
@@ -346,9 +351,9 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     # safetensors keeps only one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
     problem = f"{state.get('path', 'the backup')} belongs to a different model"
-    base = state.get("initial_weights")  # states of earlier versions have the weights instead
-    if hasattr(model, "peft_config") and base not in (None, model.initial_weights):
-        raise CheckpointError(f"{problem} (see --model_name_or_path): {base} there, {model.initial_weights} here")
+    base = state.get("base")  # states of earlier versions have the weights instead
+    if hasattr(model, "peft_config") and base not in (None, describe_base(model)):
+        raise CheckpointError(f"{problem} (see --model_name_or_path): {base} there, {describe_base(model)} here")
     own = {name: it for name, it in own.items() if id(it) in found or not base or not is_below_adapters(model, it)}
     for name, tensor in own.items():
         if id(tensor) not in found:

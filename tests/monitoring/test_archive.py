@@ -32,6 +32,7 @@ from text.tokenizers import load_tokenizer
 from training.checkpoint import (
     CheckpointError,
     check_weights,
+    describe_base,
     find_checkpoints,
     is_below_adapters,
     load_state,
@@ -227,7 +228,7 @@ def test_states_lack_weights_below_adapters(hub, tmp_path, text_data):
             torch.nn.init.normal_(param, std=0.1)
     weights = model.state_dict(keep_vars=True).items()
     state = {"model": {name: tensor for name, tensor in weights if not is_below_adapters(model, tensor)}}
-    state |= {"optimizer": {}, "scheduler": {}, "local_epoch": 2, "initial_weights": model.initial_weights}
+    state |= {"optimizer": {}, "scheduler": {}, "local_epoch": 2, "base": describe_base(model)}
     assert save_checkpoint(model, tokenizer, tmp_path, state, {}, 2)
     folder = tmp_path / "checkpoint-2"
     assert (folder / "model.safetensors").stat().st_size > 4 * (folder / "training_state.pt").stat().st_size
