@@ -63,7 +63,8 @@ def main(*groups) -> None:
 
     # the loop
     while not stop.is_set():
-        metrics = report.take_news()  # and archive a state that is due
+        metrics = report.take_news()
+        report.step_archive(metrics)
         if args.assist_in_averaging:
             optimizer.step()
             if metrics:

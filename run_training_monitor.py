@@ -68,7 +68,7 @@ def main(*groups) -> None:
     # the loop; the reader's thread writes metrics.jsonl, and draws the curve
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     while not stop.wait(min(1.0, args.refresh_period)):
-        report.take_news()  # and archive a state that is due
+        report.step_archive(report.take_news())
         if report.flags != flags:  # the first trainers have joined
             flags = report.flags
             print_how_to_join(swarm, flags)

@@ -129,7 +129,7 @@ class RunReport:
             self.own_contract = None
 
     def take_news(self) -> figures.SwarmMetrics | None:
-        """Return the metrics of a new epoch, once, or None. This is also a step of the archive.
+        """Return the metrics of a new epoch, once, or None.
 
         :raises UserError: if trainers with different settings have joined, or this peer's credential has expired
         """
@@ -137,11 +137,13 @@ class RunReport:
             self.reading.result()
         if self.swarm.dht.membership:
             self.swarm.dht.membership.check_own_credential()
-        metrics = self.news.pop() if self.news else None
+        return self.news.pop() if self.news else None
+
+    def step_archive(self, metrics: figures.SwarmMetrics | None) -> None:
+        """Let the archive, if there is one, continue with a download or an upload that is due."""
         if self.archive:
             # a copy, because the reader's thread changes the history
             self.archive.step(metrics, list(self.history), self.last_validation())
-        return metrics
 
     def start_dashboard(self) -> None:
         """Start the dashboard of --wandb_project. Call this after all helper processes are forked."""

@@ -124,8 +124,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
         parts = amap_in_executor(read, stream, max_prefetch=self.tensor_part_container.prefetch)
         try:
             async for tensor, message in parts:
-                weight = NO_WEIGHT if tensor is None else message.weight
-                tensor = torch.zeros(reducer.part_shapes[part_index]) if tensor is None else tensor
+                weight = message.weight
+                if tensor is None:
+                    tensor = torch.zeros(reducer.part_shapes[part_index])
+                    weight = NO_WEIGHT
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)

@@ -503,7 +503,9 @@ class Exchange:
                 self._excluded[download.owner, peer] = time.monotonic() + EXCLUSION
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
-    async def _receive(self, download: Download, peer: PeerID, wanted: set[int], reader, timeout) -> None:
+    async def _receive(
+        self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
+    ) -> None:
         """Receive the hashes and these blocks, and store each. It extends the timeout by what the block may take."""
         while wanted:
             number, size = HEADER.unpack(await reader.readexactly(HEADER.size))

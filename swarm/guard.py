@@ -177,8 +177,8 @@ class VerifyingContainer(TensorPartContainer):
             raise ProtocolViolation("sent an average that is not finite")
         if products[0]:  # zero if this peer did not send the part
             self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
-            both = torch.nn.functional.pad(torch.stack([own * own, own * average]), (0, -len(own) % CHUNK))
-            squares, with_own = both.view(2, -1, CHUNK).sum(dim=2)
+            pad = 0, -len(own) % CHUNK
+            squares, with_own = (torch.nn.functional.pad(own * it, pad).view(-1, CHUNK).sum(1) for it in (own, average))
             self.ratios[peer_index].append((with_own / squares)[squares > 0])
         if self.settings.are_parameters and self.settings.max_weight is not None:
             own_square, average_square, product, count = self.sums[peer_index]

@@ -715,7 +715,7 @@ class Log:
             return
         if not all(map(self.is_signed, votes)) or not self.state.accepts(commit, self.is_signed):
             return
-        if len(known) >= log_records.MAX_VOTERS:  # so many are kept
+        if len(known) >= log_records.MAX_VOTERS:  # the most that are kept
             del self.records[compute_hash(min(known.values(), key=lambda other: other.attempt))[:8]]
         self.add_record(proposal)
         for offer in commit.offers:

@@ -48,7 +48,7 @@ EXCHANGE_SHARE = 1 / 4  # of an epoch, in which the updates should arrive: the m
 RECENT = 30.0  # seconds for which a peer's message tells its log
 TIE_EPOCHS = 16  # of two logs with equally many peers, the one in a later block of this many epochs stays
 POLL_INTERVAL = 0.5  # seconds between two calls of a client that has an open offer
-IDLE_POLL_INTERVAL = 2.0  # the same without one
+IDLE_INTERVAL = 2.0  # the same without one
 MAX_QUEUE = 64  # messages to a peer that are kept until it can be called; a status repeats whatever is lost
 MAX_GUESTS = 16  # peers that get all messages, although they are not known to have worked
 GOSSIPED_PEERS = 4  # to which each status goes, and which a client calls at once
@@ -254,18 +254,16 @@ class LogRounds:
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (self.tracker.trust.partners | self.tracker.trust.attested)
         with self._lock:
-            heard = {peer: (log, epoch) for peer, (log, epoch, at) in self._seen.items() if at > oldest}
-            voters = {*self.log.state.voters}
-            is_new = not self.log.state.counted
-        seen = {peer: heard[peer] for peer in heard.keys() & known}
-        gone = {peer for peer in seen.keys() & voters if seen[peer][0] != self.log_id}
-        if not is_new and 2 * len(gone) >= len(voters):
+            seen = {p: (log, epoch) for p, (log, epoch, at) in self._seen.items() if at > oldest and p in known}
+            state = self.log.state
+        gone = [peer for peer in state.voters if peer in seen and seen[peer][0] != self.log_id]
+        if state.counted and 2 * len(gone) >= len(state.voters):
             return True
         pairs = sorted([*seen.values(), (self.log_id, self.epoch)])
         logs = Counter(log for log, _ in pairs)
         epochs = dict(pairs)  # the last epoch of a log is the highest one
         first = min(logs, key=lambda it: (-logs[it], -(epochs[it] // TIE_EPOCHS), it))
-        return first != self.log_id and 2 * logs[first] > len(known) + (is_new or first == ended)
+        return first != self.log_id and 2 * logs[first] > len(known) + (not state.counted or first == ended)
 
     def take_offered(self) -> tuple[bytes, State, bytes] | None:
         """Return the log that clients have offered to this auxiliary peer, its state, and one of them: its first state,
@@ -419,8 +417,7 @@ class LogRounds:
         """Call some peers if others cannot call this one."""
         if self.accepts_connections or time.monotonic() < self._next_poll:
             return
-        pause = POLL_INTERVAL if self.log.own or self.log.fetching else IDLE_POLL_INTERVAL
-        self._next_poll = time.monotonic() + pause
+        self._next_poll = time.monotonic() + (POLL_INTERVAL if self.log.own or self.log.fetching else IDLE_INTERVAL)
         peers = [peer for peer in self._list_participants() if self.can_call(peer) and peer not in self._called]
         for peer in random.sample(peers, min(GOSSIPED_PEERS, len(peers))):
             self._call(peer)
@@ -493,8 +490,7 @@ class LogRounds:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         seconds = EXCHANGE_SHARE * self.dht.uplink.timeouts.epoch_seconds
         options = offer.num_bytes, self._update_format, seconds, map(PeerID, voters)
-        fetching = self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options)
-        self._when_done(fetching, self._take_blob, offer)
+        self._when_done(self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options), self._take_blob, offer)
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:
         """Return the log's timeout, where the updates of a commit have this number of bytes."""

@@ -331,8 +331,7 @@ class LogSteps:
         averager = self.averager
         me = self.tracker.dht.peer_id.to_bytes()
         own = self._last_offer
-        digest = before.find_digest(commit)
-        if own is not None and own.base == commit.parent and digest not in (b"", own.digest):
+        if own is not None and own.base == commit.parent and before.find_digest(commit) not in (b"", own.digest):
             self._load_state("this peer's state differs from most others")
             return False
         try:

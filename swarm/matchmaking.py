@@ -267,7 +267,9 @@ class EarlyStartMatchmaking(Matchmaking):
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
         is_own = leader in data_by_peer and data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
         is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
-        if not is_valid or states[self.peer_id] and not all(it and it.is_signed_by(p) for p, it in states.items()):
+        if is_valid and states[self.peer_id]:
+            is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
+        if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
         self.leader = leader
         return await super().follower_assemble_group(leader, message)
@@ -307,8 +309,10 @@ class EarlyStartMatchmaking(Matchmaking):
         own = parse_gathered(self.step_control.data_for_gather).state if self.step_control else None
         if own is None:
             return True
+        if theirs is None or not theirs.is_signed_by(peer_id):
+            return False
         # the group would start before the epoch of a peer that is ahead of this one ends
-        return bool(theirs and theirs.is_signed_by(peer_id)) and not (own.is_synchronous and theirs.epoch > own.epoch)
+        return not (own.is_synchronous and theirs.epoch > own.epoch)
 
     async def start_when_complete(self) -> None:
         """Start the group that this peer leads if its epoch has ended and the group is complete."""

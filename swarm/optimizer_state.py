@@ -203,5 +203,6 @@ class StateAverager(TrainingStateAverager, StateServer):
         shapes, own_shapes = (nested_map(lambda it: tuple(getattr(it, "shape", ())), these) for these in (saved, own))
         if shapes != own_shapes:
             raise ValueError("`optim`, `min_8bit_size`, `local_steps`, or the shapes of the tensors differ")
-        # a copy, because torch keeps the tensors it loads and changes them in place
-        self._replace_state(saved[0], copy.deepcopy(saved[1]), state["local_epoch"], state.get("lineage", ""))
+        # a copy of the moments, because torch keeps the tensors it loads and changes them in place
+        parameters, moments = saved
+        self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

@@ -276,9 +276,8 @@ class PeerTracker:
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
             self.trust.mark_silent(silent)
-            names = map(str, map(PeerID, silent))
             others = format_count(len(present) - len(silent), "other peer")
-            logger.info(f"no answer from peer {', '.join(names)}: continuing with {others}")
+            logger.info(f"no answer from peer {', '.join(map(str, map(PeerID, silent)))}: continuing with {others}")
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
@@ -307,7 +306,7 @@ class PeerTracker:
         """Record a round's peers, see PeerTrust.record_round. Ping the absent ones; quiet clients no longer count."""
         with self.lock:
             quiet_since = get_dht_time() - PING_DELAY
-            absent = {p: it for p, it in self.present.items() if it.epoch >= self._min_epoch and p not in group}
+            absent = {p: self.others[p] for p in self.peers_at_epoch if p not in group}
             self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         if not self.trust.active:  # with a log, new peers are in no group
             # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever

@@ -221,19 +221,16 @@ class StateDownload:
         declared = await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == state_server.RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
-        witnesses = [peer for peer in epochs if peer.to_bytes() in self.contributors]
-        self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
-        clients = {peer: epoch for peer, epoch in self.clients.items() if self.failures[peer] < MAX_FAILURES}
-        if self.averager.client_mode and not relays:
-            clients = {}  # this peer cannot reach them
-        if not self.witnesses:
-            witnesses = [peer for peer in clients if peer.to_bytes() in self.contributors]
-            self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
-        if not self.witnesses and any(peer.to_bytes() in self.contributors for peer in (*declared, *self.clients)):
+        can_call = relays or not self.averager.client_mode
+        clients = {peer: it for peer, it in self.clients.items() if can_call and self.failures[peer] < MAX_FAILURES}
+        contributors = {*map(PeerID, self.contributors)}
+        witnesses = [*(contributors & epochs.keys() or contributors & clients.keys())]
+        self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
+        if not witnesses and contributors & {*declared, *self.clients}:
             return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count
         if any(epoch >= min_epoch - 1 for epoch in epochs.values()):
-            clients = {peer: epoch for peer, epoch in clients.items() if peer.to_bytes() in self.contributors}
+            clients = {peer: clients[peer] for peer in contributors & clients.keys()}
         needs_relay = relays and self.averager.mode != AveragingMode.AUX  # an auxiliary peer can call clients itself
         self.averager.relays = {peer: random.choice(relays) for peer in clients} if needs_relay else {}
         return epochs | clients

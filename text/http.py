@@ -58,7 +58,7 @@ async def download(url: str, partial: Path, patience: float) -> None:
     reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
     try:
         client = httpx2.AsyncClient(headers=HEADERS, timeout=STALL_SECONDS)
-    except (httpx2.InvalidURL, ImportError, ValueError) as e:  # of SOCKS without a package for it, or of another kind
+    except (httpx2.InvalidURL, ImportError, ValueError) as e:  # SOCKS without its package, or no proxy at all
         raise HttpError(f"{str(e).rstrip('.')}: check the proxy in this shell's environment") from e
     try:
         # httpx's own timeouts restart at each byte

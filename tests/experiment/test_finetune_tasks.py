@@ -239,7 +239,7 @@ def test_task_file_collects_labels(tmp_path):
 
 
 def test_task_file_without_id_numbers_records(tmp_path):
-    """The first column of pandas, which has no name, is no id."""
+    """pandas writes an index column without a name, which is not an id."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.csv").write_text(",body,topic\n70,one,x\n80,two,y\n")
     task = load_task_file(describe(tmp_path, train="a.csv", validation="b.csv"))
