@@ -377,9 +377,11 @@ class PeerTracker:
         own = self.local_progress
         present = self.present
         now = get_dht_time()
-        epoch = self.trust.find_swarm_epoch(present, own.epoch)
-        # all other peers count from their first round on, or as long as there are no known contributors
-        counted = [own, *self.trust.select_known(present).values()]
+        # all other peers count from their first round on, or as long as there are no known contributors: not if all
+        # of these are silent for a moment
+        known = self.trust.select_present(self.trust.select_known(self.others))
+        epoch = self.trust.find_swarm_epoch(known, own.epoch)
+        counted = [own, *known.values()]
         has_log = bool(self.trust.active)
         max_speed = self.trust.find_max_speed(counted)
         max_samples = max_speed * (time.monotonic() - self._epoch_began) if self._has_seen_start else math.inf

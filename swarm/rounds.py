@@ -184,7 +184,10 @@ class Rounds:
         text = f"epoch {epoch}: averaging failed ({type(error).__name__}: {error}); the gradients of "
         text += f"{self.grad_averager.samples} samples go into the next round"
         if self.stats.failed_in_a_row % 3 == 0:
-            logger.warning(f"{text}. Is this machine's clock wrong, or it or its uplink too busy? `preflight` tells")
+            hint = "Is this machine's clock wrong, or it or its uplink too busy? `preflight` tells"
+            if self.tracker.dht.client_mode and len(self.tracker.list_clients()) == len(self.tracker.present):
+                hint = "No trainer accepts connections: restart this one, which then looks for a relay"
+            logger.warning(f"{text}. {hint}")
         else:
             logger.info(text)
 

@@ -221,6 +221,7 @@ class StateDownload:
         declared = await self.averager.fetch_epochs()
         relays = [peer for peer, epoch in declared.items() if epoch == state_server.RELAY]
         epochs = {peer: declared[peer] for peer in declared if peer not in relays and self.failures[peer] < 2}
+        relays = [peer for peer in relays if peer in self.averager.dht.initial_ids] or relays  # anyone can declare it
         # more failures are allowed, because a relay may have caused them: the next time, it may be another one
         can_call = relays or not self.averager.client_mode
         clients = {peer: it for peer, it in self.clients.items() if can_call and self.failures[peer] < MAX_FAILURES}

@@ -4,7 +4,7 @@ These are the rules about reports of peers, and about their behavior in rounds; 
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +31,8 @@ FORGIVEN_AFTER = 10  # times the duration of a ban since its end: then the next 
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then it is LATE
+UNREACHABLE = f"has not answered {MAX_MISSED_ROUNDS} times (an auxiliary peer helps if both set `client_mode`)"
+MAX_HARM = 4  # of new peers: then, one of 16 searches accepts them
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in its averages, weighted by this peer's
 # share of them. A single round proves nothing: an honest gradient can point away from all others.
@@ -156,19 +158,23 @@ class PeerTrust:
         for peer_id, record in absent.items():
             # a peer that is behind may be replaying the missed step; a busy one reports nothing
             if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
-                self.missed_rounds[peer_id] += 1
-            if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
-                del self.missed_rounds[peer_id]
-                # no ban: it may be slow, and is welcome in any group that it finds in time
-                seconds = max(BAN_SECONDS, LATE_EPOCHS * self.uplink.timeouts.epoch_seconds)
-                self.absent[peer_id] = Absence(LATE, get_dht_time() + seconds)
-                fault = f"reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row"
-                logger.warning(f"peer {PeerID(peer_id)} {fault}: not waiting for it for {seconds:.0f} s")
+                self._count_missed_round(peer_id, f"has missed {MAX_MISSED_ROUNDS} rounds in a row")
+
+    def _count_missed_round(self, peer_id: bytes, fault: str) -> None:
+        """Count a round that a peer has missed although it reports; at the third one in a row, it is LATE."""
+        self.missed_rounds[peer_id] += 1
+        if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
+            del self.missed_rounds[peer_id]
+            # no ban: it may be slow, and is welcome in any group that it finds in time
+            seconds = max(BAN_SECONDS, LATE_EPOCHS * self.uplink.timeouts.epoch_seconds)
+            self.absent[peer_id] = Absence(LATE, get_dht_time() + seconds)
+            logger.warning(f"peer {PeerID(peer_id)} reports, but {fault}: not waiting for it for {seconds:.0f} s")
 
     def forget_groups(self) -> None:
         """Believe all peers alike, because this peer does not meet most of them if there are several groups."""
         self.partners.clear()
         self.attested.clear()
+        self.missed_rounds.clear()
 
     def update(self, records: Records) -> None:
         """Count the peers again that have reported since their absence was over, or whose records have expired."""
@@ -179,21 +185,40 @@ class PeerTrust:
                 self.absent.pop(peer_id, None)  # a round in the background may do this as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+                if record and absence.reason == SILENT:  # it can reach the DHT, but perhaps not this peer
+                    self._count_missed_round(peer_id, UNREACHABLE)
 
 
 class RoundTrust:
     """An averager's record of the peers in its rounds; it lives in the averager's process."""
 
     def __init__(self):
-        self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
+        self.scores: dict[PeerID, float] = {}
+        #: the score of new peers together, with which each begins, and the harm that they have done: keys cost nothing
+        self.first_score = 1.0
+        self.harm_by_new = 0
         #: rounds that each peer has broken, less those with it that succeeded in time, and the number of the latter
         self.broken_rounds = Counter()
         self.rounds = Counter()
         self.leaders: dict[PeerID, PeerID] = {}  # of the first round in which a peer sent nothing, since it was in time
 
+    def is_new(self, peer: PeerID) -> bool:
+        """Return whether this peer has been in too few rounds for a judgement of its own."""
+        return self.rounds[peer] < MAX_BROKEN_ROUNDS
+
+    def is_refused(self, peer: PeerID, search: int) -> bool:
+        """Return whether a search should do without this peer, because new ones have done harm and others are there."""
+        return self.is_new(peer) and search % 2**self.harm_by_new > 0 and not all(map(self.is_new, [*self.rounds]))
+
+    def blame(self, peers: Iterable[PeerID]) -> None:
+        """Record that these peers have done harm; it matters if one of them is new, see `is_refused`."""
+        if any(map(self.is_new, peers)):
+            self.harm_by_new = min(self.harm_by_new + 1, MAX_HARM)
+
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
         self.leaders = {peer: leader for peer, leader in self.leaders.items() if peer in late or peer not in peers}
+        self.harm_by_new = max(0, self.harm_by_new - any(map(self.is_new, peers)))
         for peer in peers:
             self.rounds[peer] += peer not in late
             broken = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
@@ -207,6 +232,7 @@ class RoundTrust:
             return
         peer = min(suspects, key=lambda peer: self.rounds[peer])
         self.broken_rounds[peer] += 1
+        self.blame([peer])
         if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS:
             self.broken_rounds.clear()
             raise MaliciousPeersError({peer: f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"})
@@ -217,10 +243,15 @@ class RoundTrust:
         a MaliciousPeersError if some peers' averages have for some rounds not been what they should, and another
         AllreduceException if an average points away from what was sent for it."""
         for peer, share in shares.items():
-            self.scores[peer] += TRUST_EMA_ALPHA * weight * (share - self.scores[peer])
-        if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:
+            score = self.scores.get(peer, self.first_score)
+            self.scores[peer] = score + TRUST_EMA_ALPHA * weight * (share - score)
+            if self.is_new(peer):
+                self.first_score += TRUST_EMA_ALPHA * weight * (max(share, -1.0) - self.first_score)
+        if banned := [peer for peer, share in shares.items() if max(share, self.scores[peer]) < BAN_THRESHOLD]:
             self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
+            self.blame(banned)
             raise MaliciousPeersError(dict.fromkeys(banned, "sends averages without this peer's gradients"))
         reversed_by = [peer for peer, share in shares.items() if share < REVERSED_PART]
         if share_of_all < REVERSED_AVERAGE or any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by):
+            self.blame(reversed_by)
             raise AllreduceException("an average points away from what was sent for it")

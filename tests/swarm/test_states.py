@@ -167,11 +167,15 @@ async def test_contributors_that_are_clients_choose_state():
     relay, stranger, *clients = (PeerID(name) for name in (b"relay", b"stranger", b"a", b"b", b"c"))
     fetch = AsyncMock(return_value={relay: state_server.RELAY, stranger: 1e6})
     averager = SimpleNamespace(fetch_epochs=fetch, client_mode=False, mode=AveragingMode.NODE)
+    averager.dht = SimpleNamespace(initial_ids=[])
     known = [peer.to_bytes() for peer in clients[:2]]
     download = StateDownload(averager, [], contributors=known, clients=dict.fromkeys(clients, 5))
     found = await download.find_peers(5)
     assert found == {stranger: 1e6, clients[0]: 5, clients[1]: 5}
     assert {*download.witnesses} == {*clients[:2]} and {*averager.relays.values()} == {relay}
+    fetch.return_value, averager.dht.initial_ids = {relay: state_server.RELAY, stranger: state_server.RELAY}, [stranger]
+    assert await download.find_peers(5) == dict.fromkeys(clients, 5)
+    assert {*averager.relays.values()} == {stranger}, "anyone can pose as an auxiliary peer"
     # if this peer cannot reach them, or all have failed, a stranger still has no choice
     download.failures.update(dict.fromkeys(clients[:2], state_download.MAX_FAILURES))
     assert await download.find_peers(5) == {}
@@ -187,7 +191,8 @@ async def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     epochs = {PeerID(bytes([number])): 1e9 for number in range(most)} | {honest: 5.0}
     monkeypatch.setattr(StateDownload, "ask_for_descriptions", ask)
     monkeypatch.setattr("swarm.state_download.DOWNLOAD_PAUSE", 0.0)
-    averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value=epochs), client_mode=True)
+    dht = SimpleNamespace(initial_ids=[])
+    averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value=epochs), client_mode=True, dht=dht)
     assert await StateDownload(averager, []).fetch_state(5, 5) is None
     first, second, *_ = (call.args[0][:most] for call in ask.await_args_list)
     assert honest not in first and honest in second

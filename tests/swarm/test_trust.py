@@ -19,7 +19,17 @@ from swarm.averager import PeersSilentError, RoundResult, VerifyingAverager
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.progress import WAIT_RETRY_EPOCHS
 from swarm.rounds import AveragingError, Rounds
-from swarm.trust import BAN_SECONDS, MAX_BROKEN_ROUNDS, MAX_MISSED_ROUNDS, SILENT, Absence, PeerTrust, RoundTrust
+from swarm.trust import (
+    BAN_SECONDS,
+    LATE,
+    MAX_BROKEN_ROUNDS,
+    MAX_HARM,
+    MAX_MISSED_ROUNDS,
+    SILENT,
+    Absence,
+    PeerTrust,
+    RoundTrust,
+)
 from swarm.uplink import GRACE_SHARE, MAX_GRACE, Uplink
 from utils import MAX_WORKERS
 
@@ -138,6 +148,19 @@ def test_silent_peer_is_back_once_it_reports():
     assert trust.excluded == {b"a", b"b"}, "c has reported, d has left"
 
 
+def test_unreachable_peer_that_reports_is_late():
+    """Two peers that read each other's reports, and cannot connect, waited for each other without end."""
+    trust = make_trust(b"a")
+    for number in range(1, MAX_MISSED_ROUNDS + 1):
+        trust.mark_silent([b"a"])
+        trust.absent[b"a"].until -= 1.0
+        trust.update(make_records(b"a"))
+        assert trust.count_quorum(make_records(b"a"), min_epoch=5) == (2 if number < MAX_MISSED_ROUNDS else 1)
+    assert trust.absent[b"a"].reason == LATE
+    trust.record_round([b"a"], {}, None, own_epoch=5)
+    assert not trust.absent and not trust.missed_rounds
+
+
 def test_peer_that_misses_rounds_is_no_longer_awaited():
     trust, since = make_trust(*NAMES), get_dht_time() - 5
     trust.uplink.record_epoch_time(10.0)
@@ -232,6 +255,37 @@ def test_round_counts_for_auxiliary_peer():
         averager._trust.record_broken_round([aux])
         VerifyingAverager._check_round(averager, runner)
     assert averager._trust.rounds[aux] == averager._trust.rounds[peer] and not runner.violations
+
+
+def test_new_keys_are_judged_together():
+    """A reducer with a new key in each round reversed 30 of 30 averages."""
+    trust, old = RoundTrust(), PeerID(b"old")
+    used = 0
+    for _ in range(MAX_BROKEN_ROUNDS):
+        trust.record_round([old], [])
+    for number in range(30):
+        new = PeerID(b"new%d" % number)
+        with contextlib.suppress(AllreduceException):
+            trust.record_averages({old: 0.9, new: -1.0}, 0.3, weight=1 / 3)
+            used += 1
+        assert trust.scores[old] > 0.9
+    assert used <= 2 and trust.harm_by_new == MAX_HARM
+
+
+def test_new_peers_are_refused_after_harm():
+    """Each of them could break a round with a new key, and no round would succeed."""
+    trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
+    trust.record_broken_round([new])
+    assert not trust.is_refused(PeerID(b"other"), 1), "all peers are new at the start"
+    for _ in range(MAX_BROKEN_ROUNDS):
+        trust.record_round([old], [])
+    for number in range(9):
+        trust.record_broken_round([PeerID(b"key%d" % number)])
+    assert [number for number in range(40) if not trust.is_refused(new, number)] == [0, 16, 32]
+    assert not any(trust.is_refused(old, number) for number in range(40))
+    for _ in range(MAX_HARM):
+        trust.record_round([old, PeerID(b"honest%d" % trust.harm_by_new)], [])
+    assert not any(trust.is_refused(new, number) for number in range(40))
 
 
 def test_averages_without_own_gradients_are_detected():
@@ -351,6 +405,15 @@ def test_former_voters_are_no_contributors():
     trust.active = {b"b", b"d"}
     assert [name for name in NAMES if trust.is_known(name)] == [b"b", b"d"]
     assert not trust.select_known(make_records(b"a", b"c")), "strangers do not take the place of voters"
+
+
+def test_silent_contributors_leave_stranger_no_say(epoch):
+    """A stranger replaced the state of the run while the others answered no ping for a moment."""
+    epoch.others = {name: make_record(name, 1) for name in (b"a", b"b", b"c")}
+    epoch.others[b"new"] = make_record(b"new", epoch=3, samples=500)
+    epoch.trust.mark_silent([b"a", b"b", b"c"])
+    epoch.apply_records(None, 0.0)
+    assert epoch.view.epoch == 1 and epoch.view.samples == 0
 
 
 def test_claimed_batch_does_not_end_epoch(epoch):
@@ -489,3 +552,15 @@ def test_straggler_is_awaited_again_some_epochs_later(tracker):
     assert tracker.peers_at_epoch == [b"b"], "it may make the step of the others just now"
     tracker.stop_waiting_for_stragglers(6)
     assert not tracker.peers_at_epoch and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
+
+
+@pytest.mark.parametrize("is_client", [False, True])
+def test_clients_without_leader_read_a_cure(tracker, monkeypatch, caplog, is_client):
+    """The last trainer that accepts connections has left; those that remain can only wait for each other."""
+    tracker.others = {b"a": make_record(b"a").copy(update={"client_mode": True})}
+    monkeypatch.setattr(tracker, "dht", SimpleNamespace(client_mode=is_client, uplink=tracker.dht.uplink))
+    averager = SimpleNamespace(restore_pending=lambda: None, end_round=lambda: None, samples=1)
+    rounds = Rounds(tracker, averager, averager)
+    for _ in range(3):
+        rounds._put_back(MPFuture(), 5, TimeoutError())
+    assert ("No trainer accepts connections" in caplog.text) == is_client
