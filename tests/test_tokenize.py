@@ -329,6 +329,8 @@ FAULTS = {
     "missing": (b"", ["--text_files", "none.txt"], "no file none.txt"),
     "empty": (b" \n\n", ["--text_files", "input.txt"], "no text in input.txt"),
     "encoding": (b"caf\xe9", ["--text_files", "input.txt"], "not UTF-8"),
+    "UTF-16": ("Emma slept. She rose.".encode("utf-16-le"), ["--text_files", "input.txt"], "convert it from UTF-16"),
+    "tar": (b"a.txt" + bytes(507) + b"Emma slept.", ["--text_files", "input.tar"], "has NUL bytes: unpack it"),
     "gzip": (b"no gzip", ["--text_files", "input.gz"], "damaged or not a .gz"),
     "xz": (b"\xfd7zXZ\x00\x00", ["--text_files", "input.xz"], "damaged or not a .xz"),
     "folder": (b"", ["--text_files", "."], "is a folder"),

@@ -43,7 +43,7 @@ def read_text(path: str | Path) -> str:
     open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
         with open_file(path, "rb") as file:
-            return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+            text = file.read().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"no file {path}: check the path") from None
     except IsADirectoryError:
@@ -58,6 +58,9 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it") from e
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
+    if "\0" in text:
+        raise UserError(f"{path} has NUL bytes: unpack it, convert it from UTF-16 with iconv, or remove them")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def split_paragraphs(text: str, kind: InstanceKind = PAIRS) -> list[str]:

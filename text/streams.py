@@ -230,6 +230,9 @@ class Source:
 
     def decode(self, record: object) -> str:
         """Return the text of a record of `open`; raise a ValueError or RecursionError if it is broken."""
+        # A line of UTF-16 is cut within a character, and json would decode some of them to another text.
+        if self.format in ("text", "jsonl") and b"\0" in record:
+            raise ValueError("it has NUL bytes: convert it to UTF-8")
         if self.format == "text":
             return record.decode()
         if self.format == "parquet":

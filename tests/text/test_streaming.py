@@ -493,6 +493,8 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
         ({"path": "{folder}/text.txt", "format": "parquet"}, ["text.txt", "Parquet"]),
         ({"path": "{folder}/body.jsonl.gz"}, ["body.jsonl.gz", "gzip"]),
         ({"path": "{url}/missing.jsonl"}, ["missing.jsonl", "No such file"]),
+        ({"path": "{folder}/utf16.txt"}, ["record 1", "it has NUL bytes: convert it to UTF-8"]),
+        ({"path": "{folder}/utf16.jsonl"}, ["record 1", "it has NUL bytes: convert it to UTF-8"]),
         ({"path": "{folder}/nothing"}, ["nothing"]),
         ({"path": "https://example.org/data"}, ["format"]),
         ({"path": "a.jsonl", "wieght": 2}, ["wieght, did you mean weight?"]),
@@ -506,6 +508,8 @@ def test_empty_source_is_one_line(entry, words, tmp_path, tokenizer):
     write_jsonl(tmp_path / "body.jsonl", ["A.", "B."], column="body")
     (tmp_path / "body.jsonl.gz").write_bytes((tmp_path / "body.jsonl").read_bytes())
     pyarrow.parquet.write_table(pyarrow.table({"body": ["A."]}), tmp_path / "body.parquet")
+    (tmp_path / "utf16.txt").write_bytes(("Emma slept.\n\n" * 2000).encode("utf-16"))
+    (tmp_path / "utf16.jsonl").write_bytes(('{"text": "Emma slept."}\n' * 2000).encode("utf-16-le"))
     (tmp_path / "text.txt").write_text("A text.\n")
     with FileServer(tmp_path) as server:
         if isinstance(entry["path"], str):
