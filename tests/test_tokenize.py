@@ -325,6 +325,7 @@ def test_missing_text_is_one_line(written, tmp_path, monkeypatch, no_hub, option
         data.load_data(model, DataArguments(dataset_cache_dir=str(tmp_path / "cache"), **options), True)
 
 
+ALPHABET = ("".join(map(chr, range(0x4E00, 0x4E80))) + ".\n\nOne. Two.").encode()
 FAULTS = {
     "missing": (b"", ["--text_files", "none.txt"], "no file none.txt"),
     "empty": (b" \n\n", ["--text_files", "input.txt"], "no text in input.txt"),
@@ -346,6 +347,7 @@ FAULTS = {
     "place": (b"A b.\n\nC d.", ["--text_files", "input.txt", "--dataset_path", "input.txt/x"], "cannot write"),
     "no tokenizer": (b"A b. C d.", ["--text_files", "input.txt", "--tokenizer", "."], "no readable tokenizer"),
     "language": (b"", ["--language", "klingon"], "choose one of"),
+    "vocabulary": (ALPHABET, ["--text_files", "input.txt", "--vocab_size", "100"], "--vocab_size 100: the text has "),
 }
 
 

@@ -148,4 +148,9 @@ def train_byte_tokenizer(documents: Documents, args):
 def train_like(tokenizer, texts: Iterable[str], args):
     """Return a tokenizer of the same kind with a vocabulary from these texts."""
     print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
-    return tokenizer.train_new_from_iterator(texts, args.vocab_size, show_progress=sys.stderr.isatty())
+    try:
+        return tokenizer.train_new_from_iterator(texts, args.vocab_size, show_progress=sys.stderr.isatty())
+    except Exception as e:  # tokenizers has no type of its own
+        if "not large enough to contain all chars" not in str(e):
+            raise
+        raise UserError(f"--vocab_size {args.vocab_size}: the text has more different characters: raise it") from e
