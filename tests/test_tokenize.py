@@ -305,6 +305,8 @@ def test_trainer_reuses_tokenized_text(written, tmp_path):
         ({"dataset_name": "."}, ["the dataset . cannot be read"]),
         ({"dataset_name": "cut"}, ["the dataset cut cannot be read (", "JSON"]),
         ({"dataset_name": "columns"}, ["the dataset columns cannot be read (", "column"]),
+        ({"dataset_name": "empty"}, ["the dataset empty cannot be read ("]),
+        ({"dataset_name": "scripted"}, ["the dataset scripted cannot be read (", "scripts are no longer supported"]),
         ({"dataset_name": "texts", "text_column": "body"}, ["there is text", "--text_column"]),
         ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
         ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),
@@ -317,6 +319,10 @@ def test_missing_text_is_one_line(written, tmp_path, monkeypatch, no_hub, option
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "A b."}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "train.jsonl").touch()
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").touch()
     for name, line in (("cut", '{"text": "C'), ("columns", '{"text": "C d.", "id": 1}')):
         shutil.copytree(tmp_path / "texts", tmp_path / name)
         (tmp_path / name / "train_2.jsonl").write_text(line)

@@ -336,7 +336,7 @@ class Source:
                 problem = problem or str(text).strip()
                 if time.monotonic() > deadline:
                     break
-        except READ_ERRORS as e:  # from the Hub
+        except Exception as e:  # many types, of any file format
             problem = first_line(e)
         return problem or f"there is no text in {self.path}"
 

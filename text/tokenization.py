@@ -208,7 +208,7 @@ def load_hub_splits(
 
         try:
             found = datasets.load_dataset(*name, cache_dir=cache_dir)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        except Exception as e:  # many types, of any file format
             reason = first_line(e)
             if isinstance(e, datasets.exceptions.DatasetGenerationError):  # only its cause says what is malformed
                 reason = " ".join(str(e.__cause__ or e).split())[:200]

@@ -496,6 +496,8 @@ def test_stream_blocks_keep_all_text(tiny_data, austen, kind):
         ({"path": "{folder}/utf16.txt"}, ["record 1", "it has NUL bytes: convert it to UTF-8"]),
         ({"path": "{folder}/utf16.jsonl"}, ["record 1", "it has NUL bytes: convert it to UTF-8"]),
         ({"path": "{folder}/nothing"}, ["nothing"]),
+        ({"path": "{folder}/empty"}, ["empty yields no text"]),
+        ({"path": "{folder}/scripted"}, ["scripted yields no text", "scripts are no longer supported"]),
         ({"path": "https://example.org/data"}, ["format"]),
         ({"path": "a.jsonl", "wieght": 2}, ["wieght, did you mean weight?"]),
         ({"path": "a.jsonl", "weight": 0}, ["weight", "greater than 0"]),
@@ -511,6 +513,10 @@ def test_empty_source_is_one_line(entry, words, tmp_path, tokenizer):
     (tmp_path / "utf16.txt").write_bytes(("Emma slept.\n\n" * 2000).encode("utf-16"))
     (tmp_path / "utf16.jsonl").write_bytes(('{"text": "Emma slept."}\n' * 2000).encode("utf-16-le"))
     (tmp_path / "text.txt").write_text("A text.\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "train.jsonl").touch()
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").touch()
     with FileServer(tmp_path) as server:
         if isinstance(entry["path"], str):
             entry = {**entry, "path": entry["path"].replace("{folder}", str(tmp_path)).replace("{url}", server.url)}
