@@ -35,6 +35,7 @@ logger = logging.getLogger("fetch")
 
 PATIENCE = 60.0  # seconds without a byte, over all attempts, before the start fails
 MAX_HEADER = 2**20  # bytes of a file's header in an archive
+HEADER_ERRORS = (RecursionError, ValueError, OverflowError)  # of nested headers, and of impossible names and times
 
 
 def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> tuple[Path, Path | None]:
@@ -149,7 +150,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
             archive.extractall(unfinished, filter=take_plain)
         locate_dataset(unfinished, source)
         unfinished.rename(folder)
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, RecursionError) as e:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, *HEADER_ERRORS) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         raise UserError(
