@@ -340,6 +340,7 @@ FAULTS = {
     "tar": (b"a.txt" + bytes(507) + b"Emma slept.", ["--text_files", "input.tar"], "has NUL bytes: unpack it"),
     "gzip": (b"no gzip", ["--text_files", "input.gz"], "damaged or not a .gz"),
     "xz": (b"\xfd7zXZ\x00\x00", ["--text_files", "input.xz"], "damaged or not a .xz"),
+    "zstd": (b"", ["--text_files", "input.zst"], ".zst is not supported: unpack or convert it to .jsonl, or name "),
     "folder": (b"", ["--text_files", "."], "is a folder"),
     "no JSON": (b"plain\n", ["--text_files", "input.jsonl"], "line 1 is not JSON"),
     "deep JSON": (b'{"a": ' + 100_000 * b"[", ["--text_files", "input.jsonl"], "line 1 is not JSON"),

@@ -120,7 +120,8 @@ def read_documents(path: str | Path, text_column: str = "text", kind: InstanceKi
     if kind.has_turns and not kinds & {".jsonl", ".json"}:
         raise UserError(f"{path} has no conversations: --objective {kind.name} needs JSON lines, e.g. chats.jsonl")
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
-        raise UserError(f"{path}: {other.pop()} is not supported: put it into a folder and give that as --dataset_name")
+        cure = "or name .jsonl.zst and .parquet files in --sources of run_trainer.py --streaming"
+        raise UserError(f"{path}: {other.pop()} is not supported: unpack or convert it to .jsonl, {cure}")
     if kinds & {".jsonl", ".json", ".csv", ".tsv"}:
         documents = []
         for number, record in read_records(path):
