@@ -180,5 +180,5 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, Documents]]:
 
 
 if __name__ == "__main__":
-    with edge(interrupted="nothing was written"):
+    with edge(interrupted="each of dataset, tokenizer and archive is complete or does not exist"):
         main()

@@ -400,6 +400,31 @@ def test_tokenize_interrupt_leaves_nothing(start, written, tmp_path, number, cod
     assert list(folder.iterdir()) == []
 
 
+INTERRUPTED_PACKING = """
+import runpy, signal, sys, threading
+import text.fetch
+
+def pack(*_):
+    signal.raise_signal(signal.SIGINT)
+    threading.Event().wait()
+
+text.fetch.pack = pack
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_tokenize_interrupted_packing_keeps_dataset(written, tmp_path):
+    flags = ["--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64]
+    flags += ["--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer"]
+    words = [SCRIPT, *flags, "--archive", tmp_path / "data.tar"]
+    result = run_python("-c", INTERRUPTED_PACKING, *words, cwd=ROOT, expect=130)
+    expected = "interrupted: each of dataset, tokenizer and archive is complete or does not exist"
+    assert result.stderr.splitlines()[-1] == expected
+    assert read_files(tmp_path / "dataset") == read_files(written / "dataset")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset", "tokenizer"]
+
+
 def test_tokenize_worker_errors_reach_parent(written, monkeypatch):
     """An error of the user is one line; a bug has a traceback."""
 
