@@ -8,8 +8,8 @@ To look at the first documents of a mixture:
         [print(text[:70].split()) for _, chunk in itertools.islice(stream, 2) for _, _, text in chunk]; stream.close()"
 
 docs/data.md describes the file of sources. In each pass over a source, the peer's seed determines a new order of its
-files and of their parts: 16 MiB of a plain file, or a row group of parquet. A compressed file can only be read from its
-beginning: divide large ones.
+files and of their parts: 16 MiB of a plain file, or a row group of parquet. A compressed file, and a file of a Hub
+dataset that is not parquet, can only be read from its beginning: divide large ones.
 
 A position in each source is enough to resume, because a document's treatment depends only on its number and the seed.
 The mixtures of datasets (5.2) cannot resume like this. They also end at a broken line, and repeat the same order.
