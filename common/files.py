@@ -1,6 +1,7 @@
 """Atomic writes of files and folders, locks between processes, hashes of files, and the limit of open files."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -43,7 +44,10 @@ def lock_folder(flag: str, folder: str | Path) -> None:
         is_free = try_lock(file)
     except PermissionError:
         is_free = False
-    except OSError as e:  # a full disk
+    except OSError as e:
+        if e.errno == errno.EROFS:
+            raise UserError(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder") from e
+        # a full disk
         logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
         return
     if not is_free:
@@ -85,15 +89,17 @@ def write_file(path: str | Path, content: str | bytes | Callable[[BinaryIO], obj
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append a line to a file; if the disk is full, log a warning and leave the file as it is."""
+    """Append a line to a file; if the disk is full or read-only, log a warning and leave the file as it is."""
     path = Path(path).absolute()
-    size = path.stat().st_size if path.exists() else 0
+    size = None
     try:
         with open(path, "a", encoding="utf-8") as file:
+            size = file.tell()
             file.write(line + "\n")
     except OSError as e:
-        if path.exists():
-            os.truncate(path, size)
+        with contextlib.suppress(OSError):  # the disk may also be gone
+            if size is not None:
+                os.truncate(path, size)
         logger.warning(f"could not write to {path} ({e.strerror or e}): check the disk's space and permissions")
 
 
@@ -117,7 +123,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
 def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
     """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
 
-    If the disk is full, remove the unfinished files, log a warning and return False.
+    If the disk is full or read-only, remove the unfinished files, log a warning and return False.
     """
     # a fixed name, so that the remains of a killed process are overwritten
     unfinished, replaced = (target.with_name(f".{target.name}.{state}") for state in ("unfinished", "old.unfinished"))
@@ -138,10 +144,9 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> bool:
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError) and "os error" not in str(e):
             raise
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            unfinished.unlink(missing_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # nothing if it is a file
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         reason = getattr(cause, "strerror", None) or e
         logger.warning(f"could not save {target} ({reason}): check the disk's space and permissions")
         return False

@@ -23,7 +23,7 @@ from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokeniz
 import run_trainer
 from arguments import ModelArguments, TrainerArguments
 from common.console import UserError
-from common.files import lock_folder, write_whole
+from common.files import append_line, lock_folder, write_file, write_whole
 from experiment.model import make_model
 from models.build import describe_architecture
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
@@ -270,6 +270,21 @@ def test_checkpoint_full_disk_is_one_warning(saved, small_disk, caplog):
         room.unlink()
         save(2, disk)
         shutil.rmtree(disk / "checkpoint-2")
+
+
+def test_read_only_disk_is_one_warning(small_disk, caplog):
+    """Each write logs one; only the start fails."""
+    disk = small_disk(100)
+    append_line(disk / "history.jsonl", "1")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    append_line(disk / "history.jsonl", "2")
+    assert not write_file(disk / "summary.json", "3") and not write_whole(disk / "checkpoint-1", Path.mkdir)
+    assert [path.name for path in disk.iterdir()] == ["history.jsonl"]
+    assert (disk / "history.jsonl").read_text() == "1\n"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+    assert len(warnings) == 3 and all("(Read-only file system)" in warning for warning in warnings)
+    with expect_user_error("--output_dir", "cannot be written (Read-only file system)"):
+        lock_folder("--output_dir", disk)
 
 
 def assert_goes_on(lines: dict[int, dict], epoch: int, total_steps: int) -> None:
