@@ -237,7 +237,8 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     try:
         if source is None and found != experiment_prefix:
             raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
-        if source not in (None, "none") and source != used.get("resume_from_checkpoint"):
+        is_restart = found == experiment_prefix and source == used.get("resume_from_checkpoint")
+        if source not in (None, "none") and not is_restart:
             state = load_state(Path(source))
         if state:
             check_weights(state, model)

@@ -194,6 +194,8 @@ def test_restarted_command_resumes_its_newest_checkpoint(saved, tmp_path):
     assert choose_state(arguments, model, "a", own) == Path(path)
     save(90, tmp_path / "own", resume_from_checkpoint=path)
     assert choose_state(arguments, model, "a", own).name == "checkpoint-90"
+    # another run that begins with the same state does not continue this one
+    assert choose_state(arguments, model, "another", own) == Path(path)
 
 
 def test_wrong_checkpoint_is_one_line(saved, tmp_path):
