@@ -32,9 +32,9 @@ class History(list):
         self.stride = 1
 
     def add(self, entry: dict) -> None:
-        """Append an epoch, and drop entries of the same or later epochs, which the swarm has repeated."""
+        """Append an epoch, and drop entries from `gone_back_to` or the same epoch on, which the swarm has repeated."""
         if self and self[-1]["epoch"] >= entry["epoch"]:
-            self.forget_from(entry["epoch"])
+            self.forget_from(entry.get("gone_back_to", entry["epoch"]))
         if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
             self.validation.append(validation)
             if len(self.validation) > MAX_POINTS:

@@ -78,8 +78,10 @@ class RunReport:
         #: the run's name on dashboards
         self.run_name = summary.get("run_name") or make_run_name(self.prefix)
         self.dashboard = Dashboard()
-        #: reads in a row that found no trainer, no contract, and only epochs before the last one
-        self.empty_reads = self.lost_contracts = self.older_reads = 0
+        #: reads in a row that found no trainer, and no contract
+        self.empty_reads = self.lost_contracts = 0
+        #: the newest epochs of the last reads in a row that found only epochs before the last one
+        self.older_epochs: list[int] = []
         #: the progress of each trainer in the last read that found any, and until when it counts after others
         self.reports = {}
         self.reports_until = 0.0
@@ -179,21 +181,25 @@ class RunReport:
         current = figures.aggregate_metrics(live, last_epoch, newest)
         self.alive_peers = current.alive_peers if current else 0
         is_new = current is not None and current.epoch != last_epoch
-        self.older_reads = self.older_reads + 1 if is_new and self.last and current.epoch < last_epoch else 0
-        if 0 < self.older_reads < READS_BEFORE_GOING_BACK:
+        is_older = is_new and self.last and current.epoch < last_epoch
+        self.older_epochs = [*self.older_epochs, current.epoch] if is_older else []
+        if 0 < len(self.older_epochs) < READS_BEFORE_GOING_BACK:
             return None  # these records may belong to this run or to a new one
-        if self.older_reads:
-            self.go_back(current.epoch)
+        news = {}
+        if self.older_epochs:
+            # the swarm may have ended epochs since the first of these reads
+            news["gone_back_to"] = min(self.older_epochs)
+            self.go_back(news["gone_back_to"])
+            self.older_epochs = []
         self.empty_reads = 0 if reports or is_new else self.empty_reads + 1
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
-        news = {}
         if is_new:
             schedule = self.workers.schedule
             final_epoch = statistics.mode(metrics.final_epoch or schedule.total_steps for _, metrics in live)
             recent = [(entry["epoch"], entry["epoch_seconds"]) for entry in self.history[-RECENT_EPOCHS:]]
             recent.append((current.epoch, current.epoch_seconds))
             progress = measure_progress(current.epoch, final_epoch, schedule, recent)
-            news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
+            news |= {"experiment_prefix": self.prefix, **asdict(current), **progress}
             logger.info(format_epoch(news))
         evaluation = figures.find_evaluation(live)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):

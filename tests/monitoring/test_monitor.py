@@ -184,6 +184,20 @@ def test_contract_outlasts_long_round(tmp_path):
     assert report.contract is None
 
 
+def test_report_run_starts_over_drops_old_epochs(tmp_path, monkeypatch):
+    """Reads may miss epochs; a restarted monitor shows the same curve."""
+    report = RunReport(ReportArguments(output_dir=str(tmp_path)), SwarmArguments("run"))
+    report.attest(SimpleNamespace(dht=SimpleNamespace(attestation=None), attest=lambda *_: None))
+    for epoch in (1, 2, 3, 4, 5, 1, 1, 2, 4, 3):
+        record = make_metrics(epoch), get_dht_time() + 600
+        monkeypatch.setattr("training.figures.fetch_records", lambda *_, record=record, **__: {"a" * 8: record})
+        report.update(is_last=True)
+    pilot = read_epochs(tmp_path)[4]
+    assert [entry["epoch"] for entry in report.history] == [2, 4]
+    assert report.history[0]["time"] > pilot["time"]
+    assert load_history(tmp_path / "metrics.jsonl", "run") == report.history
+
+
 def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
     monitor.process.send_signal(signal.SIGSTOP)  # or it may look between two of them; its DHT is another process
     for peer in peers:
