@@ -10,7 +10,7 @@ import psutil
 
 from arguments import SAMPLE_TEXT
 from common.console import format_count, format_epoch
-from common.files import read_json_lines, write_file
+from common.files import write_file
 from common.memory import collect_garbage, settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.page import StatusServer, TrainerPage
@@ -64,7 +64,7 @@ class CollaborativeCallback:
         self.publish_attestation()
         self.log_start()
         if self.page:
-            self.page.serve(read_json_lines(self.metrics.history))
+            self.page.serve(self.metrics.read_history())
         if evaluation := self.evaluator.measure():
             self.start_loss = evaluation.loss
         if optimizer.tracker.present and optimizer.tracker.view.epoch > optimizer.local_epoch:

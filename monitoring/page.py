@@ -221,7 +221,7 @@ class TrainerPage:
         self.history.add({**line, "alive_peers": line["num_peers"]})
 
     def serve(self, lines: list[dict]) -> None:
-        """Start to answer, in a thread, with these lines of history.jsonl."""
+        """Start to answer, in a thread, with these lines of history.jsonl, all of this run."""
         for line in lines:
             self.add(line)
         self.server.serve(self.swarm, self.read, self.history)
@@ -236,6 +236,7 @@ class TrainerPage:
             self.metrics = vars(metrics) if metrics else {}
         own = self.describe()
         shown = describe_swarm(self.metrics, self.history) | self.contributions.describe()
-        is_over = self.history and self.history[-1]["epoch"] >= own.get("final_epoch", math.inf)
+        # not by the curve, which an earlier start may have ended
+        is_over = self.history and own["epoch"] >= own.get("final_epoch", math.inf)
         ended = self.history[-1]["time"] if is_over else None
         return {**shown, **own, "ended": ended, "flags": self.swarm.contract.flags}

@@ -81,6 +81,11 @@ def test_nonfinite_parameters_reload_from_swarm(start, tmp_path, tiny_data):
     assert swarm.difference(["a", "b", "broken"]) < 1e-6
 
 
+def test_trainer_history_reads_only_its_run(facts):
+    """A trainer that has gone back drops its own later epochs only."""
+    assert facts["last_written"] == 7 and facts["epochs"] == [[0], [300, 0]]
+
+
 def test_callback_reports_good_steps_and_ends_bad_trainer(facts):
     """The loss is the mean of the steps that were not skipped, and unknown values are omitted."""
     assert facts["exit_code"] == 1 and facts["is_finite"]  # with non-finite parameters, and after a restart

@@ -36,10 +36,18 @@ class MetricsReporter:
         #: the share of this peer's peak FLOP/s that one token per second takes, if the peak is known
         self.flop_share: float | None = None
         self.round_totals = self.read_round_totals()
-        #: the last epoch in history.jsonl
-        self.last_written = max((line["epoch"] for line in read_json_lines(self.history)), default=0)
+        #: the last epoch of this run in history.jsonl
+        self.last_written = max((line["epoch"] for line in self.read_history()), default=0)
         #: by time.monotonic(), when the published metrics should be renewed, because an epoch may outlast them
         self.next_time = math.inf
+
+    def is_of_run(self, line: dict) -> bool:
+        """Return whether a line of history.jsonl belongs to this run; lines of earlier versions name no run."""
+        return line.get("experiment_prefix", self.swarm.prefix) == self.swarm.prefix
+
+    def read_history(self) -> list[dict]:
+        """Return the lines of this run in history.jsonl."""
+        return list(filter(self.is_of_run, read_json_lines(self.history)))
 
     def measure_flop(self) -> None:
         """Count the FLOP of a token, if the peak of the device is known."""
@@ -171,6 +179,7 @@ class MetricsReporter:
         stats = self.stats
         metrics = self.metrics
         own = {
+            "experiment_prefix": self.swarm.prefix,
             "loss": stats.last_loss,
             "time": time.time(),
             # Samples computed since this process started, and those of them that wait for the next round. Others that
@@ -185,8 +194,9 @@ class MetricsReporter:
             own["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         line = metrics | own | self.measure_progress() | (describe_evaluation(evaluation) if evaluation else {})
         if line["epoch"] <= self.last_written:  # a restart, or the swarm, has gone back: drop what is repeated
-            kept = [earlier for earlier in read_json_lines(self.history) if earlier["epoch"] < line["epoch"]]
-            write_file(self.history, "".join(json.dumps(earlier) + "\n" for earlier in kept))
+            lines = read_json_lines(self.history)
+            kept = [other for other in lines if not self.is_of_run(other) or other["epoch"] < line["epoch"]]
+            write_file(self.history, "".join(json.dumps(other) + "\n" for other in kept))
         append_line(self.history, json.dumps(line))
         self.last_written = line["epoch"]
         return line

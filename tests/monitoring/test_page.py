@@ -4,6 +4,7 @@ and pages."""
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -28,7 +29,7 @@ from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
 from monitoring.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, History
-from monitoring.page import MAX_VISITORS, StatusServer
+from monitoring.page import MAX_VISITORS, StatusServer, TrainerPage
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 from utils import LocalMetrics
@@ -123,6 +124,17 @@ def test_page_escapes_peer_names(tmp_path):
             LocalMetrics.parse_obj({**make_metrics().dict(), "username": wrong})
     command = ("--experiment_prefix", "a", *LOOPBACK, "--output_dir", tmp_path, "--username")
     assert "--username 'a\\tb' is not a name" in refuse(run_trainer, *command, "a\tb")
+
+
+def test_trainer_page_ends_at_own_epoch():
+    """Its curve may have the last epoch of an earlier start."""
+    own = {"epoch": 0, "final_epoch": 3}
+    page = TrainerPage(None, SimpleNamespace(contract=SimpleNamespace(flags="")), lambda: own)
+    page.next_read = math.inf
+    page.add({**make_metrics(3).dict(), "time": 1e9})
+    assert page.read()["ended"] is None
+    own["epoch"] = 3
+    assert page.read()["ended"] == 1e9
 
 
 OK = b"HTTP/1.0 200 OK\r\n\r\n"

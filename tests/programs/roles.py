@@ -1,6 +1,7 @@
 """A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer breaks."""
 
 import contextlib
+import json
 import math
 import sys
 import time
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import arguments
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
 from callback import CollaborativeCallback
+from common.files import read_json_lines
 from experiment.model import make_model
 from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
 from swarm.contract import RunContract
@@ -70,7 +72,11 @@ with clean_end():
         facts["exit_code"] = e.code
     apply_state(saved, model, optimizer)
     facts["is_finite"] = callback.state.is_finite()
+    # the second line is of an earlier version, which did not name the run
+    lines = {"epoch": 300, "experiment_prefix": "another"}, {"epoch": 7}
+    (history := Path(sys.argv[2]) / "history.jsonl").write_text("\n".join(map(json.dumps, lines)))
     callback = make_callback()
+    facts["last_written"] = callback.metrics.last_written
     facts["lines"] = [callback.format_progress()]
     callback.stats.recent_epochs.append((1, 30.0))
     facts["progress"] = callback.metrics.measure_progress()
@@ -80,6 +86,9 @@ with clean_end():
     facts["has_contributed"] = callback.has_contributed
     facts["measured"] = [callback.evaluator.measure(), callback.evaluator.measure(), callback.evaluator.last]
     callback.metrics.measure_epoch()
+    callback.metrics.write(None)
+    views = callback.metrics.read_history(), read_json_lines(history)
+    facts["epochs"] = [[line["epoch"] for line in lines] for lines in views]
     facts["expirations"] = []
     for epoch in (0, 0, 99):  # at once, when it is time to renew, and with an evaluation of an epoch that was given up
         callback.evaluator.last = Evaluation(epoch=epoch, loss=1.0, accuracy=0.5, samples=9)
