@@ -82,9 +82,9 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def clean_end() -> Iterator[None]:
+def clean_end(interrupted: str | None = None) -> Iterator[None]:
     """Run a role's main() and then exit, together with the helpers, also after an exception in any thread: with code 0
-    after success, 1 after an exception, and 2 after a user error."""
+    after success, 1 after an exception, and 2 after a user error; after a signal, see `edge`."""
 
     def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         LAST_ACT.acquire()
@@ -94,7 +94,7 @@ def clean_end() -> Iterator[None]:
 
     code = 0
     try:
-        with edge():
+        with edge(interrupted):
             threading.excepthook = exit_after_thread_failed
             yield
     except SystemExit as e:

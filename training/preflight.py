@@ -2,8 +2,8 @@
 
     python run_trainer.py --preflight --initial_peers 203.0.113.1:8080
 
-Each problem has a hint. The exit code is 2 if a problem is fatal, otherwise 0. The preflight joins the run's DHT like
-any peer, but publishes and saves nothing. A trainer runs the quick checks at its start too.
+Each problem has a hint. The exit code is 2 if a problem is fatal, 130 after Ctrl-C, otherwise 0. The preflight joins
+the run's DHT like any peer, but publishes and saves nothing. A trainer runs the quick checks at its start too.
 """
 
 import itertools

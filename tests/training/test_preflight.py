@@ -10,7 +10,7 @@ import socket
 
 from mains import expect_user_error, refuse
 from processes import LOOPBACK, ROOT, run_python
-from swarms import TRAINER, flags, start_monitor, stop
+from swarms import TINY, TRAINER, flags, start_monitor, stop
 
 import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
@@ -95,6 +95,16 @@ def test_preflight_explains_silent_peers():
         reasons = asyncio.run(diagnose(silent, "/dns4/localhost/tcp/9", "/dns4/no.such.host.invalid/tcp/1", ""))
     assert "is not a hivemind peer" in reasons[0] and "nothing listens on its port 9" in reasons[1]
     assert "does not resolve" in reasons[2] and reasons[3] is None
+
+
+def test_preflight_interrupted_exits_with_130(start, tiny_data, prefix):
+    """Code 0 would mean that this machine is ready to train."""
+    words = ["--preflight", *TINY, *flags(tiny_data), "--experiment_prefix", prefix]
+    preflight = start("preflight", "run_trainer.py", *words)
+    preflight.wait_for("preflight of run")
+    preflight.interrupt()
+    preflight.assert_clean_end(code=130)
+    assert "interrupted: the checks are not complete" in preflight.text
 
 
 def test_starts_of_trainers_say_what_is_wrong(start, tmp_path, tiny_data, prefix):
