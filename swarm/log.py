@@ -709,8 +709,9 @@ class Log:
         votes = (proposal.vote, *proposal.promises)
         if commit.votes or (proposal.attempt, commit.hash) in known:
             return
-        is_named = (proposal.attempt, commit.hash) in {(vote.last, vote.proposal) for vote in self.select(Vote)}
-        is_spare = not is_named and sum(attempt == proposal.attempt for attempt, _ in known) >= 2  # two are a proof
+        liars = {proof.peer for proof in self.select(Proof)}  # which may name any number of lists; two are a proof
+        named = {(vote.last, vote.proposal) for vote in self.select(Vote) if vote.peer not in liars}
+        is_spare = (proposal.attempt, commit.hash) not in named and sum(it == proposal.attempt for it, _ in known) >= 2
         if is_spare or proposal.attempt > self.find_slot(MAX_SKEW) or not self.state.allows(proposal, known):
             return
         if not all(map(self.is_signed, votes)) or not self.state.accepts(commit, self.is_signed):

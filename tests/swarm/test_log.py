@@ -439,6 +439,21 @@ def test_leader_with_quorum_of_denials_proposes_all_offers():
     assert sent.attempt == slot and sent.commit.offers == tuple(offers) and state.allows(sent, ())
 
 
+def test_many_lists_of_liar_replace_no_other():
+    """Its votes name each of its lists. Without the list of its vote, this peer accepts none of a later attempt."""
+    state = make_state(5)
+    leader = state.find_leader(0)
+    log = make_log(state=state, index=next(index for index in range(5) if PEERS[index] != leader))
+    whole = make_commit(state, PEERS[:5])
+    for number in range(71):
+        lie = Proof(make_vote(number, -1, b"", leader), make_vote(number, number, bytes(32), leader))
+        commit = replace(whole, proofs=(lie,) if number else ())
+        vote = make_vote(0, 0, commit.hash, leader, state.head)
+        log.receive(1e6, leader, encode(vote, Proposal(commit, vote, ())))
+    assert log.memory.choice[0].commit == whole
+    assert (0, whole.hash) in log.list_proposals() and len(log.list_proposals()) == 2
+
+
 def test_promise_cannot_invent_proposal():
     """A liar led attempt 0 in silence, and says that it voted for another list than its victims since then. Otherwise,
     it could choose one list in secret and let all apply another one, without a proof."""
