@@ -259,6 +259,18 @@ def test_leaders_that_omit_offers_gain_little(num_peers, liars, share):
     assert 1 - honest / len(offers) < share and honest > 0.8 * log.state.epoch * (num_peers - liars)
 
 
+@pytest.mark.parametrize(
+    ("num_voters", "liars", "is_half"), [(3, 1, 1), (4, 1, 0), (5, 2, 1), (6, 2, 1), (7, 2, 0), (9, 3, 1), (10, 3, 0)]
+)
+def test_third_of_voters_may_be_half_of_list(num_voters, liars, is_half):
+    """This is a known limit: half of a list can cancel the other half, see docs/security.md."""
+    log = make_log(num_voters)
+    log.__class__, log.gang = OmittingLog, PEERS[:liars]
+    log.receive(1e6, PEERS[1], encode(*(make_offer(peer, log.state.head) for peer in PEERS[:num_voters])))
+    owners = {offer.peer for offer in log.make_list().offers}
+    assert owners >= {*PEERS[:liars]} and (2 * liars >= len(owners)) == is_half
+
+
 class EvictingLog(Log):
     """A liar: as a leader, it omits as many voters as the rules allow, first those with the fewest offers. It writes a
     number into its own offer with which it leads the next commit too, if there is one."""
