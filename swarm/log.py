@@ -465,6 +465,7 @@ class Log:
         self.num_ticks = 0
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last promised
         self.first_time = self.most_time = self.ready_time = self.promise_time = math.inf
+        self.half_tick = math.inf  # since which it knows offers of half of the voters
         turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
         turns |= {peer: epoch for epoch, peers in enumerate(state.owners, state.epoch + 1 - WINDOW) for peer in peers}
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
@@ -599,6 +600,8 @@ class Log:
         if current and self.now < self.first_time:
             self.first_time = self.now
             self.owed = {it.key for it in self.select(Offer) if it.base == self.state.parent and self.holds(it.blob)}
+        if 2 * len(current) >= len(self.state.voters):
+            self.half_tick = min(self.half_tick, self.num_ticks)
         if self.state.has_quorum(settled):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited

@@ -239,6 +239,8 @@ class LogSteps:
         is_far = newest.epoch > self.optimizer.local_epoch + self._patience * MAX_EPOCHS_BEHIND
         left = self.tracker.withdrawn | {leave.peer for leave in log.select(Leave)}
         left -= {*self.tracker.others, log.me}  # some have come back, perhaps this peer
+        if not newest.counted and (log.num_ticks - log.half_tick) * TICK > max(SILENCE_TIMEOUT, expected):
+            left |= {*newest.voters} - {it.peer for it in log.select_current()}  # an epoch later than half of them
         if not newest.is_quorum({*newest.voters} - left):
             self._end("too few voters have stayed")
         elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does

@@ -681,6 +681,15 @@ def test_list_waits_for_voters_of_last_commits():
     assert log.ready_time == log.now == 1e6 + 2 * TIMEOUT
 
 
+def test_silence_counts_from_offers_of_half_on():
+    """Otherwise, one hostile voter with an early offer would end each log before the first epoch is over."""
+    log = make_log(5)
+    for peer, tick in zip(PEERS[:4], (math.inf, math.inf, 3, 3), strict=True):
+        log.tick(log.now + 0.5)
+        log.receive(log.now, peer, encode(make_offer(peer, log.state.head)))
+        assert log.half_tick == tick
+
+
 def test_list_does_not_wait_for_offers_without_a_place():
     log = make_log(20)
     offers = [make_offer(peer, log.state.head, blob=peer.ljust(32)) for peer in PEERS[1:20]]

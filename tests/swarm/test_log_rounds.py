@@ -61,7 +61,7 @@ def test_log_survives_first_epoch_of_any_length():
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
     steps.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set(), others={})
     steps.optimizer.tracker, steps._patience, log.timeout, log.me = steps.tracker, 1.0, 5.0, NAMES[0]
-    log.select = lambda _: []
+    log.select, log.half_tick = lambda _: [], math.inf
     steps.rounds = SimpleNamespace(log=log)
     for spans, epoch_seconds, seconds, is_over in (
         ([], 1500.0, 7000, False),
@@ -85,7 +85,7 @@ def test_log_ends_when_voters_have_left_one_by_one():
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
     steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
     log = SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
-    log.spans, log.num_ticks, log.timeout, log.me = [], 0, 5.0, voters[3]
+    log.spans, log.num_ticks, log.timeout, log.me, log.half_tick = [], 0, 5.0, voters[3], math.inf
     steps.rounds = SimpleNamespace(log=log)
     tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200))
     steps.tracker = tracker
@@ -106,6 +106,36 @@ def test_log_ends_when_voters_have_left_one_by_one():
         ended.clear()
 
 
+def test_log_ends_if_third_of_members_is_silent():
+    """Two of five keep the others from the first commit. After half of the members, the rest has an epoch, and at least
+    ten minutes, because some may still load the first state."""
+    voters = [*NAMES, bytes(34), bytes([1]) * 34]
+    state, ended = make_genesis("run", 200, bytes(32), voters), []
+    counted = replace(state, counted=(bytes(66),))
+    steps = LogSteps.__new__(LogSteps)
+    steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
+    steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
+    log = SimpleNamespace(chain={state.head: 1}, list_path=lambda: {state.head: 1}, select=lambda _: [])
+    log.spans, log.timeout, log.me, log.half_tick = [], 5.0, voters[0], 300.0 / TICK
+    steps.rounds = SimpleNamespace(log=log)
+    dht = SimpleNamespace(uplink=Uplink())
+    steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
+    for current, num_offers, epoch_seconds, seconds, is_over in (
+        (state, 3, 300.0, 610, True),
+        (state, 3, 300.0, 590, False),
+        (state, 3, 1500.0, 1490, False),
+        (state, 3, 1500.0, 1510, True),
+        (state, 4, 1500.0, 1510, False),
+        (counted, 3, 1500.0, 1510, False),
+    ):
+        dht.uplink.record_epoch_time(epoch_seconds)
+        log.state, log.num_ticks = current, log.half_tick + seconds / TICK
+        log.select_current = lambda num=num_offers: [SimpleNamespace(peer=peer) for peer in voters[:num]]
+        steps._check_progress(state.head)
+        assert (len(ended) > 0) is is_over
+        ended.clear()
+
+
 def test_peer_without_updates_loads_fewer_and_fewer_states():
     """On a full disk, each commit would otherwise cost a download of the whole state."""
     state = make_genesis("run", 200, bytes(32), NAMES)
@@ -115,7 +145,7 @@ def test_peer_without_updates_loads_fewer_and_fewer_states():
     steps.optimizer.load_state_from_peers = lambda: loads.append(steps._stuck_deadline) or is_sent
     steps._next_join, steps._stuck_deadline, steps._patience = math.inf, 0.0, 1.0
     log = SimpleNamespace(state=state, chain={}, list_path=dict, spans=[], num_ticks=0, timeout=5.0, me=NAMES[0])
-    log.select = lambda _: []
+    log.select, log.half_tick = lambda _: [], math.inf
     steps.rounds = SimpleNamespace(log=log)
     dht = SimpleNamespace(uplink=Uplink())
     steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
