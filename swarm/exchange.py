@@ -53,7 +53,6 @@ MAX_COPIES = 64  # of whole blobs, for each peer in an epoch or a period: 16 upd
 MAX_MESSAGE_BYTES = 2**17
 MIN_MBITS = 0.5  # of a peer, as far as its claim counts; a slower source fails
 MAX_MBITS = 1000.0
-MIN_SHARE = 1 / 400  # of the claim, which a source must send to a peer: at 1,000 Mbit/s, 15 peers share 40 of QUIC
 
 MIN_STALL = 2.5  # seconds in which a source has to begin; each block adds its time
 MAX_STALL = 120.0
@@ -241,6 +240,12 @@ class Download:
         peers = ({source} if source in self.voters else {source, self.owner}) & self.uplinks.keys()
         loads = (max(1.0, self.loads[peer]) / max(self.uplinks[peer], MIN_MBITS) for peer in peers)
         return min(MIN_STALL + 2 * 8e-6 * self.num_bytes * sum(loads), MAX_STALL)
+
+    def find_least_mbits(self, source: PeerID) -> float:
+        """Return the Mbit/s below which a source fails. A relay fails if its owner could send four times as fast."""
+        claims = [self.uplinks.get(peer, 0.0) for peer in (source, self.owner)]
+        others = max(1, len(self.uplinks) + len(self.clients) - 1)  # to which the owner would send
+        return max(MIN_MBITS, min(claims) / (4 * others)) if source != self.owner else MIN_MBITS
 
 
 class Exchange:
@@ -514,7 +519,7 @@ class Exchange:
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
-            timeout.reschedule(timeout.when() + 8e-6 * size / max(MIN_MBITS, MIN_SHARE * download.uplinks.get(peer, 0)))
+            timeout.reschedule(timeout.when() + 8e-6 * size / download.find_least_mbits(peer))
             wanted.remove(number)
             await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
             download.missing.discard(number)

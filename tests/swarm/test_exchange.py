@@ -19,7 +19,7 @@ from processes import LOOPBACK, make_prefix, wait_until
 import swarm.exchange
 from swarm import SwarmError
 from swarm.dht import DHT
-from swarm.exchange import REQUEST, BlobStore, Exchange, Format, InvalidBlobError, choose_source, plan_loads
+from swarm.exchange import REQUEST, BlobStore, Download, Exchange, Format, InvalidBlobError, choose_source, plan_loads
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -165,6 +165,42 @@ def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
     begin, blob = time.monotonic(), owner.stores[0].add(others)
     fetch(client, blob, owner, owner, relay)
     assert time.monotonic() < begin + 1
+
+
+def test_slow_relay_is_replaced_by_owner(exchanges, monkeypatch):
+    """A false claim makes it the only relay. The rates are a tenth of real ones: 20, 200 and 0.6 Mbit/s."""
+    monkeypatch.setattr("swarm.exchange.MIN_MBITS", 0.05)
+    owner, relay, client = exchanges
+    blob = owner.stores[0].add(blocks := make_blocks())
+    relay.stores[0].add(blocks)
+    send = relay._send_block
+
+    async def send_slowly(peer, number, data, writer) -> None:
+        await asyncio.sleep(8e-6 * len(data) / 0.06)
+        await send(peer, number, data, writer)
+
+    relay._send_block = send_slowly
+    seconds = 8e-6 * NUM_BLOCKS * BLOCK_BYTES / 0.06  # of the whole blob at the relay's rate: 16
+    request(client, blob, owner, {owner: 2.0, relay: 20.0}).result(0.75 * seconds)
+    assert list(client.stores[0].open(blob)) == blocks
+    assert client._excluded.keys() == {(owner.peer_id, relay.peer_id)}
+
+
+@pytest.mark.parametrize(
+    ("uplinks", "source", "mbits"),
+    [
+        ([20.0, 200.0, 20.0, 20.0, 20.0], 1, 1.25),
+        ([20.0, 200.0, 20.0, 20.0, 20.0], 0, 0.5),  # an owner whose uplink was overestimated is the only source
+        ([20.0, 1000.0, *[20.0] * 13], 1, 0.5),  # of 15 peers, the owner would send 1.4 Mbit/s to each
+        ([20.0, 2.0, 20.0], 1, 0.5),
+        ([0.5, *[200.0] * 7], 1, 0.5),  # the first state of a log, in which no claims count
+    ],
+)
+def test_relay_needs_quarter_of_owner_rate(uplinks, source, mbits):
+    peers = [PeerID(bytes([number])) for number in range(len(uplinks))]
+    download = Download(bytes(32), peers[0], NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, FORMAT)
+    download.uplinks = dict(zip(peers, uplinks, strict=True))
+    assert download.find_least_mbits(peers[source]) == mbits
 
 
 def test_fetch_from_leaving_owner_uses_another(dhts, start):
