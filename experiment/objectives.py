@@ -116,7 +116,7 @@ OBJECTIVES = {
         find_causal_class,
         "the next word",
         pipeline="text-generation",
-        example='"The captain was", max_new_tokens=20, add_special_tokens=False',
+        example='"The captain was", max_new_tokens=20, add_special_tokens=predict.tokenizer.cls_token is None',
     ),
     "sft": Objective(
         "sft",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.console import first_line
 from experiment.objectives import compute_logits
 from models.build import find_longest_sequence
+from text.documents import find_begin_token
 
 logger = logging.getLogger("trainer")
 
@@ -44,7 +45,8 @@ def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     if model.objective.kind.has_turns:
         question = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+    begin = find_begin_token(tokenizer, model.objective.kind)
+    ids = torch.tensor([begin + tokenizer(prompt, add_special_tokens=False)["input_ids"]], device=model.device)
     count = min(MAX_NEW_TOKENS, find_longest_sequence(model) - ids.shape[1])
     if count < 1:
         return prompt

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from arguments import DataArguments
 from experiment import data
@@ -11,6 +13,16 @@ from text.collators import DataCollator
 from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def make_llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 20 words that begins texts with <s>, as that of Llama."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(20))]
+    backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:

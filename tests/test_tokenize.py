@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from mains import expect_user_error, refuse, run_main
 from processes import ROOT, read_files, run_python
-from rows import SPECIAL
+from rows import SPECIAL, make_llama_tokenizer
 from transformers import AlbertTokenizer
 
 import tokenize_wikitext103
@@ -253,6 +253,24 @@ def test_dataset_of_other_objective_is_refused(blocks, written, tmp_path):
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
         flags += ("--dataset_path", tmp_path / "dataset", "--tokenizer_path", tmp_path / "tokenizer")
         assert "no cls token" in refuse(tokenize_wikitext103, *flags)
+
+
+def test_clm_documents_begin_as_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("text.documents.PART_CHARACTERS", 8)  # the longer document is encoded in parts
+    make_llama_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer", TEXT)
+    splits = {"train": [["w1 w2 w3", "w4 w5 w6", "w7"], ["w8"]], "validation": [["w9"]]}
+    args = TokenizeArguments(objective="clm", seq_length=13, num_proc=1)
+    tokenization.make_dataset("", splits, tokenizer, tmp_path / "dataset", args)
+    [row] = load_tokenized_dataset(tmp_path / "dataset", tokenizer)[0]["train"]["input_ids"]
+    expected = [[*tokenizer("\n".join(document))["input_ids"], 2] for document in splits["train"]]
+    assert list(row) == sum(expected, []) and [ids[0] for ids in expected] == [1, 1]
+    # versions that left the token out
+    corpus = json.loads((tmp_path / "dataset" / "corpus.json").read_text())
+    assert corpus.pop("begin_token") == [1]
+    (tmp_path / "dataset" / "corpus.json").write_text(json.dumps(corpus))
+    with expect_user_error(f"lacks the token that begins each text of the tokenizer in {tmp_path / 'tokenizer'}"):
+        load_tokenized_dataset(tmp_path / "dataset", tokenizer)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import jinja2
 import numpy as np
 
 from common.console import UserError, first_line
-from text.instances import IGNORED_LABEL, PAIRS, Columns, Documents, InstanceKind, Sequences
+from text.instances import IGNORED_LABEL, PAIRS, TEXT, Columns, Documents, InstanceKind, Sequences
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -328,15 +328,28 @@ def make_instances(
 # ---------------------------------------------------------------- full blocks
 
 
+def find_begin_token(tokenizer, kind: InstanceKind) -> list[int]:
+    """Return the id of the token that begins each document of TEXT, as in Llama's pretraining; otherwise no id.
+
+    It is not [CLS], which belongs to masked models, and not an end token (OPT), after which another document begins.
+    """
+    begin = tokenizer.bos_token_id
+    if kind != TEXT or begin in (tokenizer.cls_token_id, tokenizer.eos_token_id):
+        return []
+    return [begin] if tokenizer("a")["input_ids"][:1] == [begin] else []
+
+
 def encode_documents(documents: Documents, kind: InstanceKind, tokenizer, encoder) -> np.ndarray:
     """Return the ids of documents, joined end to end, as int32.
 
     For masking, [SEP] follows each document, and a space joins paragraphs. Otherwise an end token follows each
-    document, and a line break joins paragraphs.
+    document, a line break joins paragraphs, and the tokenizer may have a token that begins each document.
     """
     joint, end = (" ", tokenizer.sep_token_id) if kind.is_masked else ("\n", tokenizer.eos_token_id)
+    begin = find_begin_token(tokenizer, kind)
     texts = []
-    are_last = []
+    begins = []
+    ends = []
     for document in documents:
         parts = [[]]
         size = 0
@@ -347,9 +360,10 @@ def encode_documents(documents: Documents, kind: InstanceKind, tokenizer, encode
             parts[-1].append(paragraph)
             size += len(paragraph)
         texts += map(joint.join, parts)
-        are_last += [False] * (len(parts) - 1) + [True]
-    encodings = zip(encoder.encode_batch_fast(texts, add_special_tokens=False), are_last, strict=True)
-    lists = ([*encoding.ids, end] if is_last else encoding.ids for encoding, is_last in encodings)
+        begins += [begin] + [[]] * (len(parts) - 1)
+        ends += [[]] * (len(parts) - 1) + [[end]]
+    encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
+    lists = ([*first, *it.ids, *last] for first, it, last in zip(begins, encodings, ends, strict=True))
     return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, first_line
+from text.documents import find_begin_token
 from text.instances import BLOCKS, IGNORED_LABEL, KINDS, PAIRS, Columns, InstanceKind
 from text.tokenizers import tokenizer_fingerprint
 
@@ -43,6 +44,11 @@ def load_tokenized_dataset(path: str | Path, tokenizer, kind: InstanceKind | Non
             f"{path} was made for --objective {stored.name}, but the model needs {kind.name}: tokenize again with "
             f"--objective {kind.name}, or train another model"
         )
+    if corpus.get("begin_token", []) != find_begin_token(tokenizer, stored):
+        raise UserError(
+            f"{path} lacks the token that begins each text of the tokenizer in {tokenizer.name_or_path}: tokenize "
+            f"again with --tokenizer {tokenizer.name_or_path}"
+        )
     return splits, corpus
 
 
@@ -56,11 +62,13 @@ def describe_corpus(tables: dict, tokenizer, args) -> dict:
     ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"][column].chunks])
     counts = np.bincount(ids[~np.isin(ids, [*tokenizer.all_special_ids, IGNORED_LABEL])])
     shares = counts[counts > 0] / counts.sum()
+    begin = find_begin_token(tokenizer, KINDS[args.objective])
     return {
         "unigram_entropy": float(-(shares * np.log(shares)).sum()),
         "objective": args.objective,
         "vocab_size": len(tokenizer),
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        **({"begin_token": begin} if begin else {}),  # versions that left it out name none
         "instances": {name: table.num_rows for name, table in tables.items()},
         "tokens": {name: sum(len(c.flatten()) for c in table["input_ids"].chunks) for name, table in tables.items()},
         "seq_length": args.seq_length,

@@ -24,6 +24,7 @@ from text.documents import (
     cut_blocks,
     encode_conversations,
     encode_documents,
+    find_begin_token,
     load_sentence_splitter,
     make_document_random,
     make_instances,
@@ -173,7 +174,7 @@ def tokenize_for_trainer(
         num_proc=min(8, os.cpu_count() or 1),
     )
     facts = [kind.name, options.seq_length, seed, args.language, tokenizer_fingerprint(tokenizer)]
-    facts += [tokenizer.chat_template] if kind.has_turns else []
+    facts += [tokenizer.chat_template] if kind.has_turns else find_begin_token(tokenizer, kind)
     digest = hashlib.sha256(json.dumps(facts).encode())
     for split in splits.items():
         for piece in json.JSONEncoder().iterencode(split):  # a whole corpus as one text would need much memory

@@ -16,6 +16,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from mains import expect_user_error
 from processes import ROOT, make_prefix, wait_until
 from records import ask, make_metrics, run_dhts, run_trackers
+from rows import make_llama_tokenizer
 from swarms import TINY, history, read_epochs, start_monitor, stop
 from transformers import AutoModelForPreTraining
 
@@ -63,6 +64,15 @@ def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, conf
     parts = gaps if kind is PAIRS else [(prompt, "") for prompt in PROMPTS]
     for text, (before, after) in zip(texts, parts, strict=True):
         assert text.startswith(before) and text.endswith(after) and len(text) > len(before + after)
+
+
+def test_sample_prompts_begin_as_tokenizer(monkeypatch):
+    tokenizer = make_llama_tokenizer()
+    model = make_model(ModelArguments(config_path="configs/gpt-demo.json"), tokenizer)
+    prompts = []
+    monkeypatch.setattr(model, "generate", lambda ids, **_: prompts.append(ids[0].tolist()) or ids)
+    sample_texts(model, tokenizer)
+    assert prompts == tokenizer(list(PROMPTS))["input_ids"] and prompts[0][0] == tokenizer.bos_token_id
 
 
 def test_model_without_samples_is_evaluated(tiny_data, monkeypatch, caplog):
