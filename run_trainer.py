@@ -19,6 +19,7 @@ With several GPUs, each has its own process, a rank, and together they are one p
 
 import math
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
@@ -41,7 +42,7 @@ from monitoring.page import open_page
 from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
-from text.batches import data_seed
+from text.batches import count_labels, data_seed
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
@@ -112,9 +113,11 @@ def main(*groups) -> None:
     with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < final_epoch:
             feed.begin_epoch(epoch)
-            loss = accumulate_gradients(worker, ranks.align(feed), args, device, autocast, scaler)
-            if not ranks.all_continue(loss is not None):
+            batches = list(islice(feed, args.gradient_accumulation_steps))
+            if not ranks.all_continue(len(batches) == args.gradient_accumulation_steps):
                 break
+            labels_per_batch = ranks.average_number(count_labels(batches) / len(batches))
+            loss = accumulate_gradients(worker, batches, labels_per_batch, device, autocast, scaler)
             loss = ranks.average_gradients(model, loss)
             if ranks.is_main:
                 scaler.unscale_(optimizer)
@@ -138,15 +141,12 @@ def main(*groups) -> None:
         raise SystemExit(ranks.exit_code or not is_saved)
 
 
-def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:
-    """Run one step's forward and backward passes; return the mean loss on the device, or None if it is time to stop."""
+def accumulate_gradients(model, batches, labels_per_batch, device, autocast, scaler) -> torch.Tensor:
+    """Run one step's forward and backward passes, in which all labels weigh the same; return the mean loss."""
     mean_loss = torch.zeros((), device=device)
-    for _ in range(args.gradient_accumulation_steps):
-        batch = next(feed, None)
-        if batch is None:
-            return None
+    for batch in batches:
         with autocast:
-            loss = compute_losses(model, move_batch(batch, device))["loss"] / args.gradient_accumulation_steps
+            loss = compute_losses(model, move_batch(batch, device), labels_per_batch)["loss"] / len(batches)
         scaler.scale(loss).backward()
         mean_loss += loss.detach()
     return mean_loss

@@ -19,16 +19,20 @@ from text.instances import BLOCKS, CHAT, PAIRS, TEXT, InstanceKind
 # ---------------------------------------------------------------- losses
 
 
-def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def compute_losses(
+    model: PreTrainedModel, batch: dict[str, Tensor], labels_per_batch: float | None = None
+) -> dict[str, Tensor]:
     """Compute the losses of a batch of `move_batch`, scalars in nats: `loss`, to train on, and its terms.
 
     These are means over labels (`token_loss`) or sequences (`sop_loss`, of the order of pairs), without gradient. In
     evaluation mode, `correct` counts correct labels.
+
+    :param labels_per_batch: the mean number of labels of the batches in a step; then all of them have the same weight
     """
     outputs, logits = compute_logits(model, batch)
     targets = batch["labels"].flatten()[batch["labelled_positions"]]
     # sum / count, because the mean would be 0 / 0 without a label
-    loss = model.sum_token_losses(logits, targets) / max(1, len(targets))
+    loss = model.sum_token_losses(logits, targets) / (labels_per_batch or max(1, len(targets)))
     losses = {"loss": loss, "token_loss": loss.detach()}
     if getattr(outputs, "aux_loss", None) is not None:  # load balancing of a mixture of experts
         losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss

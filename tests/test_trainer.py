@@ -1,5 +1,6 @@
 """A single trainer: steps that must not count, parameters that must be restored, and the same model in all roles."""
 
+import contextlib
 import json
 import math
 import re
@@ -7,9 +8,16 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 from processes import make_prefix, run_python
+from rows import make_model_batch
 from safetensors.torch import load_file
 from swarms import TINY, Swarm, flags, history
+
+from arguments import ModelArguments
+from experiment.model import make_model
+from run_trainer import accumulate_gradients
+from text.batches import count_labels
 
 
 def run(program: str, *arguments: object) -> CompletedProcess:
@@ -54,6 +62,23 @@ def test_growing_sequences_model_learns(tmp_path, tiny_data):
     assert sum(line["tokens_per_second"] * line["epoch_seconds"] for line in lines) == pytest.approx(tokens)
     assert f"{summary['tokens_per_second']:,.0f} tokens/s, MFU -; model and state are in" in result.stderr
     assert lines[-1]["loss"] < lines[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
+
+
+@pytest.mark.parametrize("config", ["gpt-demo", "demo"])
+def test_gradient_is_independent_of_batch_size(config):
+    """The rows have different numbers of labels, as answers in conversations."""
+    model = make_model(ModelArguments(f"configs/{config}.json"), 300).eval()
+    rows = make_model_batch()
+    results = []
+    for size in (1, 2, 4):
+        model.zero_grad()
+        batches = [{name: tensor[start : start + size] for name, tensor in rows.items()} for start in range(0, 4, size)]
+        labels = count_labels(batches) / len(batches)
+        options = torch.device("cpu"), contextlib.nullcontext(), torch.amp.GradScaler("cpu", enabled=False)
+        loss = accumulate_gradients(model, batches, labels, *options)
+        results.append([loss, *[param.grad for param in model.parameters()]])
+    for result in results[:2]:
+        torch.testing.assert_close(result, results[2], rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])

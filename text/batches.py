@@ -12,7 +12,7 @@ import numpy as np
 from arguments import DataArguments
 from common.console import UserError
 from text.collators import DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows
-from text.instances import KINDS, PAIRS, Sequences
+from text.instances import IGNORED_LABEL, KINDS, PAIRS, Sequences
 from text.streams import TrainingDataset, stream_documents
 from text.tokenization import join_parts
 from text.workers import prepare_in_workers
@@ -59,6 +59,11 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
         return args.max_sequence_length
     grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
     return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // 8 * 8)
+
+
+def count_labels(batches: list[dict]) -> int:
+    """Return the number of labels in batches."""
+    return sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
 
 
 def choose_multiple(longest: int) -> int:

@@ -149,10 +149,6 @@ class RankGroup:
         """Return the model for this rank's passes: the model itself. Call this before it moves to a device."""
         return model
 
-    def align(self, batches: Iterator) -> Iterator:
-        """Return the batches that this rank may begin to compute."""
-        return batches
-
     def broadcast(self, value: object = None) -> object:
         """Return the value of rank 0 on all ranks."""
         values = [value]
@@ -161,17 +157,17 @@ class RankGroup:
                 dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def average_number(self, number: float) -> float:
+        """Return the mean of the ranks' numbers."""
+        mean = torch.tensor(number, dtype=torch.float64)
+        if self.count > 1:
+            with self.exchange():
+                dist.all_reduce(mean)
+        return mean.item() / self.count
+
     def all_continue(self, goes_on: bool) -> bool:
         """Return whether all ranks continue."""
-        if self.count == 1:
-            return goes_on
-        if self.device.type == "cuda" and type(self) is RankGroup:
-            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout; shards wait for NCCL
-            torch.cuda.current_stream(self.device).synchronize()
-        stopping = torch.tensor([float(not goes_on)])
-        with self.exchange():
-            dist.all_reduce(stopping)
-        return not stopping.item()
+        return self.average_number(float(goes_on)) == 1
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -185,6 +181,10 @@ class RankGroup:
 
     def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
         """Replace the model's gradients by their means over the ranks, and return the mean of the loss."""
+        if self.count > 1 and self.device.type == "cuda":
+            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout
+            torch.cuda.current_stream(self.device).synchronize()
+            self.all_continue(True)
         self.average([*list_gradients(model), loss])
         return loss
 
@@ -268,14 +268,6 @@ class ShardedRankGroup(RankGroup):
                 fully_shard(module, mesh=mesh)
         self.shards = list_trained(worker)
         return worker
-
-    def align(self, batches: Iterator) -> Iterator:
-        """Return batches as long as all ranks have one, because each pass needs all ranks."""
-        while True:
-            batch = next(batches, None)
-            if not self.all_continue(batch is not None):
-                return
-            yield batch
 
     @torch.no_grad()
     def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
