@@ -152,7 +152,7 @@ class OptimizerArguments(FlagGroup):
     )
     total_steps: int = flag(125_000, "Epoch at which the decay reaches min_learning_rate.", shared=True, ge=1)
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = flag(
-        "linear", "Decay after the warm-up; wsd decays in the last fifth of total_steps.", shared=True
+        "linear", "Decay after the warm-up; wsd decays over the last fifth of the batches.", shared=True
     )
     min_learning_rate: float = flag(
         0.0, "Final learning rate, also beyond total_steps.", shared=True, ge=0, le="learning_rate"

@@ -14,6 +14,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,7 +27,7 @@ from arguments import DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import learning_rate_factor, make_local_optimizer, make_param_groups
+from experiment.optimizer import count_batches, learning_rate_factor, make_local_optimizer, make_param_groups
 from swarm.aggregation import Contribution, Numbers, aggregate, encode
 from swarm.local_steps import STEP_AHEAD
 from swarm.optimizer_state import copy_tensors, list_params
@@ -101,6 +102,7 @@ def main() -> None:
     shared = make_batches(99, 4) if args.shared_data else None
     own = dict(optim="muon", learning_rate=LEARNING_RATE, lr_scheduler_type="wsd", warmup_steps=0)
     settings = OptimizerArguments(**own, total_steps=TOTAL_EPOCHS)
+    count = partial(count_batches, local_steps=LOCAL_STEPS, local_steps_from=1)
     of_steps = OptimizerArguments(**own, total_steps=(TOTAL_EPOCHS - 1) * LOCAL_STEPS)
     peers = [Peer(model, settings, shared or make_batches(i, size), size) for i, size in enumerate(sizes)]
     first, codec = peers[0], TopKCompression(args.density, 2 if args.density < 1 else 8)
@@ -120,7 +122,7 @@ def main() -> None:
         else:
             offers, before = [], [param.clone() for param in anchor]
             for i, peer in enumerate(peers):
-                peer.train(steps, LEARNING_RATE * args.rate * learning_rate_factor(epoch, settings))
+                peer.train(steps, LEARNING_RATE * args.rate * learning_rate_factor(epoch, settings, count))
                 offers.append(Contribution(bytes([i]), steps * peer.batch_size, 0, peer.offer(anchor, codec)))
             state = Numbers(anchor), Numbers(momentum)
             aggregate(*state, offers, lr=args.outer_rate, outer_momentum=0.5, seed=bytes([epoch]))

@@ -179,28 +179,39 @@ def make_local_optimizer(
     return optimizer
 
 
-def learning_rate_factor(epoch: int, args: OptimizerArguments) -> float:
+def count_batches(epoch: int, local_steps: int, local_steps_from: int | None) -> int:
+    """Return the number of batches of target_batch_size samples in all epochs before this one."""
+    more = max(0, local_steps - 1)  # a contract may say 0
+    return epoch + more * max(0, epoch - (local_steps_from or 0))
+
+
+def learning_rate_factor(epoch: int, args: OptimizerArguments, count: Callable[[int], int] = int) -> float:
     """Return the share of the peak learning rate for this epoch's step: a rise to 1, then a decay to the floor.
 
     transformers' schedules start their warm-up at 0, which wastes the first epoch, and have no floor for linear decay.
+
+    :param count: a function that returns the batches before an epoch, over which the rate decays; default: one each
     """
     if epoch < args.warmup_steps:
         return (epoch + 1) / (args.warmup_steps + 1)
     if args.lr_scheduler_type == "constant":
         return 1.0
-    start = args.warmup_steps
+    start = count(args.warmup_steps)
+    total = count(args.total_steps)
     if args.lr_scheduler_type == "wsd":
-        start = max(start, args.total_steps - args.total_steps // 5)
-    progress = min(1.0, max(0, epoch - start) / max(1, args.total_steps - start))
+        start = max(start, total - total // 5)
+    progress = min(1.0, max(0, count(epoch) - start) / max(1, total - start))
     share = (1 + math.cos(math.pi * progress)) / 2 if args.lr_scheduler_type == "cosine" else 1 - progress
     floor = args.min_learning_rate / args.learning_rate
     return floor + (1 - floor) * share
 
 
-def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+def make_scheduler(
+    args: OptimizerArguments, optimizer: torch.optim.Optimizer, count: Callable[[int], int] = int
+) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the learning rate's schedule, in epochs of the swarm. Because peers join late, its `step(epoch)` must be
     able to jump to any epoch. torch's SequentialLR, for example, cannot do so."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, args=args))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, args=args, count=count))
 
 
 def make_optimizer(
@@ -222,6 +233,7 @@ def make_optimizer(
     """
     config = make_config(AveragingConfig, averaging)
     has_log = config.local_steps > 1
+    count = partial(count_batches, local_steps=config.local_steps, local_steps_from=config.local_steps_from)
     load_state = LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     if has_log:
@@ -233,7 +245,7 @@ def make_optimizer(
         params=make_param_groups(model, separate_hidden=args.optim == "muon"),
         # a function, because the model moves to its device later
         optimizer=partial(make_local_optimizer, args, find_device=lambda: model.device),
-        scheduler=partial(make_scheduler, args),
+        scheduler=partial(make_scheduler, args, count=count),
         folder=folder,
         gradients=COMPRESSIONS[config.compression],
         local_steps=TopKCompression(config.density) if has_log else None,
@@ -280,6 +292,7 @@ def make_contract(
         for group in groups[:-1]
     ]
     schedule = f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}"
+    decay = f"{args.lr_scheduler_type} over batches" if averaging.local_steps > 1 else args.lr_scheduler_type
     terms = {
         "model": describe_architecture(model),
         # peers send no frozen weights, so these must match from the start
@@ -289,7 +302,7 @@ def make_contract(
         "parameter groups": ", ".join(kinds),
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
-        "schedule": f"{schedule}, {args.lr_scheduler_type}",
+        "schedule": f"{schedule}, {decay}",
         "total_steps": str(args.total_steps),
         **describe_averaging(make_config(AveragingConfig, averaging)),
     }

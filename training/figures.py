@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
+from experiment.optimizer import count_batches
 from swarm.contract import RunContract
 from utils import (
     FETCH_TIMEOUT,
@@ -210,8 +211,7 @@ class TrainingSchedule:
 
     def count_samples(self, epoch: int) -> int:
         """Return the number of samples of all epochs before this one."""
-        more = max(0, self.local_steps - 1)  # a contract may say 0
-        return self.target_batch_size * (epoch + more * max(0, epoch - (self.local_steps_from or 0)))
+        return self.target_batch_size * count_batches(epoch, self.local_steps, self.local_steps_from)
 
     def compare_lengths(self, epoch: int) -> float:
         """Return how many times as many samples this epoch takes as the one before."""

@@ -16,7 +16,15 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from common.console import UserError
 from experiment.model import make_model
 from experiment.objectives import OBJECTIVES
-from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups, make_scheduler, orthogonalize
+from experiment.optimizer import (
+    count_batches,
+    learning_rate_factor,
+    make_contract,
+    make_local_optimizer,
+    make_param_groups,
+    make_scheduler,
+    orthogonalize,
+)
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from models.state_codecs import COMPRESSIONS
 from swarm.contract import RunContract, find_differences
@@ -68,6 +76,21 @@ def test_schedule_warms_up_and_decays(kind, least, rates):
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
             optimizer.step()
             scheduler.step()
+
+
+@pytest.mark.parametrize("kind, share", [("wsd", 0.2), ("linear", 1 - 700 / 19_075)])
+def test_schedule_with_local_steps_decays_by_batches(kind, share):
+    """As in docs/speedrun.md: 700 epochs of warm-up with one batch each, then 735 with 25."""
+    options = dict(learning_rate=1.0, warmup_steps=700, total_steps=1435)
+    args = OptimizerArguments(lr_scheduler_type=kind, **options)
+    count = partial(count_batches, local_steps=25, local_steps_from=700)
+    factors = [learning_rate_factor(epoch, args, count) for epoch in range(1436)]
+    sizes = [count(epoch + 1) - count(epoch) for epoch in range(1435)]
+    decay = sum(size for factor, size in zip(factors[700:], sizes[700:], strict=False) if factor < 1)
+    assert decay / count(1435) == pytest.approx(share, abs=26 / 19_075)
+    # by the middle of the decay, half of its batches are done
+    middle = next(epoch for epoch in range(700, 1436) if factors[epoch] <= 0.5)
+    assert (count(1435) - count(middle)) / decay == pytest.approx(0.5, abs=0.01) and factors[-1] == 0
 
 
 @pytest.mark.parametrize(
