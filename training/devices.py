@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import psutil
 import torch
@@ -159,17 +160,28 @@ def find_peak(name: str, is_half: bool) -> float | None:
 
 
 def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> int:
-    """Return the FLOP of the matrix products in a forward and a backward pass, with those that are recomputed.
+    """Return the FLOP of the matrix products in a forward and a backward pass, without those that are recomputed, as in
+    the definition of MFU (arxiv.org/abs/2204.02311, appendix B).
 
-    It takes the memory of a step in half precision: neither the precision nor a GPU's attention kernel changes the
-    count. The counter does not know the fused attention of the CPU.
+    It takes the memory of a forward pass in half precision: neither the precision nor a GPU's attention kernel changes
+    the count. The counter does not know the fused attention of the CPU.
     """
     counter = FlopCounterMode(display=False)
+    counter.flop_registry = {name: partial(count_products, it) for name, it in counter.flop_registry.items()}
     autocast = torch.autocast(device.type)
     kernel = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
-    with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, counter:
-        time_pass(model, move_batch(batch, device), autocast)
+    with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, autocast, counter:
+        compute_losses(model, move_batch(batch, device))
     return counter.get_total_flops()
+
+
+def count_products(count: Callable[..., int], *args, **options) -> int:
+    """Return the FLOP of a product, and of the one in the backward pass for each of its factors that needs a gradient.
+
+    :param count: the counter's function for this product, or for attention: two products of three factors
+    """
+    needed = sum(torch.is_tensor(it) and it.dim() > 1 and it.requires_grad for it in args)
+    return count(*args, **options) * (1 + min(needed, 2))
 
 
 def stretch_batch(batch: Batch, rows: int) -> Batch:
