@@ -113,11 +113,9 @@ def main(*groups) -> None:
     with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < final_epoch:
             feed.begin_epoch(epoch)
-            batches = list(islice(feed, args.gradient_accumulation_steps))
-            if not ranks.all_continue(len(batches) == args.gradient_accumulation_steps):
+            loss = accumulate_gradients(worker, ranks, feed, args, device, autocast, scaler)
+            if not ranks.all_continue(loss is not None):
                 break
-            labels_per_batch = ranks.average_number(count_labels(batches) / len(batches))
-            loss = accumulate_gradients(worker, batches, labels_per_batch, device, autocast, scaler)
             loss = ranks.average_gradients(model, loss)
             if ranks.is_main:
                 scaler.unscale_(optimizer)
@@ -141,15 +139,18 @@ def main(*groups) -> None:
         raise SystemExit(ranks.exit_code or not is_saved)
 
 
-def accumulate_gradients(model, batches, labels_per_batch, device, autocast, scaler) -> torch.Tensor:
-    """Run one step's forward and backward passes, in which all labels weigh the same; return the mean loss."""
-    mean_loss = torch.zeros((), device=device)
-    for batch in batches:
+def accumulate_gradients(model, ranks, feed, args, device, autocast, scaler) -> torch.Tensor | None:
+    """Run one step's forward and backward passes; return the mean loss on the device, or None if it is time to stop."""
+    count = args.gradient_accumulation_steps
+    batches = list(islice(feed, count))
+    labels_per_batch = ranks.average_number(count_labels(batches) / count)  # so all labels of the step weigh the same
+    losses = []
+    for batch in ranks.align(batches):
         with autocast:
-            loss = compute_losses(model, move_batch(batch, device), labels_per_batch)["loss"] / len(batches)
+            loss = compute_losses(model, move_batch(batch, device), labels_per_batch)["loss"] / count
         scaler.scale(loss).backward()
-        mean_loss += loss.detach()
-    return mean_loss
+        losses.append(loss.detach())
+    return sum(losses) if len(losses) == count else None
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from rows import make_model_batch
 from safetensors.torch import load_file
 from swarms import TINY, Swarm, flags, history
 
-from arguments import ModelArguments
+from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
 from run_trainer import accumulate_gradients
-from text.batches import count_labels
+from training.ranks import RankGroup
 
 
 def run(program: str, *arguments: object) -> CompletedProcess:
@@ -69,13 +69,14 @@ def test_gradient_is_independent_of_batch_size(config):
     """The rows have different numbers of labels, as answers in conversations."""
     model = make_model(ModelArguments(f"configs/{config}.json"), 300).eval()
     rows = make_model_batch()
+    device = torch.device("cpu")
     results = []
     for size in (1, 2, 4):
         model.zero_grad()
         batches = [{name: tensor[start : start + size] for name, tensor in rows.items()} for start in range(0, 4, size)]
-        labels = count_labels(batches) / len(batches)
-        options = torch.device("cpu"), contextlib.nullcontext(), torch.amp.GradScaler("cpu", enabled=False)
-        loss = accumulate_gradients(model, batches, labels, *options)
+        args = TrainerArguments(device="cpu", gradient_accumulation_steps=len(batches))
+        options = device, contextlib.nullcontext(), torch.amp.GradScaler("cpu", enabled=False)
+        loss = accumulate_gradients(model, RankGroup(0, [device]), iter(batches), args, *options)
         results.append([loss, *[param.grad for param in model.parameters()]])
     for result in results[:2]:
         torch.testing.assert_close(result, results[2], rtol=1e-4, atol=1e-6)

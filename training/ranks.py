@@ -11,6 +11,7 @@ and are closed when a process ends. GPUs exchange gradients and weights by NCCL 
 
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import shutil
@@ -149,6 +150,10 @@ class RankGroup:
         """Return the model for this rank's passes: the model itself. Call this before it moves to a device."""
         return model
 
+    def align(self, batches: Iterable) -> Iterator:
+        """Yield the batches that this rank may begin to compute, until a stop request."""
+        return itertools.takewhile(lambda _: not STOP_REQUESTED.is_set(), batches)
+
     def broadcast(self, value: object = None) -> object:
         """Return the value of rank 0 on all ranks."""
         values = [value]
@@ -167,6 +172,11 @@ class RankGroup:
 
     def all_continue(self, goes_on: bool) -> bool:
         """Return whether all ranks continue."""
+        if self.count == 1:
+            return goes_on
+        if self.device.type == "cuda" and type(self) is RankGroup:
+            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout; shards wait for NCCL
+            torch.cuda.current_stream(self.device).synchronize()
         return self.average_number(float(goes_on)) == 1
 
     @torch.no_grad()
@@ -181,10 +191,6 @@ class RankGroup:
 
     def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
         """Replace the model's gradients by their means over the ranks, and return the mean of the loss."""
-        if self.count > 1 and self.device.type == "cuda":
-            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout
-            torch.cuda.current_stream(self.device).synchronize()
-            self.all_continue(True)
         self.average([*list_gradients(model), loss])
         return loss
 
@@ -268,6 +274,12 @@ class ShardedRankGroup(RankGroup):
                 fully_shard(module, mesh=mesh)
         self.shards = list_trained(worker)
         return worker
+
+    def align(self, batches: Iterable) -> Iterator:
+        """Yield batches as long as all ranks have one, because each pass needs all ranks."""
+        batches = super().align(batches)
+        while self.all_continue((batch := next(batches, None)) is not None):
+            yield batch
 
     @torch.no_grad()
     def average_gradients(self, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:

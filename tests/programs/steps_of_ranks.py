@@ -6,7 +6,6 @@ ones rank 0 takes a nap, as in a long round, and the other one waits for it.
 
 import contextlib
 import copy
-import itertools
 import os
 import sys
 import time
@@ -19,7 +18,6 @@ from common.signals import terminate_process_tree
 from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
 from run_trainer import accumulate_gradients
-from text.batches import count_labels
 from training.ranks import NUMBER_VARIABLE, RankGroup, ShardedRankGroup, join_ranks
 
 torch.set_num_threads(1)
@@ -44,11 +42,10 @@ def train(ranks: RankGroup, model: torch.nn.Module, is_sharded: bool) -> dict:
     feed, optimizer = iter(batches[ranks.number :: ranks.count]), torch.optim.SGD(model.parameters(), lr=0.1)
     worker = ranks.distribute(model)
     told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
+    args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
     epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
     while epoch < 3:
-        step = list(itertools.islice(feed, 2))
-        labels = ranks.average_number(count_labels(step) / 2)
-        loss = accumulate_gradients(worker, step, labels, device, autocast, scaler)
+        loss = accumulate_gradients(worker, ranks, feed, args, device, autocast, scaler)
         assert ranks.all_continue(True)
         loss = ranks.average_gradients(model, loss)
         losses.append(loss.item())
@@ -72,9 +69,10 @@ for kind in kinds:
     torch.save(train(ranks, copy.deepcopy(reference), is_sharded), f"{folder}/{kind}{ranks.number}.pt")
 assert not first.all_continue(first.number != 1)  # one rank that stops is enough
 if first.number == 0:
-    optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
-    for step in (batches[:4], batches[4:8], batches[8:]):
-        losses.append(accumulate_gradients(reference, step, count_labels(step) / 4, device, autocast, scaler).item())
+    feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
+    optimizer, losses, alone = torch.optim.SGD(reference.parameters(), lr=0.1), [], RankGroup(0, [device])
+    for _ in range(3):
+        losses.append(accumulate_gradients(reference, alone, feed, args, device, autocast, scaler).item())
         optimizer.step()
         optimizer.zero_grad()
     torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, f"{folder}/alone.pt")
