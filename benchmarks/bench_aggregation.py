@@ -60,7 +60,7 @@ def measure(numbers: int, num_offers: int, repeats: int) -> None:
     anchor, momentum, residual, update = (Numbers([torch.zeros(numbers)]) for _ in range(4))
     before = read_peak_memory()
     folder = tempfile.TemporaryDirectory()
-    store, blobs = BlobStore(folder.name, 2**40, anchor.num_blocks), []
+    store, blobs = BlobStore(folder.name, 2**40, anchor.num_blocks, 2**24, lambda *_: None), []
     for _ in range(num_offers):
         for block in range(update.num_blocks):
             update.write(block, torch.randn(update.count(block)).mul_(1e-3))

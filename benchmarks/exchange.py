@@ -26,20 +26,24 @@ import netlab
 from hivemind.p2p import PeerID
 from processes import Script, make_prefix
 
-from swarm.exchange import BlobStore, Download, Exchange, Format, plan_loads
+from swarm.exchange import BlobStore, Download, Exchange, plan_loads
 
 MILLIONS, BLOCK_BYTES = 14, 36_650  # a block of 2**20 numbers: 3 %, 2 bits
 NUM_BLOCKS = round(MILLIONS * 1e6 / 2**20)
 ROUNDS = 5
 
 
-def simulate(homes: int, aux_mbits: float, seconds: float) -> str:
+def make_store(folder: Path) -> BlobStore:
+    return BlobStore(folder, 10**9, NUM_BLOCKS, 2 * BLOCK_BYTES, lambda *_: None)
+
+
+def simulate(homes: int, aux_mbits: float, seconds: float, folder: Path) -> str:
     """Return the row of an exchange of the blobs of all homes, of which each takes the first 16."""
     peers = [PeerID(os.urandom(32)) for _ in range(homes + (aux_mbits > 0))]
     uplinks = {peer: 20.0 for peer in peers[:homes]} | {peer: aux_mbits for peer in peers[homes:]}
     sent: Counter[PeerID] = Counter()
     for owner in peers[:homes][:16]:
-        download = Download(b"", owner, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, Format(None, 2 * BLOCK_BYTES, None))
+        download = Download(b"", owner, NUM_BLOCKS * BLOCK_BYTES, make_store(folder))
         download.uplinks, download.loads = uplinks, plan_loads(uplinks, NUM_BLOCKS * BLOCK_BYTES, seconds)
         for peer in peers:
             for number in range(NUM_BLOCKS):
@@ -67,8 +71,8 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
 
     dht = DHT(maddrs, host_maddrs=[f"/ip4/{ip}/tcp/0"], start=True)
     dht.uplink.set_bandwidth(20, is_fixed=True)
-    store = BlobStore(Path(folder, f"store{number}"), 10**9, NUM_BLOCKS)
-    exchange, format = Exchange(dht, prefix, lambda *_: b"", store), Format(store, 2 * BLOCK_BYTES, lambda *_: None)
+    store = make_store(Path(folder, f"store{number}"))
+    exchange = Exchange(dht, prefix, lambda *_: b"", store)
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     for turn in range(ROUNDS):
         blob = store.add([os.urandom(BLOCK_BYTES) for _ in range(NUM_BLOCKS)])
@@ -82,7 +86,7 @@ def run_peer(ip: str, prefix: str, maddrs: list[str], folder: str, number: int) 
         futures = []
         for peer, name in offers:
             owner = PeerID.from_base58(peer)
-            futures.append(exchange.fetch(bytes.fromhex(name), owner, holders, size, format))
+            futures.append(exchange.fetch(bytes.fromhex(name), owner, holders, size, store))
         for future in futures:
             future.result(120)
         print(json.dumps({"turn": turn, "seconds": time.monotonic() - start}), flush=True)
@@ -127,7 +131,8 @@ def main() -> None:
         print("| homes | aux Mbit/s | seconds | mean | most | busiest s |\n|---|---|---|---|---|---|")
         for homes in (3, 8, 16, 32):
             for aux_mbits, seconds in ((0, 0), (100, 0), (100, 15)):
-                print(simulate(homes, aux_mbits, seconds))
+                with tempfile.TemporaryDirectory() as folder:
+                    print(simulate(homes, aux_mbits, seconds, Path(folder)))
 
 
 if __name__ == "__main__":

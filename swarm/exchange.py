@@ -29,7 +29,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind import DHT
@@ -75,13 +74,16 @@ class BlobStore:
 
     :param folder: a folder for this store only
     :param max_bytes: the limit of all files together; above it, the oldest ones are deleted
-    :param num_blocks: the number of blocks of each blob
+    :param num_blocks: the number of blocks of each blob, and the bytes of each one at most
+    :param check: raises a ValueError if a downloaded block, given its number, is invalid; runs in a thread
     """
 
-    def __init__(self, folder: str | Path, max_bytes: int, num_blocks: int):
+    def __init__(self, folder: str | Path, max_bytes: int, num_blocks: int, max_block: int, check: Callable):
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.num_blocks = num_blocks
+        self.max_block = max_block
+        self.check = check
         self._lock = threading.Lock()
         self.list_hashes = functools.lru_cache(KNOWN_BLOBS)(self._read_hashes)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -200,26 +202,16 @@ class InvalidBlobError(Exception):
     """The error that the blocks of a blob match their hashes, but are invalid: its owner has made them."""
 
 
-class Format(NamedTuple):
-    """The kind of a blob's blocks."""
-
-    store: BlobStore
-    max_bytes: int  # of a block
-    check: Callable[[bytes, int], None]  # raises a ValueError if a block, given its number, is invalid; in a thread
-
-
 class Download:
     """A blob on its way to this peer."""
 
-    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, num_blocks: int, format: Format, voters=frozenset()):
+    def __init__(self, blob: bytes, owner: PeerID, num_bytes: int, store: BlobStore, voters=frozenset()):
         self.blob = blob
         self.owner = owner
-        self.num_blocks = num_blocks
-        self.format = format
+        self.store = store
         self.voters: frozenset[PeerID] = voters  # which have the blob, and come first
-        self.num_bytes = min(num_bytes, num_blocks * format.max_bytes)
-        self.missing = set(range(num_blocks))
-        self.hashes = b""
+        self.num_bytes = min(num_bytes, store.num_blocks * store.max_block)
+        self.missing = set(range(store.num_blocks))
         #: the Mbit/s of each holder, and the copies of a blob that it should send
         self.uplinks: dict[PeerID, float] = {}
         self.loads: dict[PeerID, float] = {}
@@ -230,7 +222,7 @@ class Download:
         """Return the peers from which this one may fetch a block, the best one first. Two clients cannot connect."""
         rank = sum(peer.to_bytes() < self.owner.to_bytes() for peer in self.uplinks)
         # over all blobs of a round, the positions are spread evenly
-        position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.num_blocks
+        position = (number + (rank + 0.5) / (len(self.uplinks) + 1)) / self.store.num_blocks
         others = sorted(self.uplinks, key=lambda peer: hash((id(self), peer)))  # for all blocks, to need few streams
         sources = *self.voters, choose_source(self.owner, position, self.loads), self.owner, *others, *self.clients
         return [it for it in dict.fromkeys(sources) if it != own_id and (own_id in self.uplinks or it in self.uplinks)]
@@ -427,9 +419,9 @@ class Exchange:
     # --- fetching
 
     def fetch(
-        self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, format: Format, seconds=0.0, voters=()
+        self, blob: bytes, owner: PeerID, holders: Mapping, num_bytes: int, store: BlobStore, seconds=0.0, voters=()
     ) -> Future[None]:
-        """Fetch a blob into the store. The future fails with an InvalidBlobError if its owner has made an invalid one,
+        """Fetch a blob into a store. The future fails with an InvalidBlobError if its owner has made an invalid one,
         with a SwarmError if the disk is full, and with a TimeoutError if no holder has the whole blob in time.
 
         :param holders: the Mbit/s of all peers that accept connections and fetch or hold this blob, with this peer and
@@ -438,31 +430,30 @@ class Exchange:
         :param seconds: the time that the exchange of all blobs may take; with more time, slow uplinks send less
         :param voters: peers that have the whole blob; with new ones, a running download starts again
         """
-        fetching = self._fetch(blob, owner, holders, num_bytes, format, seconds, frozenset(voters))
+        fetching = self._fetch(blob, owner, holders, num_bytes, store, seconds, frozenset(voters))
         return asyncio.run_coroutine_threadsafe(fetching, self._loop)
 
-    async def _fetch(self, blob, owner, holders, num_bytes, format, seconds, voters) -> None:
-        if format.store.has(blob):
+    async def _fetch(self, blob, owner, holders, num_bytes, store, seconds, voters) -> None:
+        if store.has(blob):
             return
         download = before = self._downloads.get(blob)
         if not before or not voters <= before.voters:
-            download = self._downloads[blob] = Download(blob, owner, num_bytes, self.num_blocks, format, voters)
+            download = self._downloads[blob] = Download(blob, owner, num_bytes, store, voters)
             if before:
                 before.task.cancel()
                 download.missing = before.missing
-                download.hashes = before.hashes
             download.task = asyncio.create_task(self._download(download))
         download.uplinks |= {peer: mbits for peer, mbits in holders.items() if mbits is not None}
         download.clients |= holders.keys() - download.uplinks.keys()
         download.loads = plan_loads(download.uplinks, download.num_bytes, seconds)
         await asyncio.shield(download.task)
 
-    def keep(self, blobs: frozenset[bytes], format: Format) -> None:
-        """Cancel the downloads of all other blobs of this format."""
-        asyncio.run_coroutine_threadsafe(self._keep(blobs, format), self._loop)
+    def keep(self, blobs: frozenset[bytes], store: BlobStore) -> None:
+        """Cancel the downloads of all other blobs into this store."""
+        asyncio.run_coroutine_threadsafe(self._keep(blobs, store), self._loop)
 
-    async def _keep(self, blobs, format) -> None:  # like `_fetch`, a coroutine, because they must run in their order
-        for download in [it for it in self._downloads.values() if it.format is format and it.blob not in blobs]:
+    async def _keep(self, blobs, store) -> None:  # like `_fetch`, a coroutine, because they must run in their order
+        for download in [it for it in self._downloads.values() if it.store is store and it.blob not in blobs]:
             del self._downloads[download.blob]
             download.task.cancel()
 
@@ -515,7 +506,7 @@ class Exchange:
         while wanted:
             number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
             expected = wanted & {HASHES} or wanted  # the hashes come first
-            if number not in expected or size > max(download.format.max_bytes, HASH_BYTES * self.num_blocks):
+            if number not in expected or size > max(download.store.max_block, HASH_BYTES * self.num_blocks):
                 raise ValueError(f"it has sent block {number} of {size} bytes")
             data = await reader.readexactly(size)
             self.uplink.count_received(size)
@@ -528,17 +519,15 @@ class Exchange:
 
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
-        store = download.format.store
-        name = download.blob if number == HASHES else download.hashes[number * HASH_BYTES :][:HASH_BYTES]
+        store = download.store
+        name = download.blob if number == HASHES else store.list_hashes(download.blob)[number]
         if hashlib.sha256(data).digest() != name:
             raise ValueError("its data has another hash")
         try:
             if number != HASHES:
-                download.format.check(data, number)
+                store.check(data, number)
             elif len(data) != HASH_BYTES * self.num_blocks:
                 raise ValueError(f"the blob has {len(data) / HASH_BYTES:g} blocks instead of {self.num_blocks}")
-            else:
-                download.hashes = data
         except ValueError as e:
             raise InvalidBlobError(str(e)) from None
         try:

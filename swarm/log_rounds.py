@@ -35,7 +35,7 @@ from common.files import write_file
 from common.signals import STOP_REQUESTED
 from swarm import SwarmError, logger
 from swarm.aggregation import BLOCK, Numbers, check_block
-from swarm.exchange import MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, Format, InvalidBlobError
+from swarm.exchange import MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, InvalidBlobError
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
 from swarm.progress import PeerTracker
@@ -138,12 +138,12 @@ class LogRounds:
         self._memory_file = folder / "votes"
         self.numbers = numbers
         count = numbers.count
-        size = MIN_STORE_BYTES + 5 * numbers.total
-        self.store = BlobStore(folder / "blobs" / "updates", size, numbers.num_blocks)
-        self.anchors = BlobStore(folder / "blobs" / "anchors", size, numbers.num_blocks)
-        max_bytes = int(1.5 * codec.estimate_bytes(BLOCK))
-        self._update_format = Format(self.store, max_bytes, lambda it, i: check_block(it, count(i), codec))
-        self._anchor_format = Format(self.anchors, 4 * BLOCK, lambda it, i: np.frombuffer(it, "<f4").reshape(count(i)))
+        sizes = MIN_STORE_BYTES + 5 * numbers.total, numbers.num_blocks
+        limit = int(1.5 * codec.estimate_bytes(BLOCK))
+        self.store = BlobStore(folder / "blobs/updates", *sizes, limit, lambda it, i: check_block(it, count(i), codec))
+        self.anchors = BlobStore(
+            folder / "blobs/anchors", *sizes, 4 * BLOCK, lambda it, i: np.frombuffer(it, "<f4").reshape(count(i))
+        )
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._is_ending = threading.Event()
@@ -284,7 +284,7 @@ class LogRounds:
         self.exchange.participants = self.exchange.urgent = frozenset(map(PeerID, members))
         peers = members if self.can_call(leader) else [*self.helpers, self.identity.peer]  # it leads only clients
         holders = {PeerID(it): MIN_MBITS if it == leader else 200.0 for it in filter(self.can_call, peers)}
-        return self.exchange.fetch(blob, PeerID(leader), holders, 4 * self.numbers.total, self._anchor_format)
+        return self.exchange.fetch(blob, PeerID(leader), holders, 4 * self.numbers.total, self.anchors)
 
     def leave(self) -> None:
         """Tell the others, once, that this peer leaves, and serve the updates that they lack for the last commit."""
@@ -354,7 +354,7 @@ class LogRounds:
                 self._unsaved = b"" if write_file(self._memory_file, self.log_id + content) else self.log.state.head
             elif kind == "fetch":
                 self._fetch(content, peers)
-        self.exchange.keep(frozenset(self.log.fetching), self._update_format)
+        self.exchange.keep(frozenset(self.log.fetching), self.store)
         self._wake.set()
 
     def _list_participants(self) -> set[bytes]:
@@ -489,7 +489,7 @@ class LogRounds:
         if self.accepts_connections:
             holders[self.dht.peer_id] = self.dht.uplink.mbits or 0.0
         seconds = EXCHANGE_SHARE * self.dht.uplink.timeouts.epoch_seconds
-        options = offer.num_bytes, self._update_format, seconds, map(PeerID, voters)
+        options = offer.num_bytes, self.store, seconds, map(PeerID, voters)
         self._when_done(self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options), self._take_blob, offer)
 
     def _compute_timeout(self, num_bytes: int = 0) -> float:

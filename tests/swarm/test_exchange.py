@@ -19,7 +19,7 @@ from processes import LOOPBACK, make_prefix, wait_until
 import swarm.exchange
 from swarm import SwarmError
 from swarm.dht import DHT
-from swarm.exchange import REQUEST, BlobStore, Download, Exchange, Format, InvalidBlobError, choose_source, plan_loads
+from swarm.exchange import REQUEST, BlobStore, Download, Exchange, InvalidBlobError, choose_source, plan_loads
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 20_000
 INVALID = b"invalid"
@@ -30,7 +30,8 @@ def check_block(data: bytes, number: int) -> None:
         raise ValueError(f"block {number}")
 
 
-FORMAT = Format(None, 2 * BLOCK_BYTES, check_block)
+def make_store(folder: Path, max_bytes: int = 10**8, check=check_block) -> BlobStore:
+    return BlobStore(folder, max_bytes, NUM_BLOCKS, 2 * BLOCK_BYTES, check)
 
 
 def find_hashes(store: BlobStore, blob: bytes) -> Path:
@@ -65,7 +66,7 @@ def start(dhts, tmp_path):
     prefix, started = make_prefix(), []
 
     def start_exchange(dht: DHT) -> Exchange:
-        store = BlobStore(tmp_path / str(len(started)), 10**8, NUM_BLOCKS)
+        store = make_store(tmp_path / str(len(started)))
         exchange = Exchange(dht, prefix, lambda _, message: b"0 " + message, store)
         started.append(exchange)
         for other in started:
@@ -94,9 +95,7 @@ def connect(*exchanges: Exchange) -> None:
 def request(exchange: Exchange, blob: bytes, owner: Exchange, holders: dict[Exchange, float | None]) -> Future:
     """Begin to fetch a blob from these holders with their Mbit/s."""
     mbits = {holder.peer_id: number for holder, number in holders.items()}
-    return exchange.fetch(
-        blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, FORMAT._replace(store=exchange.stores[0])
-    )
+    return exchange.fetch(blob, owner.peer_id, mbits, NUM_BLOCKS * BLOCK_BYTES, exchange.stores[0])
 
 
 def fetch(exchange: Exchange, blob: bytes, owner: Exchange, *holders: Exchange) -> None:
@@ -128,11 +127,7 @@ def test_voters_replace_source_that_stalls(exchanges, monkeypatch):
     waiting = request(client, blob, owner, {owner: 20.0})
     with pytest.raises(TimeoutError):
         waiting.result(1.0)
-    options = (
-        {owner.peer_id: 20.0, voter.peer_id: 0.1},
-        NUM_BLOCKS * BLOCK_BYTES,
-        FORMAT._replace(store=client.stores[0]),
-    )
+    options = {owner.peer_id: 20.0, voter.peer_id: 0.1}, NUM_BLOCKS * BLOCK_BYTES, client.stores[0]
     client.fetch(blob, owner.peer_id, *options, voters=frozenset({voter.peer_id})).result(30)
     assert waiting.cancelled() and list(client.stores[0].open(blob)) == blocks
 
@@ -154,7 +149,7 @@ def test_fetch_from_faulty_relay_uses_owner(exchanges, monkeypatch, fault):
     elif fault == "dripping":
         relay._send_block = drip
     else:
-        relay.stores = (store := BlobStore(relay.stores[0].folder, 10**8, NUM_BLOCKS),)
+        relay.stores = (store := make_store(relay.stores[0].folder),)
         hashes = store.get(blob)
         store.get = lambda name, _=0: hashes if name == blob else bytes(BLOCK_BYTES)
     begin = time.monotonic()
@@ -196,9 +191,9 @@ def test_slow_relay_is_replaced_by_owner(exchanges, monkeypatch):
         ([0.5, *[200.0] * 7], 1, 0.5),  # the first state of a log, in which no claims count
     ],
 )
-def test_relay_needs_quarter_of_owner_rate(uplinks, source, mbits):
+def test_relay_needs_quarter_of_owner_rate(tmp_path, uplinks, source, mbits):
     peers = [PeerID(bytes([number])) for number in range(len(uplinks))]
-    download = Download(bytes(32), peers[0], NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, FORMAT)
+    download = Download(bytes(32), peers[0], NUM_BLOCKS * BLOCK_BYTES, make_store(tmp_path))
     download.uplinks = dict(zip(peers, uplinks, strict=True))
     assert download.find_least_mbits(peers[source]) == mbits
 
@@ -348,13 +343,12 @@ def test_answers_to_others_than_voters_are_not_urgent(exchanges):
         one.urgent = frozenset([two.peer_id])
 
 
-def test_unwanted_downloads_end_and_may_begin_again(exchanges):
+def test_unwanted_downloads_end_and_may_begin_again(exchanges, tmp_path):
     exchange, owner, _ = exchanges
-    blobs, own = [bytes([number]) * 32 for number in range(4)], FORMAT._replace(store=exchange.stores[0])
-    other = own._replace(max_bytes=2 * FORMAT.max_bytes)
+    blobs, own, other = [bytes([it]) * 32 for it in range(4)], exchange.stores[0], make_store(tmp_path / "other")
 
-    def fetch(blob: bytes, format=own):
-        return exchange.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, 1, format)
+    def fetch(blob: bytes, store=own):
+        return exchange.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, 1, store)
 
     futures = [fetch(blobs[0], other), *map(fetch, blobs[1:])]
     wait_until(lambda: len(exchange._downloads) == 4, 20, "the start of the downloads")
@@ -372,10 +366,10 @@ def list_sockets() -> set[str]:
 
 
 def test_shutdown_leaves_nothing(dhts, tmp_path):
-    sockets, count, store = list_sockets(), count_files(), BlobStore(tmp_path / "store", 10**7, NUM_BLOCKS)
+    sockets, count, store = list_sockets(), count_files(), make_store(tmp_path / "store")
     exchange = Exchange(dhts[0], make_prefix(), lambda *_: b"", store)
     peer = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
-    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, FORMAT._replace(store=store))
+    future = exchange.fetch(bytes(32), peer, {peer: 20.0}, BLOCK_BYTES, store)
     wait_until(lambda: exchange._downloads, 20, "the start of the download")
     own = list_sockets() - sockets
     exchange.shutdown()
@@ -387,7 +381,7 @@ def test_shutdown_leaves_nothing(dhts, tmp_path):
 def test_store_reads_hashes_of_blobs_once(tmp_path):
     """The log asks for all blobs of an epoch at each message, which read 15 files. And a stranger that requests an
     anchor's blocks by their names would fill the cache of hashes with gigabytes."""
-    store = BlobStore(tmp_path, 10**7, NUM_BLOCKS)
+    store = make_store(tmp_path)
     blob = store.add(make_blocks())
     hashes = store.list_hashes(blob)
     find_hashes(store, blob).unlink()
@@ -403,9 +397,9 @@ def test_blob_counts_only_blocks_checked_at_their_place(exchanges):
     owner, client, _ = exchanges
     first = os.urandom(BLOCK_BYTES)  # invalid at the last place, as a whole block of an update is
     blob = owner.stores[0].add([first] * NUM_BLOCKS)
-    format = Format(client.stores[0], 2 * BLOCK_BYTES, lambda data, number: check_block(INVALID * (number > 0), 0))
+    client.stores[0].check = lambda data, number: check_block(INVALID * (number > 0), 0)
     with pytest.raises(InvalidBlobError):
-        client.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, BLOCK_BYTES, format).result(60)
+        client.fetch(blob, owner.peer_id, {owner.peer_id: 20.0}, BLOCK_BYTES, client.stores[0]).result(60)
     client.stores[0].put(owner.stores[0].get(blob))
     client.stores[0].put(first, 0)
     assert owner.stores[0].has(blob) and not client.stores[0].has(blob)
@@ -415,7 +409,7 @@ def test_offered_id_of_first_state_hides_no_block(exchanges, tmp_path):
     """A malicious update may have the id of a blob of another format, so that the hashes are in both stores."""
     owner, client, _ = exchanges
     blob = owner.stores[0].add(blocks := make_blocks())
-    owner.stores = BlobStore(tmp_path / "updates", 10**7, NUM_BLOCKS), *owner.stores
+    owner.stores = make_store(tmp_path / "updates"), *owner.stores
     owner.stores[0].put(owner.stores[1].get(blob))
     fetch(client, blob, owner, owner)
     assert list(client.stores[0].open(blob)) == blocks
@@ -437,15 +431,15 @@ def test_few_peers_leave_messages_to_another(exchanges):
 
 
 def test_store_keeps_newest_and_drops_damaged(tmp_path):
-    store = BlobStore(tmp_path, 3 * NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
+    store = make_store(tmp_path, 3 * NUM_BLOCKS * BLOCK_BYTES)
     blobs = [store.add(make_blocks()) for _ in range(5)]
-    assert not store.has(blobs[0]) and store.has(blobs[-1]) and BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-1])
+    assert not store.has(blobs[0]) and store.has(blobs[-1]) and make_store(tmp_path).has(blobs[-1])
     (tmp_path / f"0 {store.list_hashes(blobs[-1])[0].hex()}").write_bytes(b"damaged")
     with pytest.raises(KeyError):
         list(store.open(blobs[-1]))
     assert not store.has(blobs[-1]) and store.has(blobs[-2])
     find_hashes(store, blobs[-2]).write_bytes(b"")  # the power failed
-    assert not BlobStore(tmp_path, 10**7, NUM_BLOCKS).has(blobs[-2])
+    assert not make_store(tmp_path).has(blobs[-2])
 
 
 def test_relays_share_blob_of_one_owner():

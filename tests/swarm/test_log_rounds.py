@@ -40,7 +40,7 @@ def run_rounds(folder: Path, *answers: Callable, numbers=9) -> Iterator[tuple[Lo
         stack.callback(tracker.shutdown)
         exchanges = {}
         for dht, answer in zip(others, answers, strict=True):
-            exchange = Exchange(dht, "run", answer, BlobStore(folder / f"{dht.peer_id}", 10**6, 1))
+            exchange = Exchange(dht, "run", answer, BlobStore(folder / f"{dht.peer_id}", 10**6, 1, 10**6, None))
             stack.callback(exchange.shutdown)
             exchanges[dht.peer_id.to_bytes()] = exchange
         rounds = LogRounds(tracker, Numbers([torch.zeros(numbers)]), TopKCompression(0.03), folder)
