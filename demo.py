@@ -8,7 +8,7 @@ peer averages for them. With --config_path configs/lean-demo.json they train a L
 causal model, by Muon. The demo only starts the project's scripts and reads their output. It prints each command, and
 you can run it yourself. It ends after two to three minutes on two cores. All files are in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 2: a flag
-is wrong; 130: Ctrl-C.
+is wrong; 130: Ctrl-C, which leaves no process.
 """
 
 import argparse
@@ -23,12 +23,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
-from common.console import UserError, format_clock, format_epoch
+from common.console import UserError, clean_end, format_clock, format_epoch
 from common.files import lock_folder, read_json_lines
+from common.signals import LAST_ACT
 
 ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
@@ -57,7 +57,7 @@ STALL_LIMIT = 180.0  # seconds; the demo fails after this time without a new epo
 # the first peer's output about joining, and about its status page
 JOIN = r"--initial_peers .+$"
 PAGE = r"status page: http://\S+:(\d+)/"
-STOP_LIMIT = 20.0  # seconds; time for scripts to stop after Ctrl-C
+STOP_LIMIT = 20.0  # seconds; time for the first peer to stop after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6
 
@@ -67,11 +67,10 @@ class DemoError(Exception):
 
 
 class Scripts:
-    """The running scripts, each with its own session and log. They stop when the block ends."""
+    """The running scripts, each with its own session and log. `clean_end` ends those that still run."""
 
-    def __init__(self, output_dir: Path, stop: threading.Event):
+    def __init__(self, output_dir: Path):
         self.output_dir = output_dir
-        self.stop = stop
         self.running: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str, what: str, command: str, is_shown: bool = True, **environment: str) -> None:
@@ -80,14 +79,14 @@ class Scripts:
         if is_shown:
             words = [*map("=".join, environment.items()), os.path.relpath(sys.executable), command]
             print("  " + " \\\n      ".join(textwrap.wrap(" ".join(words), 105, break_on_hyphens=False)), flush=True)
-        with open(self.log(name), "w") as log:
+        with open(self.log(name), "w") as log, LAST_ACT:  # a signal waits until the script is a process
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C of a terminal reaches only the demo, which forwards it
+                start_new_session=True,  # Ctrl-C of a terminal reaches only the demo
             )
 
     def log(self, name: str) -> Path:
@@ -96,18 +95,13 @@ class Scripts:
 
     def has_ended(self, name: str) -> bool:
         """Return whether the script has ended; raise a DemoError if it failed."""
-        code = self.running[name].poll()
+        with LAST_ACT:  # a script that a signal to the demo ends has not failed
+            code = self.running[name].poll()
         if code:
             lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["(it printed nothing)"]
             how = f"with exit code {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
             raise DemoError(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
         return code == 0
-
-    def pause(self, seconds: float) -> None:
-        """Wait. Only here Ctrl-C takes effect, so that it cannot interrupt the start of a script."""
-        if self.stop.wait(seconds):
-            print("\nstopping", flush=True)
-            raise KeyboardInterrupt
 
     def wait(self, name: str, seconds: float) -> None:
         """Wait until the script has ended."""
@@ -115,27 +109,12 @@ class Scripts:
         while not self.has_ended(name):
             if time.monotonic() > deadline:
                 raise DemoError(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
-            self.pause(0.1)
+            time.sleep(0.1)
 
     def interrupt(self, name: str) -> None:
         """Send Ctrl-C to the script and to its child processes, as a terminal does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.running[name].pid, signal.SIGINT)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        for name, process in self.running.items():
-            if process.poll() is None:
-                self.interrupt(name)
-        deadline = time.monotonic() + STOP_LIMIT
-        for process in self.running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also stops child processes of a crashed script
-            process.wait()
 
 
 def clear_folder(folder: Path) -> None:
@@ -164,7 +143,7 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
             raise DemoError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
-        scripts.pause(0.1)
+        time.sleep(0.1)
         text = scripts.log("monitor").read_text()
     join, page = found
     print(f"\nThe status page, until the run ends: http://127.0.0.1:{page[1]}")
@@ -190,7 +169,7 @@ def watch(scripts: Scripts, metrics_file: Path, start_time: float) -> None:
         if time.monotonic() - last_change > STALL_LIMIT:
             logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
             raise DemoError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
-        scripts.pause(0.5)
+        time.sleep(0.5)
 
 
 def report(output_dir: Path, epochs: int) -> None:
@@ -235,7 +214,7 @@ def report(output_dir: Path, epochs: int) -> None:
         raise DemoError(f"the model has not learned more than word frequencies, see {logs}")
 
 
-def run(args: argparse.Namespace, stop: threading.Event) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run the demo; raise a DemoError if it fails, and a UserError if it cannot begin."""
     start_time = time.monotonic()
     output_dir = Path(args.output_dir)
@@ -244,57 +223,50 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
     is_causal = args.config_path == CAUSAL
     lock_folder("--output_dir", output_dir)
     clear_folder(output_dir)
-    with Scripts(output_dir, stop) as scripts:
-        epochs = 96 if is_causal else 128
-        data_flags = tokenize(scripts, output_dir / "data", is_causal)
-        shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
-        what = "Start the monitor, the first peer of the run"
-        command = MONITOR
-        trainer = f"{TRAINER} {shape}"
-        if args.clients:
-            what = "Start an auxiliary peer, which averages for peers that accept no connection"
-            command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
-            trainer = f"{TRAINER} --client_mode {shape}"
-        if is_causal:
-            command, trainer = (words.replace(ADAMW, MUON) for words in (command, trainer))
-        initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
-        for name in TRAINERS:
-            folder = shlex.quote(str(output_dir / name))
-            is_first = name == TRAINERS[0]
-            what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
-            command = f"{trainer} {data_flags} --output_dir {folder} {initial_peers}"
-            scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
-        parts = "the next word" if is_causal else "masked words plus that of sentence order (0.69 by guessing)"
-        print(f"\nProgress of the training; the loss is that of {parts}:")
-        watch(scripts, output_dir / "monitor" / "metrics.jsonl", start_time)
-        scripts.interrupt("monitor")
-        scripts.wait("monitor", STOP_LIMIT)
-        print(f"took {format_clock(time.monotonic() - start_time)}\n")
-        report(output_dir, epochs)
+    scripts = Scripts(output_dir)
+    epochs = 96 if is_causal else 128
+    data_flags = tokenize(scripts, output_dir / "data", is_causal)
+    shape = f"--config_path {shlex.quote(args.config_path)} --total_steps {epochs}"
+    what = "Start the monitor, the first peer of the run"
+    command = MONITOR
+    trainer = f"{TRAINER} {shape}"
+    if args.clients:
+        what = "Start an auxiliary peer, which averages for peers that accept no connection"
+        command = f"{AUX_PEER} {shape} {re.search(r'--tokenizer_path .+', data_flags).group()}"
+        trainer = f"{TRAINER} --client_mode {shape}"
+    if is_causal:
+        command, trainer = (words.replace(ADAMW, MUON) for words in (command, trainer))
+    initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
+    for name in TRAINERS:
+        folder = shlex.quote(str(output_dir / name))
+        is_first = name == TRAINERS[0]
+        what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
+        command = f"{trainer} {data_flags} --output_dir {folder} {initial_peers}"
+        scripts.start(name, what, command, is_first, **TRAINER_ENVIRONMENT)
+    parts = "the next word" if is_causal else "masked words plus that of sentence order (0.69 by guessing)"
+    print(f"\nProgress of the training; the loss is that of {parts}:")
+    watch(scripts, output_dir / "monitor" / "metrics.jsonl", start_time)
+    scripts.interrupt("monitor")
+    scripts.wait("monitor", STOP_LIMIT)
+    print(f"took {format_clock(time.monotonic() - start_time)}\n")
+    report(output_dir, epochs)
 
 
-def main() -> int:
-    """Parse the flags, run the demo and return its exit code."""
+def main() -> None:
+    """Parse the flags and run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
     parser.add_argument("--config_path", default=CONFIGS[0], help=f"the model: {', '.join(CONFIGS)}")
     parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
     os.chdir(ROOT)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda *_: stop.set())
     try:
-        run(args, stop)
-    except KeyboardInterrupt:
-        print("stopped, no process is left", flush=True)
-        return 130
-    except (DemoError, UserError) as e:
+        run(args)
+    except DemoError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2 if isinstance(e, UserError) else 1
-    return 0
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with clean_end(interrupted="the same command starts again"):
+        main()

@@ -83,8 +83,8 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clean_end(interrupted: str | None = None) -> Iterator[None]:
-    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread: with code 0
-    after success, 1 after an exception, and 2 after a user error; after a signal, see `edge`."""
+    """Run a script's main() and then exit, together with all child processes, also after an exception in any thread:
+    with code 0 after success, 1 after an exception, and 2 after a user error; after a signal, see `edge`."""
 
     def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         LAST_ACT.acquire()
