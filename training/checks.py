@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from transformers import PreTrainedModel
 
 from arguments import TrainerArguments
 from common.console import UserError, format_bytes, format_count, name_flags
@@ -43,12 +44,10 @@ class Check:
         return line if self.level == "ok" or not self.hint else f"{line}\n{'':24}-> {self.hint}"
 
 
-def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1, frozen: int = 0) -> list[Check]:
-    """Run the checks that take no time.
-
-    :param parameters: the number of those that are trained
-    :param frozen: the bytes of all others, as those below adapters
-    """
+def check_machine(model: PreTrainedModel, args: TrainerArguments, local_steps: int) -> list[Check]:
+    """Run the checks that take no time, for this model."""
+    parameters = model.num_parameters(only_trainable=True)
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)  # as those below adapters
     files = raise_file_limit()
     message = f"{files:,} at most" if files < math.inf else "no limit"
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
@@ -72,20 +71,9 @@ def check_machine(parameters: int, args: TrainerArguments, local_steps: int = 1,
     return checks
 
 
-def check_model(model, args: TrainerArguments, local_steps: int) -> list[Check]:
-    """Run the checks that take no time, for this model."""
-    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-    return check_machine(model.num_parameters(only_trainable=True), args, local_steps, frozen)
-
-
-def check_disk(
-    folder: str, parameters: int, kept: int, of_state: int = STATE_BYTES_PER_PARAMETER, frozen: int = 0
-) -> Check:
-    """Check the free space for the model and `kept` training states; less than one of them is fatal.
-
-    :param of_state: the bytes of a state per parameter
-    :param frozen: the bytes of other weights in each of them, see `check_machine`
-    """
+def check_disk(folder: str, parameters: int, kept: int, of_state: int, frozen: int) -> Check:
+    """Check the free space for the model and `kept` training states, each with `of_state` bytes per trained parameter
+    and `frozen` bytes of other weights; less than one of them is fatal."""
     # one more than are kept may be in the making
     one, needed = ((of_state * states + 4) * parameters + (states + 1) * frozen for states in (1, kept + 1))
     path = Path(folder).absolute()
@@ -128,7 +116,7 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
     from, if any."""
     swarm, *_, averaging, data_args, args = groups
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    warn_of(check_model(model, args, averaging.local_steps))
+    warn_of(check_machine(model, args, averaging.local_steps))
     lock_folder("--output_dir", args.output_dir)
     keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
     return choose_state(args, model, swarm.experiment_prefix, tokenizer_fingerprint(tokenizer))

@@ -28,7 +28,7 @@ from swarm.reachability import find_direct_peers, find_reachability
 from swarm.uplink import Uplink
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
-from training.checks import Check, check_epoch_time, check_model, check_step_time
+from training.checks import Check, check_epoch_time, check_machine, check_step_time
 from training.devices import (
     choose_devices,
     make_trial_batch,
@@ -90,7 +90,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         show(Check("dataset", f"{size} for {name}"))
     model = make_trainable_model(model_args, args, tokenizer)
     show(Check("model", f"{model.num_parameters():,} parameters, {describe_architecture(model)}"))
-    show(*check_model(model, args, averaging.local_steps))
+    show(*check_machine(model, args, averaging.local_steps))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
 
     swarm = Swarm.join(make_swarm_config(swarm_args), membership)

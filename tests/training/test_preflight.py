@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import socket
+from types import SimpleNamespace
 
+import torch
 from mains import expect_user_error, refuse
 from processes import LOOPBACK, ROOT, run_python
 from swarms import TINY, TRAINER, flags, start_monitor, stop
@@ -23,6 +25,12 @@ from training.checks import check_disk, check_epoch_time, check_machine, check_s
 from training.preflight import check_bandwidth, check_connection
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+
+
+def make_sizes(trained: int, frozen: int = 0) -> SimpleNamespace:
+    """Return the sizes of a model: its trained parameters and the bytes of all others."""
+    others = [torch.empty(frozen, dtype=torch.uint8, device="meta")]
+    return SimpleNamespace(num_parameters=lambda only_trainable: trained, parameters=lambda: others)
 
 
 def test_preflight_compares_bandwidth_with_round():
@@ -48,15 +56,16 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     assert [check_connection(["11.0.0.1"], *facts).level for facts in seen] == ["ok", "warning", "warning", "warning"]
     assert "--client_mode" in check_connection(["11.0.0.1"], False, True).hint
     parameters = int(shutil.disk_usage("/tmp").free / (12 * 10 + 4))  # room for nine of ten states and one more
-    assert check_disk("/tmp", parameters, 10).level == "warning"
+    assert check_disk("/tmp", parameters, 10, 12, 0).level == "warning"
     args = TrainerArguments(output_dir=str(tmp_path / "not" / "there"))
     parameters = int(shutil.disk_usage(tmp_path).free / 20)  # a model takes 4 bytes, a state 12 or 24
     for size, local_steps, level in ((1000, 1, "ok"), (parameters, 1, "warning"), (parameters, 25, "fatal")):
-        assert {it.what: it.level for it in check_machine(size, args, local_steps)}["disk"] == level
-    assert [check_machine(size, args)[1].level for size in (1000, 10**14)] == ["ok", "fatal"]  # of memory
+        assert {it.what: it.level for it in check_machine(make_sizes(size), args, local_steps)}["disk"] == level
+    # of memory
+    assert [check_machine(make_sizes(size), args, 1)[1].level for size in (1000, 10**14)] == ["ok", "fatal"]
     # frozen weights have no gradients, no moments, and no copies that peers exchange
-    assert [it.level for it in check_machine(1000, args, frozen=4 * parameters)[2:]] == ["ok"] * 2
-    assert {check_machine(1000, args, frozen=10**14)[place].level for place in (1, 2)} == {"fatal"}
+    assert [it.level for it in check_machine(make_sizes(1000, 4 * parameters), args, 1)[2:]] == ["ok"] * 2
+    assert {check_machine(make_sizes(1000, 10**14), args, 1)[place].level for place in (1, 2)} == {"fatal"}
 
 
 def test_disk_check_passes_hidden_folder(tmp_path):
@@ -67,7 +76,7 @@ def test_disk_check_passes_hidden_folder(tmp_path):
     if is_root:
         os.seteuid(65534)
     try:
-        assert check_disk(str(hidden / "out"), 1000, 2).what == "disk"
+        assert check_disk(str(hidden / "out"), 1000, 2, 12, 0).what == "disk"
         with expect_user_error("--output_dir", "cannot be written"):
             make_folder("--output_dir", hidden / "out")
     finally:
@@ -77,9 +86,12 @@ def test_disk_check_passes_hidden_folder(tmp_path):
 
 def test_file_limit_is_raised_if_allowed():
     code = "import resource; from arguments import TrainerArguments; from training.checks import check_machine\n"
+    code += "from types import SimpleNamespace\n"
+    code += "model = SimpleNamespace(num_parameters=lambda only_trainable: 1, parameters=list)\n"
     code += "for hard in (resource.getrlimit(resource.RLIMIT_NOFILE)[1], 256):\n"
     code += "    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
-    code += "    print(check_machine(1, TrainerArguments())[0].level, *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    code += "    level = check_machine(model, TrainerArguments(), 1)[0].level\n"
+    code += "    print(level, *resource.getrlimit(resource.RLIMIT_NOFILE))"
     level, limit, _, *hard = run_python("-c", code, expect=0).stdout.split()
     assert level == "ok" and int(limit) >= 4096
     assert hard == ["warning", "256", "256"]
