@@ -24,6 +24,7 @@ from swarm.log_records import list_fields, unpack
 from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import MAX_BLOCKS, StateRequest
+from training.settings import check_multiaddrs
 from utils import MAX_EPOCH_GAP, LocalMetrics, filter_plausible_records, find_peer_id, make_validators
 
 FAST = settings(max_examples=100, deadline=None, database=None)
@@ -138,4 +139,6 @@ def test_status_of_others_is_read_or_refused(body):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.page_client, "fetch_page", answer)
         with contextlib.suppress(UserError):
-            assert all(maddr.startswith("/") for maddr in training.page_client.find_maddrs("example.org:80", "run"))
+            maddrs = training.page_client.find_maddrs("example.org:80", "run")
+            check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
+            assert all(maddr.startswith("/") for maddr in maddrs)

@@ -32,6 +32,7 @@ from monitoring.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, H
 from monitoring.page import MAX_VISITORS, StatusServer, TrainerPage
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
+from training.settings import discover_settings
 from utils import LocalMetrics
 
 # a volunteer's name of the most hostile kind that is accepted
@@ -155,9 +156,7 @@ def test_wrong_page_is_one_line():
         (send(b"SSH-2.0-OpenSSH_9.2\r\n"), "it answers b'SSH-2.0"),
         (send(b"HTTP/1.0 404 Not Found\r\n\r\n"), "404"),
         (page("another", LOCAL), "shows run 'another', not 'run'"),
-        (page("run", "/ip4/127.0.0.1/tcp/1"), "which is not a multiaddr"),
-        (page("run", f"{LOCAL},{LOCAL}"), "which is not a multiaddr"),
-        (page("run", {"a": 1}), "which is not a multiaddr"),
+        (page("run", "/ip4/999.0.0.1/tcp/1"), "no status page"),
         (page("run"), "accepts no connections"),
         (page("run", LOCAL, client_mode=True), "accepts no connections"),
         (send(OK, b"[1]"), "lists no multiaddrs"),
@@ -174,6 +173,12 @@ def test_wrong_page_is_one_line():
     for address, words in cases.items():
         with expect_user_error(words):
             find_maddrs(address, "run")
+
+
+def test_wrong_address_on_page_is_refused():
+    for wrong in ("/ip4/127.0.0.1/tcp/1", f"{LOCAL},{LOCAL}", f"{LOCAL}\n", "a" * 600, {"a": 1}):
+        with serve(page("run", wrong)) as address, expect_user_error("--initial_peers", "is not an address such as"):
+            discover_settings(SwarmArguments("run", initial_peers=[address]), None)
 
 
 def test_new_peer_gets_reachable_addresses():
