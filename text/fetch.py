@@ -33,7 +33,6 @@ from text.tokenizers import load_tokenizer
 
 logger = logging.getLogger("fetch")
 
-PATIENCE = 60.0  # seconds without a byte, over all attempts, before the start fails
 MAX_HEADER = 2**20  # bytes of a file's header in an archive
 HEADER_ERRORS = (RecursionError, ValueError, OverflowError)  # of nested headers, and of impossible names and times
 
@@ -54,11 +53,8 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> tuple[Pa
     return locate_dataset(fetch(path, sha256, Path(cache_dir)))
 
 
-def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE) -> Path:
-    """Return the cache's folder of the unpacked archive, after a download if necessary.
-
-    :param patience: the seconds without a byte, over all attempts, before a UserError
-    """
+def fetch(source: str, sha256: str | None, cache_dir: Path) -> Path:
+    """Return the cache's folder of the unpacked archive, after a download if necessary."""
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
     try:
@@ -67,7 +63,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
             cache_dir.mkdir(parents=True, exist_ok=True)
             with locked(folder.with_suffix(".lock")):
                 if not folder.exists():
-                    fetch_missing(source, sha256, folder, patience)
+                    fetch_missing(source, sha256, folder)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
@@ -78,13 +74,13 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     return folder
 
 
-def fetch_missing(source: str, sha256: str | None, folder: Path, patience: float) -> None:
+def fetch_missing(source: str, sha256: str | None, folder: Path) -> None:
     """Put an archive that is not in the cache there, like `fetch`."""
     file = Path(source)
     if is_url(source):
         file = folder.with_suffix(".part")
         try:
-            asyncio.run(download(source, file, patience))
+            asyncio.run(download(source, file))
         except HttpError as e:
             size = file.stat().st_size if file.exists() else 0
             more = f". The same command continues from {format_bytes(size)}" if size else ""

@@ -1,6 +1,6 @@
 """A download over HTTP that continues where an earlier one stopped, and ends if the server is too slow.
 
-python -c "from text.http import *; asyncio.run(download('https://example.org', Path('page.part'), patience=60))"
+python -c "from text.http import *; asyncio.run(download('https://example.org', Path('page.part')))"
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from common.files import read_json
 logger = logging.getLogger("http")
 
 STALL_SECONDS = 30.0  # for each piece of an answer
+PATIENCE = 60.0  # seconds without a byte, over all attempts, before a download fails; slower than LEAST_SPEED counts
 LEAST_SPEED = 1000  # bytes per second
 FIRST_DELAY = 0.5  # seconds between the first two attempts
 LONGEST_DELAY = 10.0
@@ -48,12 +49,8 @@ def check_room(folder: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-async def download(url: str, partial: Path, patience: float) -> None:
-    """Download a URL to the file `partial`; an earlier attempt or process may have begun it.
-
-    :param patience: the seconds without a byte, over all attempts, before it fails; slower than LEAST_SPEED counts
-    :raises HttpError: the file cannot be downloaded
-    """
+async def download(url: str, partial: Path) -> None:
+    """Download a URL to the file `partial`, which an earlier process may have begun, or raise an HttpError."""
     delay = FIRST_DELAY
     reason = f"fewer than {LEAST_SPEED:,} bytes a second came"
     try:
@@ -62,11 +59,11 @@ async def download(url: str, partial: Path, patience: float) -> None:
         raise HttpError(f"{str(e).rstrip('.')}: check the proxy in this shell's environment") from e
     try:
         # httpx's own timeouts restart at each byte
-        async with asyncio.timeout(patience) as limit, client:
+        async with asyncio.timeout(PATIENCE) as limit, client:
             with show_progress(f"fetching {partial.stem}", None) as bar:
                 while True:
                     try:
-                        return await receive(client, url, partial, patience, limit, bar)
+                        return await receive(client, url, partial, limit, bar)
                     except httpx2.HTTPStatusError as e:
                         reason = f"answers {e.response.status_code} {e.response.reason_phrase}"
                         if not e.response.is_server_error and e.response.status_code not in TEMPORARY_ANSWERS:
@@ -84,9 +81,7 @@ async def download(url: str, partial: Path, patience: float) -> None:
         raise HttpError(f"{reason}; gave up") from e
 
 
-async def receive(
-    client: httpx2.AsyncClient, url: str, partial: Path, patience: float, limit: asyncio.Timeout, bar: tqdm
-) -> None:
+async def receive(client: httpx2.AsyncClient, url: str, partial: Path, limit: asyncio.Timeout, bar: tqdm) -> None:
     """Make one attempt to receive the rest of a file, and postpone the limit with each piece."""
     facts_file = partial.with_suffix(".part.json")
     facts = read_json(facts_file)
@@ -123,7 +118,7 @@ async def receive(
                 file.write(piece)
                 file.flush()  # keeps the bytes if this process is killed
                 bar.update(len(piece))
-                soon = asyncio.get_running_loop().time() + patience
+                soon = asyncio.get_running_loop().time() + PATIENCE
                 limit.reschedule(min(limit.when() + len(piece) / LEAST_SPEED, soon))
             if facts["size"] not in (None, file.tell()):
                 raise httpx2.RemoteProtocolError(f"the connection was cut after {file.tell():,} bytes")

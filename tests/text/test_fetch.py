@@ -50,8 +50,9 @@ def left_in(cache: Path) -> list[Path]:
 def expect_line(words: str, url: str, cache: Path, patience: float = 1.0) -> list[str]:
     """Expect the fetch to fail soon, in one line with these words; return the kinds of files in the cache."""
     start = time.monotonic()
-    with pytest.raises(UserError, match=words) as error:
-        fetch.fetch(url, None, cache, patience)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=words) as error:
+        patch.setattr(http, "PATIENCE", patience)
+        fetch.fetch(url, None, cache)
     assert str(error.value).isprintable()  # one line, and no escapes
     assert time.monotonic() - start < 20  # this machine may be busy
     return sorted("".join(path.suffixes) for path in left_in(cache))
@@ -136,7 +137,8 @@ def test_hostile_server_is_dropped(cache, attack):
             assert set(expect_line(words, url, cache, patience)) <= set(left)
 
 
-def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
+def test_fetch_slow_or_stalling_server_completes(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(http, "PATIENCE", 0.5)
     content = make_tar(tmp_path / "data.tar", "{}" + 10_000 * " ")
 
     def answer(request: bytes) -> Iterator[bytes]:
@@ -146,7 +148,7 @@ def test_fetch_slow_or_stalling_server_completes(cache, tmp_path):
             yield content[start : start + 2_000]
 
     with serve(answer) as url:
-        assert fetch.fetch(url, None, cache, patience=0.5).is_dir()
+        assert fetch.fetch(url, None, cache).is_dir()
 
 
 def test_fetch_stops_before_disk_full(cache, monkeypatch, tmp_path):
@@ -311,7 +313,7 @@ def test_changed_file_is_downloaded_again(server, hosted, cache, tmp_path, chang
 
 def test_failing_server_is_retried_then_dropped(server, cache, caplog):
     server.answers["/tiny.tar.gz"] = [500, 429, 200]
-    assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
+    assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache).is_dir()
     assert len(server.requests) == 3 and "answers 500" in caplog.text
     server.answers["/plain.tar"] = [503]
     start = time.monotonic()
