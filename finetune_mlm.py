@@ -16,13 +16,13 @@ predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/ of the
 again resumes with the first seed that is not in results.json.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
 import statistics
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,7 +106,7 @@ from models.build import find_longest_sequence
 from models.pretrained import Pretrained, check_tokenizer, load_folder, load_old_checkpoint, load_weights
 from text.batches import group_by_length
 from training.checkpoint import save_model
-from training.devices import is_out_of_memory
+from training.devices import is_out_of_memory, place_model
 
 logger = logging.getLogger("finetune")
 
@@ -234,11 +234,6 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return -masked.logsumexp(dim=1).masked_fill(~right.any(dim=1), 0.0)
 
 
-def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the context of --fp16 or --bf16."""
-    return torch.autocast(device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=args.fp16 or args.bf16)
-
-
 @torch.inference_mode()
 def predict(
     model: torch.nn.Module, examples: list[Example], task: Task, tokenizer, batch_size: int, device: torch.device
@@ -264,12 +259,14 @@ def tune(
     examples: dict[str, list[Example]],
     seed: int,
     device: torch.device,
-) -> tuple[dict, torch.nn.Module]:
-    """Train with one seed, and return its entry of results.json and the model of its best epoch."""
+) -> tuple[dict, torch.nn.Module, AbstractContextManager]:
+    """Train with one seed, and return its entry of results.json, the model of its best epoch, and the context of the
+    model's precision."""
     started = time.monotonic()
     torch.manual_seed(seed)
     generator = np.random.default_rng(seed)
-    model = make_task_model(pretrained, task, args.dropout).to(device)
+    model = make_task_model(pretrained, task, args.dropout)
+    autocast, scaler = place_model(model, device, args)
     decay = args.weight_decay
     groups = make_param_groups(model)
     groups = [{"params": it["params"], "weight_decay": decay if it["decayed"] else 0.0} for it in groups]
@@ -279,7 +276,6 @@ def tune(
     padded_lengths = np.array([-(-example.length // PADDING) for example in train])
     total = args.num_train_epochs * math.ceil(len(train) / (args.batch_size * args.grad_acc_steps))
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
     result = {"seed": seed, "best_epoch": 0, "metrics": {}, "history": []}
     best_state = {}
 
@@ -295,7 +291,7 @@ def tune(
                 samples = sum(map(len, group))
                 for numbers in group:
                     batch = collate([train[i] for i in numbers], task, pretrained.tokenizer, device)
-                    with make_autocast(args, device):
+                    with autocast:
                         logits, right = compute_logits(model, batch)
                     losses = compute_losses(logits, right)
                     scaler.scale(losses.sum() / samples).backward()
@@ -309,7 +305,7 @@ def tune(
                 scheduler.step()
                 bar.update()
 
-            with make_autocast(args, device):
+            with autocast:
                 predictions = predict(model, validation, task, pretrained.tokenizer, args.batch_size, device)
             metrics = {name: float(value) for name, value in task.measure(validation, predictions).items()}
             score = next(iter(metrics.values()))
@@ -321,7 +317,7 @@ def tune(
                 best_state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     model.load_state_dict(best_state)
     result["seconds"] = round(time.monotonic() - started, 1)
-    return result, model
+    return result, model, autocast
 
 
 # ---------------------------------------------------------------- results
@@ -401,7 +397,7 @@ def main(args: FinetuneArguments) -> None:
         raise UserError(
             f"{task.name} has no training data: tune for TERRa (-t terra), then python predict_on_lidirus.py -m FOLDER"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     examples = load_examples(task, args.data_dir)
@@ -428,7 +424,7 @@ def main(args: FinetuneArguments) -> None:
             logger.info(f"seed {seed} is in {folder / 'results.json'}")
             continue
         try:
-            result, model = tune(args, task, pretrained, examples, seed, device)
+            result, model, autocast = tune(args, task, pretrained, examples, seed, device)
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise
@@ -441,7 +437,7 @@ def main(args: FinetuneArguments) -> None:
             extra = {"task": task.name, "seed": seed}
             is_saved = save_model(model, pretrained.tokenizer, folder / "model", extra)
             if "test" in examples:
-                with make_autocast(args, device):
+                with autocast:
                     predictions = predict(model, examples["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
                 is_saved &= write_file(folder / name, text)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from arguments import AveragingArguments, DataArguments, TrainerArguments
+from arguments import AveragingArguments, DataArguments, PrecisionArguments, TrainerArguments
 from common.console import UserError, first_line
 from experiment.data import make_train_batches
 from experiment.objectives import compute_losses
@@ -72,9 +72,9 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
 
 
 def place_model(
-    model: torch.nn.Module, device: torch.device, args: TrainerArguments
+    model: torch.nn.Module, device: torch.device, args: PrecisionArguments
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
-    """Move the model to its device, in training mode. Call this after hivemind has forked its helpers.
+    """Move the model to its device, in training mode. A trainer calls this after hivemind has forked its helpers.
 
     :returns: a context for forward passes in the chosen precision, and a loss scaler, which is disabled without --fp16
     """
