@@ -14,6 +14,7 @@ from common.files import write_file
 from common.memory import collect_garbage, settle_memory
 from common.signals import STOP_REQUESTED
 from monitoring.page import StatusServer, TrainerPage
+from swarm.contract import CONTRACT_LIFETIME
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
 from training.figures import describe_evaluation, perplexity
@@ -47,7 +48,6 @@ class CollaborativeCallback:
         self.evaluator = evaluator
         self.display = display
         self.page = TrainerPage(page, self.swarm, self.describe) if page else None
-        self.contract_lifetime = self.optimizer.averaging.metadata_expiration
         self.next_contract_time = 0.0
         self.has_contributed = False
         self.start_loss: float | None = None
@@ -112,8 +112,8 @@ class CollaborativeCallback:
         if self.swarm.dht.membership:
             self.swarm.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
-            self.next_contract_time = now + self.contract_lifetime / 3
-            self.swarm.publish_contract(self.swarm.contract, self.contract_lifetime)
+            self.next_contract_time = now + CONTRACT_LIFETIME / 3
+            self.swarm.publish_contract(self.swarm.contract)
         if now >= self.metrics.next_time:
             self.publish()
         if not self.has_contributed and self.stats.computed_samples > self.stats.samples_before:
@@ -198,7 +198,7 @@ class CollaborativeCallback:
         self.display.close()
         if self.optimizer.local_epoch != self.state.saved_epoch and self.state.is_finite():
             self.state.save()
-        self.swarm.publish_contract(None, self.contract_lifetime)
+        self.swarm.publish_contract(None)
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether model and state are saved."""

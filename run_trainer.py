@@ -39,7 +39,6 @@ from experiment.data import load_data
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
 from monitoring.page import open_page
-from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
 from text.batches import count_labels, data_seed
@@ -82,7 +81,7 @@ def main(*groups) -> None:
         swarm = Swarm.join(make_swarm_config(swarm_args), membership)
         require_attested(swarm, groups)
         contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args, flags)
-        swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
+        swarm.agree_on(contract)
         swarm.measure_bandwidth(averaging_args.bandwidth)
         optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args, folder=Path(args.output_dir) / "log")
     ranks.connect()

@@ -10,6 +10,7 @@ from pydantic.v1 import BaseModel, confloat, constr, root_validator
 from swarm import SwarmError
 from utils import FETCH_TIMEOUT, Flags, MetricSchema, PublicKeyBytes, fetch_dictionary
 
+CONTRACT_LIFETIME = 120.0  # seconds for which a contract stays in the DHT
 MAX_CONTRACT_BYTES = 9000  # an attestation carries it through a hivemind pipe, which breaks at 16 KB
 
 

@@ -17,7 +17,7 @@ from common.files import raise_file_limit
 from swarm import SwarmError, attestation, reachability
 from swarm.addresses import list_shareable_maddrs
 from swarm.config import SwarmConfig
-from swarm.contract import RunContract, RunSchema, fetch_contracts, require_same
+from swarm.contract import CONTRACT_LIFETIME, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions
 from swarm.membership import CredentialValidator, Membership
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
@@ -88,15 +88,12 @@ class Swarm:
         require_same(self.prefix, contract, others)
         return bool(others)
 
-    def agree_on(self, contract: RunContract, lifetime: float) -> None:
+    def agree_on(self, contract: RunContract) -> None:
         """Compare this peer's contract with the run's, and publish it, or raise a ContractMismatch. The first peers
-        of a run compare again after an epoch, see `recheck_contract`.
-
-        :param lifetime: seconds for which the contract stays in the DHT, see `publish_contract`
-        """
+        of a run compare again after an epoch, see `recheck_contract`."""
         self.compare_contract(contract)
         self.contract = contract
-        self.publish_contract(contract, lifetime)
+        self.publish_contract(contract)
 
     def recheck_contract(self) -> None:
         """Compare the contracts again after an epoch if this peer came first; a difference is a ContractMismatch."""
@@ -106,9 +103,9 @@ class Swarm:
             self._next_check = 0.0 if answer else time.monotonic() + NO_ANSWER_PAUSE
             require_same(self.prefix, self.contract, self.list_contracts())
 
-    def publish_contract(self, contract: RunContract | None, lifetime: float) -> MPFuture:
-        """Store this peer's contract for these seconds, without waiting; None withdraws it for the next run."""
-        return self.publish("run", contract and contract.dict(), lifetime)
+    def publish_contract(self, contract: RunContract | None) -> MPFuture:
+        """Store this peer's contract for CONTRACT_LIFETIME, without waiting; None withdraws it for the next run."""
+        return self.publish("run", contract and contract.dict(), CONTRACT_LIFETIME)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
         """Tell new peers the contract of most contributors and their ids, or without a contract the flags that bind."""

@@ -148,17 +148,17 @@ def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
 def test_untrusted_contract_blocks_no_peer(peers, monkeypatch):
     terms, flags, (monitor, stranger, newcomer) = {"learning_rate": "0.1"}, "--learning_rate 0.1", peers
     other, own = (Swarm(SwarmConfig(PREFIX), dht, dht.public_key) for dht in (stranger, newcomer))
-    other.publish_contract(make_contract(learning_rate="9"), 300).result(timeout=30)
+    other.publish_contract(make_contract(learning_rate="9")).result(timeout=30)
     mine = make_contract(**terms).copy(update={"flags": flags})
     with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
-        own.agree_on(mine, 120)
+        own.agree_on(mine)
     newcomer.attestation = ask(newcomer, PREFIX, addresses(monitor))
-    own.agree_on(mine, 120)
+    own.agree_on(mine)
     assert not own.compare_contract(mine)
     own.recheck_contract()
     # now somebody has worked, by other terms
     tell(monitor, newcomer, RunAttestation(prefix=PREFIX, contract=make_contract(learning_rate="0.2")))
-    for check in (own.recheck_contract, partial(own.agree_on, mine, 120)):
+    for check in (own.recheck_contract, partial(own.agree_on, mine)):
         with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
             check()
     assert own.contract.flags == flags
@@ -176,7 +176,7 @@ def test_untrusted_contract_blocks_no_peer(peers, monkeypatch):
 def test_contract_is_published_without_wait(peers):
     other, *_, dht = peers
     dht.attestation, own = RunAttestation(prefix=PREFIX), Swarm(SwarmConfig(PREFIX), dht, dht.public_key)
-    own.agree_on(make_contract(learning_rate="0.1"), 120)
+    own.agree_on(make_contract(learning_rate="0.1"))
     published = dht.public_key, own.contract
     wait_until(lambda: published in fetch_contracts(other, PREFIX).items(), 10, "the contract")
 
