@@ -10,11 +10,13 @@ a new mask each time. The sequences are made by tokenize_wikitext103.py in advan
 import threading
 from pathlib import Path
 
+import numpy as np
+
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.batches import BatchLoader, IndexedSplit, StreamedBatches, choose_multiple, list_batches
-from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
+from text.batches import BatchLoader, IndexedSplit, StreamedBatches, choose_multiple
+from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask, cut_rows, take_rows
 from text.documents import read_documents
 from text.fetch import fetch_data
 from text.instances import PAIRS, Documents, InstanceKind
@@ -130,9 +132,17 @@ def make_train_batches(
 def make_eval_batches(
     dataset, tokenizer, args: DataArguments, *, batch_size: int, max_samples: int | None = None
 ) -> list[dict]:
-    """Return the batches of a split, or of max_samples random sequences, which are the same at each call.
+    """Return the batches of a split, or of max_samples random sequences, sorted by length.
 
-    The sequences are as long as at the end of training. See make_train_batches for the format.
+    Sequences and masks are the same at each call, on each peer and at any batch size, so that losses are comparable.
+    They are as long as at the end of training. See make_train_batches for the format.
     """
     split = IndexedSplit(dataset, args.max_sequence_length)
-    return list_batches(split, make_collator(split.columns, split.longest, tokenizer, args), batch_size, max_samples)
+    collator = make_collator(split.columns, split.longest, tokenizer, args)
+    generator = np.random.default_rng(0)
+    rows = generator.permutation(len(split.lengths))[:max_samples]
+    rows = rows[np.argsort(split.lengths[rows], kind="stable")]
+    flat, lengths = cut_rows(*split[rows], split.longest)
+    flat = collator.add_labels(flat, lengths, generator)
+    parts = np.split(np.arange(len(rows)), np.arange(batch_size, len(rows), batch_size))
+    return [collator.pad(*take_rows(flat, lengths, part), split.longest) for part in parts]

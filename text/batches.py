@@ -11,7 +11,7 @@ import numpy as np
 
 from arguments import DataArguments
 from common.console import UserError
-from text.collators import DataCollator, DataCollatorForWholeWordMask, cut_rows, take_rows
+from text.collators import DataCollator, DataCollatorForWholeWordMask, take_rows
 from text.instances import IGNORED_LABEL, KINDS, PAIRS, Sequences
 from text.streams import TrainingDataset, stream_documents
 from text.tokenization import join_parts
@@ -99,20 +99,6 @@ class IndexedSplit:
         generator = np.random.default_rng(seed)
         while True:
             yield from group_by_length(padded_lengths, batch_size, generator)
-
-
-def list_batches(split: IndexedSplit, collator: DataCollator, batch_size: int, max_samples: int | None) -> list[dict]:
-    """Return the batches of a split, or of max_samples random rows of it, sorted by length.
-
-    Rows and masks are the same at each call, on each peer and at any batch size, so that losses are comparable.
-    """
-    generator = np.random.default_rng(0)
-    rows = generator.permutation(len(split.lengths))[:max_samples]
-    rows = rows[np.argsort(split.lengths[rows], kind="stable")]
-    flat, lengths = cut_rows(*split[rows], split.longest)
-    flat = collator.add_labels(flat, lengths, generator)
-    parts = np.split(np.arange(len(rows)), np.arange(batch_size, len(rows), batch_size))
-    return [collator.pad(*take_rows(flat, lengths, part), split.longest) for part in parts]
 
 
 def group_by_length(
