@@ -42,7 +42,7 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
         present = node.protocol.routing_table.peer_id_to_uid.keys()
         if present:  # otherwise, this peer's own line is down
             seen = {peer: at for peer, at in seen.items() if at > now - LOST_AFTER} | dict.fromkeys(present, now)
-        await asyncio.gather(*map(node.protocol.call_ping, {*seen, *node.initial_ids} - present))
+        await asyncio.gather(*map(node.protocol.call_ping, {*seen, *dht.initial_ids} - present))
 
 
 async def run_jobs(dht: hivemind.DHT, node: DHTNode) -> None:
@@ -83,9 +83,7 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
-        DHTNode.uplink = self.uplink
-        DHTNode.membership = self.membership
-        DHTNode.initial_ids = self.initial_ids
+        DHTNode.dht = self
         install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()

@@ -99,7 +99,7 @@ async def measure_rate(dht: hivemind.DHT, node: DHTNode) -> float | None:
     Each batch is twice the last one, so that a slow connection needs few."""
     request = BytesValue(value=bytes(MEASURE_BYTES))
     best = None
-    for peer_id in [*node.initial_ids] * 2:
+    for peer_id in 2 * dht.initial_ids:
         requests = 1
         start = time.monotonic()
         try:
@@ -135,7 +135,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tu
 
 async def ask_to_dial_back(ports: list[int], dht: hivemind.DHT, node: DHTNode) -> list[tuple[str, bool]]:
     """Ask up to four initial peers to dial back, and return the valid answers. Runs in the DHT process."""
-    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in node.initial_ids[:4]))
+    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in dht.initial_ids[:4]))
     return [answer for answer in answers if answer]
 
 

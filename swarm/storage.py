@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import hivemind.dht.node
 import hivemind.dht.protocol
@@ -14,8 +14,6 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
-from swarm.membership import Membership
-from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 # Per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB; all of a key fit in 4 MB.
@@ -113,9 +111,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
 class DHTNode(hivemind.dht.node.DHTNode):
     """A DHT node with a fraction of hivemind's traffic (note 76)."""
 
-    uplink: Uplink  # all three are set by `DHT.run`
-    membership: Membership | None = None
-    initial_ids: Sequence[PeerID] = ()
+    dht: hivemind.DHT  # set by `DHT.run`
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -146,12 +142,12 @@ class DHTNode(hivemind.dht.node.DHTNode):
         """Return the records that arrive within the response timeout (note 77), without those of revoked members."""
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
-        _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)
+        _, late = await asyncio.wait(futures.values(), timeout=self.dht.uplink.timeouts.response)
         for search in [search for key in key_ids for search in self.pending_get_requests[key]]:
             if search.future in late:
                 search.finish_search()
         results = {key: future.result() if future.done() else None for key, future in futures.items()}
-        if self.membership and (revoked := self.membership.revoked):
+        if self.dht.membership and (revoked := self.dht.membership.revoked):
             for records in [item.value for item in results.values() if item and isinstance(item.value, dict)]:
                 for subkey in [subkey for subkey in records if find_subkey_owner(subkey) in revoked]:
                     del records[subkey]

@@ -368,4 +368,5 @@ def count_left() -> float:
 def choose_peers(node: DHTNode) -> list[PeerID]:
     """Return the peers to ping: initial ones, as others may invent a queue, then the same ones in a secret order."""
     peers = node.protocol.routing_table.peer_id_to_uid
-    return sorted(peers, key=lambda it: (it not in node.initial_ids, hash(it)))[:PROBES]  # Python salts hashes of bytes
+    initial_ids = node.dht.initial_ids
+    return sorted(peers, key=lambda it: (it not in initial_ids, hash(it)))[:PROBES]  # Python salts hashes of bytes

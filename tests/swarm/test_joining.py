@@ -105,8 +105,8 @@ def test_answers_of_other_peers_about_reachability_are_checked(answer, expected)
             raise answer
         return BytesValue(value=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
-    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
-    assert asyncio.run(reachability.ask_to_dial_back([31337], None, node)) == expected
+    dht, node = SimpleNamespace(initial_ids=["peer"]), SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    assert asyncio.run(reachability.ask_to_dial_back([31337], dht, node)) == expected
 
 
 def test_dials_back_are_limited(monkeypatch):
@@ -173,8 +173,8 @@ def test_bandwidth_counts_if_peer_leaves_during_measurement():
         if len(calls) > 1:
             raise P2PDaemonError("the peer has left")
 
-    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["peer"])
-    assert asyncio.run(reachability.measure_rate(None, node)) > 10
+    dht, node = SimpleNamespace(initial_ids=["peer"]), SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+    assert asyncio.run(reachability.measure_rate(dht, node)) > 10
 
 
 def test_bandwidth_is_measured_without_silent_or_busy_peer(monkeypatch):
@@ -187,17 +187,18 @@ def test_bandwidth_is_measured_without_silent_or_busy_peer(monkeypatch):
         async def call(*_) -> None:
             await asyncio.sleep(pauses.pop() if pauses else 0.01)
 
-        return SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=("peer",))
+        return SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
 
     def measure(*slow: str, seconds: float = 60.0) -> float:
         async def call(peer: str, *_) -> None:
             await asyncio.sleep(seconds if peer in slow else 0.01)
 
-        node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call), initial_ids=["a", "b"])
-        return asyncio.run(reachability.measure_rate(None, node))
+        node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=call))
+        return asyncio.run(reachability.measure_rate(SimpleNamespace(initial_ids=["a", "b"]), node))
 
     assert min(measure("a"), measure("b"), measure("a", seconds=0.45)) > 10
-    assert asyncio.run(reachability.measure_rate(None, node_that_is_busy_once())) > 10
+    dht = SimpleNamespace(initial_ids=["peer"])
+    assert asyncio.run(reachability.measure_rate(dht, node_that_is_busy_once())) > 10
     assert measure("a", "b") == reachability.MIN_BANDWIDTH
 
 

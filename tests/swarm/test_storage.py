@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import hivemind.dht.node
 import msgpack
@@ -226,12 +227,12 @@ def test_storage_limits_records_per_peer(peers):
 
 
 @pytest.fixture
-def uplink(monkeypatch):
-    """The uplink of our nodes in this process."""
-    monkeypatch.setattr(DHTNode, "uplink", Uplink(), raising=False)
+def open_run(monkeypatch):
+    """Our nodes in this process belong to an open run."""
+    monkeypatch.setattr(DHTNode, "dht", SimpleNamespace(uplink=Uplink(), membership=None), raising=False)
 
 
-def test_storing_sends_no_foreign_records(uplink):
+def test_storing_sends_no_foreign_records(open_run):
     """Note 76: hivemind's nodes ask all six others, and are sent all copies that these hold of a key, by a search for
     each store and by another one to read. Ours search again only if they know other nodes than before."""
 
@@ -318,7 +319,7 @@ def test_invented_nodes_hide_no_records(monkeypatch):
 @pytest.mark.parametrize(
     "kind, has_ended", [pytest.param(hivemind.dht.node.DHTNode, False, marks=pytest.mark.slow), (DHTNode, True)]
 )
-def test_failed_search_ends(uplink, kind, has_ended):
+def test_failed_search_ends(open_run, kind, has_ended):
     """Note 77: hivemind's search never ends, and the wait for the other peers' progress neither."""
 
     async def search() -> bool:

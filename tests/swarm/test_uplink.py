@@ -334,7 +334,8 @@ class SilentNode:
     """A DHT node, and of its three peers the one that is not dead, which answers a ping late."""
 
     def __init__(self, seconds: float):
-        self.answers_at, self.protocol, self.initial_ids = time.monotonic() + seconds, self, ()
+        self.answers_at, self.protocol = time.monotonic() + seconds, self
+        self.dht = SimpleNamespace(initial_ids=[])
         self.node_id, self.node_info = DHTID.generate(), dht_pb2.NodeInfo()
         self.routing_table = RoutingTable(self.node_id, bucket_size=20, depth_modulo=5)
         for peer in ("dead", "peer", "gone"):
@@ -449,7 +450,7 @@ def test_peer_with_many_ids_is_pinged_once():
 def test_initial_peer_is_pinged_first():
     """A dozen keys could otherwise invent a queue."""
     node = SilentNode(0.0)
-    node.initial_ids = ["gone"]
+    node.dht.initial_ids = ["gone"]
     for number in range(20):
         node.routing_table.add_or_update_node(DHTID.generate(), f"untrusted {number}")
         assert choose_peers(node)[0] == "gone"
