@@ -4,6 +4,8 @@ import enum
 import math
 from dataclasses import dataclass
 
+from swarm.progress import SwarmView
+
 RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that are there have reported by then
 SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
 MAX_SYNC_PAUSE = 300.0  # seconds
@@ -23,8 +25,8 @@ class EpochState(enum.Enum):
 #: by state: the states that may follow it, and why
 TRANSITIONS = {
     EpochState.ACCUMULATING: {
-        EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs: `should_search`
-        EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer: `can_average`
+        EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs
+        EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer
         EpochState.STEPPING,  # the log has a commit: `LogSteps.follow`
         EpochState.SYNCING,  # the swarm is ahead: `compare_with_swarm`, or `has_missed_step` once the epoch is over
     },
@@ -40,20 +42,6 @@ TRANSITIONS = {
 TRANSITIONS[EpochState.MATCHMAKING] = TRANSITIONS[EpochState.ACCUMULATING]
 
 
-@dataclass(frozen=True)
-class EpochInputs:
-    """A peer's view of the swarm between two of its steps."""
-
-    swarm_epoch: int  # that this peer or most known peers have reached
-    read_at: float  # when the DHT was asked for this view
-    is_over: bool  # whether the swarm has the samples of this epoch, or a group waits, which may know of more
-    ends_soon: bool  # whether it has them, as estimated, within the time that a group may take to form
-    has_others: bool  # whether other peers are there
-    lacks_quorum: bool  # whether too few of them are
-    is_synchronous: bool  # whether all peers step together
-    is_searching: bool  # whether a search for a group is under way
-
-
 @dataclass
 class SyncBackoff:
     """The backoff of a peer that loads the swarm's state, after downloads that failed or came too late."""
@@ -62,10 +50,10 @@ class SyncBackoff:
     min_epoch: int = 0  # of the swarm
     stale_downloads: int = 0  # in a row: states that were behind the swarm when they arrived
 
-    def allows(self, epoch: int, inputs: EpochInputs, now: float) -> bool:
+    def allows(self, epoch: int, swarm_epoch: int, is_synchronous: bool, now: float) -> bool:
         """Return whether a download may start now. If all step together, one missed step may ignore `min_epoch`."""
-        is_one_step_behind = inputs.is_synchronous and epoch + 1 == inputs.swarm_epoch
-        return now >= self.not_before and (is_one_step_behind or inputs.swarm_epoch >= self.min_epoch)
+        is_one_step_behind = is_synchronous and epoch + 1 == swarm_epoch
+        return now >= self.not_before and (is_one_step_behind or swarm_epoch >= self.min_epoch)
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, now: float) -> float:
         """Record a state that took these seconds, and came too late. Return the seconds until the next download."""
@@ -96,26 +84,17 @@ class Epoch:
             raise ValueError(f"no transition from {self.state.value} to {state.value}")
         self.state = state
 
-    def has_missed_step(self, inputs: EpochInputs) -> bool:
+    def has_missed_step(self, swarm_epoch: int, is_synchronous: bool) -> bool:
         """Return whether the others have stepped without this peer. If it then stepped with its own gradients alone, it
         would diverge from them: the averaging of parameters does not average the optimizer's moments."""
-        return inputs.is_synchronous and inputs.swarm_epoch > self.number
+        return is_synchronous and swarm_epoch > self.number
 
-    def compare_with_swarm(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
+    def compare_with_swarm(self, view: SwarmView, is_synchronous: bool, backoff: SyncBackoff, now: float) -> bool:
         """Compare this epoch with the swarm's, and return whether this peer has to load the swarm's state before it
         continues. Once in an epoch any difference counts; after that, one epoch does not: others may just be faster."""
-        if not backoff.allows(self.number, inputs, now):
+        if not backoff.allows(self.number, view.epoch, is_synchronous, now):
             return False
-        if not self.is_compared and inputs.read_at >= self.began:
+        if not self.is_compared and view.read_at >= self.began:
             self.is_compared = True
-            return inputs.swarm_epoch != self.number
-        return abs(inputs.swarm_epoch - self.number) > 1
-
-    def should_search(self, inputs: EpochInputs) -> bool:
-        """Return whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is
-        alone does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
-        return inputs.has_others and inputs.ends_soon and not inputs.is_searching
-
-    def can_average(self, inputs: EpochInputs) -> bool:
-        """Return whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""
-        return inputs.read_at >= self.retry_at and not inputs.lacks_quorum
+            return view.epoch != self.number
+        return abs(view.epoch - self.number) > 1

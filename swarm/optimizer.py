@@ -16,7 +16,7 @@ from common.signals import STOP_REQUESTED
 from swarm import logger
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
-from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
+from swarm.epoch import RETRY_AFTER, Epoch, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, add_outer_momentum
 from swarm.log_steps import LogSteps
@@ -179,11 +179,11 @@ class CollaborativeOptimizer:
                 return
             if self.log_steps.join():
                 return
-        inputs = self._collect_inputs()
-        if self.epoch.compare_with_swarm(inputs, self.sync.backoff, time.monotonic()):
+        is_synchronous = self.rounds.is_synchronous()
+        if self.epoch.compare_with_swarm(self.tracker.view, is_synchronous, self.sync.backoff, time.monotonic()):
             self.load_state_from_peers()
         else:
-            self._advance(inputs)
+            self._advance(is_synchronous)
 
     def leave(self) -> None:
         """Tell the others that this peer leaves. A group that has formed starts a round without this peer's data."""
@@ -206,33 +206,23 @@ class CollaborativeOptimizer:
 
     # --- the epoch
 
-    def _collect_inputs(self) -> EpochInputs:
-        """Return what this peer knows of the swarm now."""
-        return EpochInputs(
-            swarm_epoch=self.tracker.view.epoch,
-            read_at=self.tracker.view.read_at,
-            is_over=self.tracker.ready_to_update_epoch or self.rounds.has_group(),
-            ends_soon=self.tracker.seconds_left <= self.uplink.timeouts.matchmaking,
-            has_others=self.rounds.has_others(),
-            lacks_quorum=self.tracker.lacks_quorum,
-            is_synchronous=self.rounds.is_synchronous(),
-            is_searching=self.rounds.is_searching(),
-        )
-
-    def _advance(self, inputs: EpochInputs) -> None:
+    def _advance(self, is_synchronous: bool) -> None:
         """MATCHMAKING if the epoch ends soon; SYNCING or AVERAGING if it is over and this peer is ready."""
-        self.grad_averager.round_state = self.local_epoch, inputs.is_synchronous, self.state_averager.lineage
+        self.grad_averager.round_state = self.local_epoch, is_synchronous, self.state_averager.lineage
         # including peers that are missing now: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
-        if self.epoch.should_search(inputs):
+        ends_soon = self.tracker.seconds_left <= self.uplink.timeouts.matchmaking
+        # the search of a peer that is alone could go on, with a new peer and with gradients of an old epoch (note 84)
+        if ends_soon and self.rounds.has_others() and not self.rounds.is_searching():
             self.epoch.enter(EpochState.MATCHMAKING)  # this peer goes on accumulating
             self.rounds.search_group()
-        if not inputs.is_over:
+        if not (self.tracker.ready_to_update_epoch or self.rounds.has_group()):  # a group may know of more samples
             return
-        if self.epoch.has_missed_step(inputs):
-            if self.sync.backoff.allows(self.epoch.number, inputs, time.monotonic()):
+        view = self.tracker.view
+        if self.epoch.has_missed_step(view.epoch, is_synchronous):
+            if self.sync.backoff.allows(self.epoch.number, view.epoch, is_synchronous, time.monotonic()):
                 self.load_state_from_peers()
-        elif self.epoch.can_average(inputs):
+        elif view.read_at >= self.epoch.retry_at and not self.tracker.lacks_quorum:
             is_alone = not self.tracker.peers_at_epoch
             if is_alone:  # if peers have come, they would have to download the step that this one makes alone
                 self.tracker.refresh_now()
@@ -306,7 +296,7 @@ class CollaborativeOptimizer:
         """SYNCING if the round failed because this peer's state differs; otherwise ACCUMULATING, until the next try."""
         if not STOP_REQUESTED.is_set():
             is_diverged = isinstance(cause, StateDivergedError) and self.tracker.is_majority(cause.args[2])
-            if is_diverged or self.epoch.has_missed_step(self._collect_inputs()):
+            if is_diverged or self.epoch.has_missed_step(self.tracker.view.epoch, self.rounds.is_synchronous()):
                 self.load_state_from_peers(*cause.args[:2] if is_diverged else ())
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
@@ -380,7 +370,7 @@ class AveragingHelper(CollaborativeOptimizer):
             self.log_steps.follow()
             if self.log_steps.is_open or self.log_steps.join():
                 return
-        self._advance(self._collect_inputs())
+        self._advance(self.rounds.is_synchronous())
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""
