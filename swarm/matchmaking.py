@@ -308,12 +308,10 @@ class EarlyStartMatchmaking(Matchmaking):
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
             return False
-        if self.trust.is_refused(peer_id, self.num_searches):
-            return False
         own = parse_gathered(self.step_control.data_for_gather).state if self.step_control else None
         if own is None:
             return True
-        if theirs is None or not theirs.is_signed_by(peer_id):
+        if theirs is None or not theirs.is_signed_by(peer_id) or self.trust.is_refused(peer_id, self.num_searches):
             return False
         # the group would start before the epoch of a peer that is ahead of this one ends
         return not (own.is_synchronous and theirs.epoch > own.epoch)

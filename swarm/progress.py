@@ -377,8 +377,7 @@ class PeerTracker:
         own = self.local_progress
         present = self.present
         now = get_dht_time()
-        # all other peers count from their first round on, or as long as there are no known contributors: not if all
-        # of these are silent for a moment
+        # others count from their first round on, or as long as no contributors are known, also silent ones
         known = self.trust.select_present(self.trust.select_known(self.others))
         epoch = self.trust.find_swarm_epoch(known, own.epoch)
         counted = [own, *known.values()]

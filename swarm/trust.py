@@ -32,7 +32,7 @@ MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are k
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then it is LATE
 UNREACHABLE = f"has not answered {MAX_MISSED_ROUNDS} times (an auxiliary peer helps if both set `client_mode`)"
-MAX_HARM = 4  # of new peers: then, one of 16 searches accepts them
+MAX_HARM = 5  # by new peers: then, one of 16 searches accepts them
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in its averages, weighted by this peer's
 # share of them. A single round proves nothing: an honest gradient can point away from all others.
@@ -207,8 +207,9 @@ class RoundTrust:
         return self.rounds[peer] < MAX_BROKEN_ROUNDS
 
     def is_refused(self, peer: PeerID, search: int) -> bool:
-        """Return whether a search should do without this peer, because new ones have done harm and others are there."""
-        return self.is_new(peer) and search % 2**self.harm_by_new > 0 and not all(map(self.is_new, [*self.rounds]))
+        """Return whether a search does without this peer: new ones have done harm more than once, and others are there."""
+        has_others = not all(map(self.is_new, self.rounds))
+        return has_others and self.is_new(peer) and search % max(1, 2**self.harm_by_new // 2) > 0
 
     def blame(self, peers: Iterable[PeerID]) -> None:
         """Record that these peers have done harm; it matters if one of them is new, see `is_refused`."""

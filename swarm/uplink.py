@@ -276,8 +276,7 @@ class Uplink:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
         shortest one, and by the share of the rate that was used. After a drain it grows fast to the old rate.
         At first, this needs little use, because a peer that sends a part of its gradients fills no uplink."""
-        if not (rate := self._rate.value):
-            return
+        rate = self._rate.value
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
         if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
