@@ -207,7 +207,7 @@ class RoundTrust:
         return self.rounds[peer] < MAX_BROKEN_ROUNDS
 
     def is_refused(self, peer: PeerID, search: int) -> bool:
-        """Return whether a search does without this peer: new ones have done harm more than once, and others are there."""
+        """Return whether a search does without this peer: new ones have done harm twice, and others are there."""
         has_others = not all(map(self.is_new, self.rounds))
         return has_others and self.is_new(peer) and search % max(1, 2**self.harm_by_new // 2) > 0
 
