@@ -27,8 +27,9 @@ from arguments import DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import count_batches, learning_rate_factor, make_local_optimizer, make_param_groups
+from experiment.optimizer import learning_rate_factor, make_local_optimizer, make_param_groups
 from swarm.aggregation import Contribution, Numbers, aggregate, encode
+from swarm.config import count_batches
 from swarm.local_steps import STEP_AHEAD
 from swarm.optimizer_state import copy_tensors, list_params
 from swarm.sparse import TopKCompression

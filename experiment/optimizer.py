@@ -23,7 +23,7 @@ from common.console import UserError, first_line
 from models.build import describe_architecture, digest
 from models.lamb_8bit import Lamb8bit
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS, keep_parameters_exact
-from swarm.config import AveragingConfig, make_config
+from swarm.config import AveragingConfig, count_batches, make_config
 from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
@@ -185,12 +185,6 @@ def make_local_optimizer(
     optimizer.register_step_pre_hook(clip)
     optimizer.register_step_post_hook(restore)
     return optimizer
-
-
-def count_batches(epoch: int, local_steps: int, local_steps_from: int | None) -> int:
-    """Return the number of batches of target_batch_size samples in all epochs before this one."""
-    more = max(0, local_steps - 1)  # a contract may say 0
-    return epoch + more * max(0, epoch - (local_steps_from or 0))
 
 
 def learning_rate_factor(epoch: int, args: OptimizerArguments, count: Callable[[int], int] = int) -> float:

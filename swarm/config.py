@@ -50,6 +50,12 @@ class AveragingConfig:
     metadata_expiration: float = 120.0  # seconds for which records stay in the DHT
 
 
+def count_batches(epoch: int, local_steps: int, local_steps_from: int | None) -> int:
+    """Return the number of batches of target_batch_size samples in all epochs before this one."""
+    more = max(0, local_steps - 1)  # a contract may say 0
+    return epoch + more * max(0, epoch - (local_steps_from or 0))
+
+
 def make_config(kind: type, source: object, **values: object):
     """Return a config of this class with these values, and the attributes of another object with its fields' names."""
     found = {item.name: getattr(source, item.name) for item in fields(kind) if hasattr(source, item.name)}

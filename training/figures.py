@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from hivemind import DHT
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 
-from experiment.optimizer import count_batches
+from swarm.config import count_batches
 from swarm.contract import RunContract
 from utils import (
     FETCH_TIMEOUT,

@@ -17,7 +17,6 @@ from common.console import UserError
 from experiment.model import make_model
 from experiment.objectives import OBJECTIVES
 from experiment.optimizer import (
-    count_batches,
     learning_rate_factor,
     make_contract,
     make_local_optimizer,
@@ -27,6 +26,7 @@ from experiment.optimizer import (
 )
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from models.state_codecs import COMPRESSIONS
+from swarm.config import count_batches
 from swarm.contract import RunContract, find_differences
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 
