@@ -120,7 +120,8 @@ OBJECTIVES = {
         find_causal_class,
         "the next word",
         pipeline="text-generation",
-        example='"The captain was", max_new_tokens=20, add_special_tokens=predict.tokenizer.cls_token is None',
+        example='"The captain was", max_new_tokens=20, '
+        'add_special_tokens=predict.tokenizer("a")["input_ids"][-1] != predict.tokenizer.eos_token_id',
     ),
     "sft": Objective(
         "sft",

@@ -269,7 +269,7 @@ def test_clm_documents_begin_as_tokenizer(tmp_path, monkeypatch):
     corpus = json.loads((tmp_path / "dataset" / "corpus.json").read_text())
     assert corpus.pop("begin_token") == [1]
     (tmp_path / "dataset" / "corpus.json").write_text(json.dumps(corpus))
-    with expect_user_error(f"lacks the token that begins each text of the tokenizer in {tmp_path / 'tokenizer'}"):
+    with expect_user_error(f"again with --objective clm --tokenizer {tmp_path / 'tokenizer'}"):
         load_tokenized_dataset(tmp_path / "dataset", tokenizer)
 
 

@@ -19,6 +19,8 @@ from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
 
+PREFETCH = 8  # keys per worker that are prepared ahead, because a step takes all its batches before its first pass
+
 
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
     """Return the 63-bit seed of a peer's data order, which is the same in every process, unlike that of hash().
@@ -137,7 +139,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[dict]:
         order = self.split.order(self.batch_size, self.seed)
-        for number, rows in enumerate(prepare_in_workers(self.split, order, self.num_workers)):
+        for number, rows in enumerate(prepare_in_workers(self.split, order, self.num_workers, PREFETCH)):
             longest = min(self.sequence_length or self.split.longest, self.split.longest)
             yield self.collator.collate(*rows, np.random.default_rng([self.seed, number]), longest)
 
@@ -174,12 +176,12 @@ class StreamedBatches:
         own = {"seed": dataset.seed, "batch_size": self.batch_size, "shuffle_buffer": dataset.shuffle_buffer}
 
         def hand_out() -> Iterator[tuple]:
-            # DataLoader takes 2 keys per worker while it starts; a long wait for text there would block Ctrl-C
-            for _ in range(2 * self.num_workers):
+            # DataLoader takes PREFETCH keys per worker while it starts; a long wait for text there would block Ctrl-C
+            for _ in range(PREFETCH * self.num_workers):
                 yield None, []
             yield from stream_documents(dataset.sources, dataset.seed, saved, self.stop)
 
-        chunks = prepare_in_workers(dataset, hand_out(), self.num_workers)
+        chunks = prepare_in_workers(dataset, hand_out(), self.num_workers, PREFETCH)
 
         def gather(pool: list[tuple], count: int) -> bool:
             """Fill the pool up to this many sequences; return False if the stream has ended before that."""

@@ -47,7 +47,7 @@ def load_tokenized_dataset(path: str | Path, tokenizer, kind: InstanceKind | Non
     if corpus.get("begin_token", []) != find_begin_token(tokenizer, stored):
         raise UserError(
             f"{path} lacks the token that begins each text of the tokenizer in {tokenizer.name_or_path}: tokenize "
-            f"again with --tokenizer {tokenizer.name_or_path}"
+            f"again with --objective {stored.name} --tokenizer {tokenizer.name_or_path}"
         )
     return splits, corpus
 

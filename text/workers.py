@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
 
 
-def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
+def prepare_in_workers(prepared, keys, num_workers: int, prefetch: int = 2) -> Iterator:
     """Yield prepared[key] for each of the keys, in their order, from num_workers processes; 0: from this process.
 
+    :param prefetch: the keys per worker that are prepared ahead
     :raises RuntimeError: a worker was killed; the text begins with "DataLoader worker"
     """
     if not num_workers:
@@ -26,6 +27,7 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         batch_size=None,  # a key stands for a whole batch
         collate_fn=lambda batch: batch,  # arrays: tensors need scarce shared memory, and threads, noisy at exit
         num_workers=num_workers,
+        prefetch_factor=prefetch,
         multiprocessing_context="fork",
         # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
         worker_init_fn=lambda _: os.environ.update(TOKENIZERS_PARALLELISM="false"),
