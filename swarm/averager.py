@@ -88,7 +88,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     def run(self) -> None:
         """Run the averager's process with our matchmaking and all-reduce classes."""
         install_in_averager_process()
-        self.matchmaking_kwargs["trust"] = self._trust
+        self.matchmaking_kwargs["rounds_with"] = self._trust.rounds
         super().run()
 
     def run_in_background(self, **_) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -23,7 +24,6 @@ from swarm import logger
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.log_records import Number, Signature, compute_hash, get_signed_part, pack, unpack
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.trust import RoundTrust
 from utils import find_peer_id
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
@@ -113,8 +113,8 @@ class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined. Only
     trainers count towards the group size (notes 11, 22 and 66)."""
 
-    def __init__(self, *args, trust: RoundTrust, **kwargs):
-        """:param trust: the averager's record of the peers in its rounds"""
+    def __init__(self, *args, rounds_with: Counter, **kwargs):
+        """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
         #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
         self.expected = frozenset()
         self.excluded = frozenset()
@@ -129,7 +129,7 @@ class EarlyStartMatchmaking(Matchmaking):
         #: for how many searches each leader that had begun no round was not asked, and the last of them
         self.avoided: dict[PeerID, tuple[int, int]] = {}
         self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
-        self.trust = trust
+        self.rounds_with = rounds_with
         self.ask_unknown_at = 0.0  # when a leader with which there was no round may be asked again
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
@@ -202,7 +202,7 @@ class EarlyStartMatchmaking(Matchmaking):
         is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
         self.num_redirects = self.num_redirects + 1 if is_redirect else 0
         num_unanswered, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
-        if not (self.trust.rounds[leader] or is_redirect):  # new keys cost nothing
+        if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_unknown_at)
         loop = asyncio.get_running_loop()
         started = time.monotonic()
@@ -210,7 +210,6 @@ class EarlyStartMatchmaking(Matchmaking):
             loop.call_later(not_before - started, self.allow_to_ask, leader)
             return None
         is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
-        is_avoided = is_avoided or self.trust.is_refused(leader, self.num_searches)
         if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
         self.silent.pop(leader, None)
@@ -222,7 +221,6 @@ class EarlyStartMatchmaking(Matchmaking):
                 if (group := await super()._request_join_group(leader)) is not None:
                     return group
         except MaliciousPeersError:
-            self.trust.blame([leader])
             raise
         except Exception:  # no answer in time, or one that cannot be decoded (note 104)
             is_silent = self.requested_leader is not None  # otherwise, it was excluded, or is avoided
@@ -302,8 +300,8 @@ class EarlyStartMatchmaking(Matchmaking):
         try:
             theirs = parse_gathered(request.gather).state
         except ValueError as e:
-            is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected
-            is_awaited = is_awaited and self.trust.rounds[peer_id] > 0  # new keys cost nothing
+            # new keys cost nothing
+            is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected and self.rounds_with[peer_id]
             if is_awaited and self.current_leader is None and not self.assembled_group.done():
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
@@ -311,7 +309,7 @@ class EarlyStartMatchmaking(Matchmaking):
         own = parse_gathered(self.step_control.data_for_gather).state if self.step_control else None
         if own is None:
             return True
-        if theirs is None or not theirs.is_signed_by(peer_id) or self.trust.is_refused(peer_id, self.num_searches):
+        if theirs is None or not theirs.is_signed_by(peer_id):
             return False
         # the group would start before the epoch of a peer that is ahead of this one ends
         return not (own.is_synchronous and theirs.epoch > own.epoch)

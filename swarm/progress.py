@@ -294,7 +294,14 @@ class PeerTracker:
         if asked := {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}:
             ping = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
             self.pings = [*(other for other in self.pings if not other.done()), ping]
-            ping.add_done_callback(lambda it: it.cancelled() or it.exception() or self.mark_silent(asked - it.result()))
+            ping.add_done_callback(partial(self._take_pings, asked))
+
+    def _take_pings(self, asked: set[bytes], done: MPFuture) -> None:
+        if not done.cancelled() and not done.exception():
+            silent = asked - done.result()
+            if silent != asked or len(asked) == 1:  # otherwise, this peer's own connection may have failed
+                self.trust.unanswered |= silent
+            self.mark_silent(silent)
 
     def ban(self, violations: dict[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, see PeerTrust.ban."""

@@ -32,7 +32,6 @@ MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are k
 MAX_RELATIVE_SPEED = 4.0  # of a peer, relative to the median of the known peers
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then it is LATE
 UNREACHABLE = f"has not answered {MAX_MISSED_ROUNDS} times (an auxiliary peer helps if both set `client_mode`)"
-MAX_HARM = 5  # by new peers: then, one of 16 searches accepts them
 MAX_BROKEN_ROUNDS = 3  # more than those in time; then others do without the peer that has broken them for a while
 # A peer's score is a moving average of how much of this peer's gradient is in its averages, weighted by this peer's
 # share of them. A single round proves nothing: an honest gradient can point away from all others.
@@ -68,6 +67,7 @@ class PeerTrust:
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}
         self.missed_rounds = Counter()
+        self.unanswered: set[bytes] = set()  # peers that have answered no ping, until they report
 
     # --- records to believe
 
@@ -185,7 +185,8 @@ class PeerTrust:
                 self.absent.pop(peer_id, None)  # a round in the background may do this as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-                if record and absence.reason == SILENT:  # it can reach the DHT, but perhaps not this peer
+                if record and peer_id in self.unanswered:  # it can reach the DHT, but perhaps not this peer
+                    self.unanswered.discard(peer_id)
                     self._count_missed_round(peer_id, UNREACHABLE)
 
 
@@ -194,32 +195,16 @@ class RoundTrust:
 
     def __init__(self):
         self.scores: dict[PeerID, float] = {}
-        #: the score of new peers together, with which each begins, and the harm that they have done: keys cost nothing
+        #: the score of new peers together, with which each begins, because keys cost nothing
         self.first_score = 1.0
-        self.harm_by_new = 0
         #: rounds that each peer has broken, less those with it that succeeded in time, and the number of the latter
         self.broken_rounds = Counter()
         self.rounds = Counter()
         self.leaders: dict[PeerID, PeerID] = {}  # of the first round in which a peer sent nothing, since it was in time
 
-    def is_new(self, peer: PeerID) -> bool:
-        """Return whether this peer has been in too few rounds for a judgement of its own."""
-        return self.rounds[peer] < MAX_BROKEN_ROUNDS
-
-    def is_refused(self, peer: PeerID, search: int) -> bool:
-        """Return whether a search does without this peer: new ones have done harm twice, and others are there."""
-        has_others = not all(map(self.is_new, self.rounds))
-        return has_others and self.is_new(peer) and search % max(1, 2**self.harm_by_new // 2) > 0
-
-    def blame(self, peers: Iterable[PeerID]) -> None:
-        """Record that these peers have done harm; it matters if one of them is new, see `is_refused`."""
-        if any(map(self.is_new, peers)):
-            self.harm_by_new = min(self.harm_by_new + 1, MAX_HARM)
-
     def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
         self.leaders = {peer: leader for peer, leader in self.leaders.items() if peer in late or peer not in peers}
-        self.harm_by_new = max(0, self.harm_by_new - any(map(self.is_new, peers)))
         for peer in peers:
             self.rounds[peer] += peer not in late
             broken = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))
@@ -233,7 +218,6 @@ class RoundTrust:
             return
         peer = min(suspects, key=lambda peer: self.rounds[peer])
         self.broken_rounds[peer] += 1
-        self.blame([peer])
         if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS:
             self.broken_rounds.clear()
             raise MaliciousPeersError({peer: f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"})
@@ -244,15 +228,13 @@ class RoundTrust:
         a MaliciousPeersError if some peers' averages have for some rounds not been what they should, and another
         AllreduceException if an average points away from what was sent for it."""
         for peer, share in shares.items():
-            score = self.scores.get(peer, self.first_score)
+            score = self.scores.get(peer, max(self.first_score, BAN_THRESHOLD))
             self.scores[peer] = score + TRUST_EMA_ALPHA * weight * (share - score)
-            if self.is_new(peer):
+            if self.rounds[peer] < MAX_BROKEN_ROUNDS:
                 self.first_score += TRUST_EMA_ALPHA * weight * (max(share, -1.0) - self.first_score)
-        if banned := [peer for peer, share in shares.items() if max(share, self.scores[peer]) < BAN_THRESHOLD]:
+        if banned := [peer for peer in shares if self.scores[peer] < BAN_THRESHOLD]:
             self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
-            self.blame(banned)
             raise MaliciousPeersError(dict.fromkeys(banned, "sends averages without this peer's gradients"))
         reversed_by = [peer for peer, share in shares.items() if share < REVERSED_PART]
         if share_of_all < REVERSED_AVERAGE or any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by):
-            self.blame(reversed_by)
             raise AllreduceException("an average points away from what was sent for it")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from swarm.allreduce import FailFastAllReduceRunner
 from swarm.averager import VerifyingAverager
 from swarm.guard import MaliciousPeersError
 from swarm.matchmaking import MAX_REDIRECTS, MAX_SEARCHES_APART, EarlyStartMatchmaking
-from swarm.trust import RoundTrust
 from swarm.uplink import Uplink
 
 LEADER = PeerID(b"leader")
@@ -61,7 +61,7 @@ def make_matchmaking(leader: UselessLeader | None, kind: type[Matchmaking] = Ear
     options = dict(prefix="run", target_group_size=None, min_group_size=2, min_matchmaking_time=5.0)
     options |= dict(servicer_type=UselessLeader, request_timeout=3.0, client_mode=False)
     if kind is EarlyStartMatchmaking:
-        options["trust"] = RoundTrust()
+        options["rounds_with"] = Counter()
     follower = kind(dht, b"schema", dht, **options)
     follower._servicer_type = leader
     return follower
@@ -116,7 +116,7 @@ async def test_leader_without_round_is_avoided_for_some_searches():
     """For more of them each time, but never for good, because an honest one may have been cut off."""
     leader, asked_in = UselessLeader(), []
     follower = make_matchmaking(leader)
-    follower.trust.rounds[LEADER] = 1
+    follower.rounds_with[LEADER] = 1
     for number in range(44):
         requests = leader.requests
         await search(follower, 0.05)
@@ -146,7 +146,7 @@ async def test_silent_strangers_share_half_of_time():
     """New keys cost nothing. Of six silent ones, five were asked in a row: no peer could join this one meanwhile."""
     leader, partner = UselessLeader("silent"), PeerID(b"partner")
     async with search_quickly(leader) as follower:
-        follower.trust.rounds[partner] = 1
+        follower.rounds_with[partner] = 1
         for number in range(6):
             assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
         assert leader.requests == 1
