@@ -34,7 +34,8 @@ from text.tokenizers import load_tokenizer
 logger = logging.getLogger("fetch")
 
 MAX_HEADER = 2**20  # bytes of a file's header in an archive
-HEADER_ERRORS = (RecursionError, ValueError, OverflowError)  # of nested headers, and of impossible names and times
+# of nested headers, of impossible names and times, and of members that are files and folders at once
+MEMBER_ERRORS = (RecursionError, ValueError, OverflowError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> tuple[Path, Path | None]:
@@ -146,7 +147,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
             archive.extractall(unfinished, filter=take_plain)
         locate_dataset(unfinished, source)
         unfinished.rename(folder)
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, *HEADER_ERRORS) as e:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, *MEMBER_ERRORS) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         raise UserError(

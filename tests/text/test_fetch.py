@@ -208,13 +208,18 @@ def test_unpack_endless_headers_are_refused(cache, tmp_path):
     assert expect_line("a header of 2,097,1.. bytes", str(tmp_path / "long.tar"), cache) == []
 
 
-@pytest.mark.parametrize("header", [{"path": "a\0b"}, {"mtime": "1e30"}], ids=["name", "time"])
-def test_unpack_impossible_header_leaves_no_download(cache, tmp_path, header):
+@pytest.mark.parametrize(
+    "members",
+    [{"a": {"path": "a\0b"}}, {"a": {"mtime": "1e30"}}, {"a": {}, "a/b": {}}, {"a/b": {}, "a": {}}],
+    ids=["name", "time", "file as folder", "folder as file"],
+)
+def test_unpack_impossible_header_leaves_no_download(cache, tmp_path, members):
     """Each later start would unpack the complete download again, and fail without a request."""
-    member = tarfile.TarInfo("a")
-    member.pax_headers = header
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
-        archive.addfile(member)
+        for name, header in members.items():
+            member = tarfile.TarInfo(name)
+            member.pax_headers = header
+            archive.addfile(member)
     content = (tmp_path / "data.tar").read_bytes()
     with serve(send(OK, b"Content-Length: %d\r\n\r\n" % len(content), content)) as url:
         assert expect_line("is damaged", url, cache) == []
