@@ -271,11 +271,11 @@ class PeerTracker:
             self._attestations = self.dht.run_coroutine(partial(request_in_dht, peers=peers), return_future=True)
             self._attestations.add_done_callback(apply)
 
-    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
-        """Do not count these peers until they report something new."""
+    def mark_silent(self, peer_ids: Iterable[bytes], is_unreachable: bool = False) -> None:
+        """Do not count these peers until they report something new, see PeerTrust.mark_silent."""
         present = self.present
         if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
-            self.trust.mark_silent(silent)
+            self.trust.mark_silent(silent, is_unreachable)
             others = format_count(len(present) - len(silent), "other peer")
             logger.info(f"no answer from peer {', '.join(map(str, map(PeerID, silent)))}: continuing with {others}")
             self.schedule_refresh(0.0)
@@ -299,9 +299,8 @@ class PeerTracker:
     def _take_pings(self, asked: set[bytes], done: MPFuture) -> None:
         if not done.cancelled() and not done.exception():
             silent = asked - done.result()
-            if silent != asked or len(asked) == 1:  # otherwise, this peer's own connection may have failed
-                self.trust.unanswered |= silent
-            self.mark_silent(silent)
+            # if no peer answers, this one's own connection may have failed
+            self.mark_silent(silent, is_unreachable=silent != asked or len(asked) == 1)
 
     def ban(self, violations: dict[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, see PeerTrust.ban."""

@@ -50,6 +50,7 @@ class Absence:
 
     reason: str  # SILENT, BANNED or LATE
     until: float  # seconds of the DHT's time; later reports end the absence
+    is_unreachable: bool = False  # whether it has answered no ping, although others have
 
 
 class PeerTrust:
@@ -67,7 +68,6 @@ class PeerTrust:
         #: the duration and the end of each peer's last ban, and how many rounds each peer has missed in a row
         self.last_bans: dict[bytes, tuple[float, float]] = {}
         self.missed_rounds = Counter()
-        self.unanswered: set[bytes] = set()  # peers that have answered no ping, until they report
 
     # --- records to believe
 
@@ -130,9 +130,9 @@ class PeerTrust:
 
     # --- events
 
-    def mark_silent(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_silent(self, peer_ids: Iterable[bytes], is_unreachable: bool = False) -> None:
         """Do not count these peers until they report something new."""
-        self.absent |= dict.fromkeys(peer_ids, Absence(SILENT, get_dht_time()))
+        self.absent |= dict.fromkeys(peer_ids, Absence(SILENT, get_dht_time(), is_unreachable))
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
@@ -185,8 +185,7 @@ class PeerTrust:
                 self.absent.pop(peer_id, None)  # a round in the background may do this as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-                if record and peer_id in self.unanswered:  # it can reach the DHT, but perhaps not this peer
-                    self.unanswered.discard(peer_id)
+                if record and absence.is_unreachable:  # it can reach the DHT, but perhaps not this peer
                     self._count_missed_round(peer_id, UNREACHABLE)
 
 
@@ -228,7 +227,7 @@ class RoundTrust:
         a MaliciousPeersError if some peers' averages have for some rounds not been what they should, and another
         AllreduceException if an average points away from what was sent for it."""
         for peer, share in shares.items():
-            score = self.scores.get(peer, max(self.first_score, BAN_THRESHOLD))
+            score = self.scores.get(peer, max(self.first_score, SUSPICION_THRESHOLD))
             self.scores[peer] = score + TRUST_EMA_ALPHA * weight * (share - score)
             if self.rounds[peer] < MAX_BROKEN_ROUNDS:
                 self.first_score += TRUST_EMA_ALPHA * weight * (max(share, -1.0) - self.first_score)

@@ -151,8 +151,7 @@ def test_unreachable_peer_that_reports_is_late():
     """Two peers that read each other's reports, and cannot connect, waited for each other without end."""
     trust = make_trust(b"a")
     for number in range(1, MAX_MISSED_ROUNDS + 1):
-        trust.unanswered = {b"a"}
-        trust.mark_silent([b"a"])
+        trust.mark_silent([b"a"], is_unreachable=True)
         trust.absent[b"a"].until -= 1.0
         trust.update(make_records(b"a"))
         assert trust.count_quorum(make_records(b"a"), min_epoch=5) == (2 if number < MAX_MISSED_ROUNDS else 1)
@@ -279,7 +278,7 @@ def test_new_peer_after_hostile_keys_is_not_banned():
         with contextlib.suppress(AllreduceException):
             trust.record_averages({PeerID(b"new%d" % number): -1.0}, 0.3, weight=1 / 3)
     assert trust.first_score < -0.5
-    for share in (0.8, 0.8, 0.8, 0.2):
+    for share in (0.2, 0.8, 0.8, 0.8, 0.2):
         trust.record_averages({honest: share}, 0.8, weight=1 / 3)
         trust.record_round([honest], [])
     assert trust.scores[honest] > 0.25
@@ -391,7 +390,6 @@ def test_own_outage_makes_no_peer_late(tracker, answers, unanswered):
         done.set_result({*answers})
         tracker._take_pings({b"a", b"b"}, done)
         tracker.exclude_idle_peers(get_dht_time() + 1, 2)
-        assert tracker.trust.unanswered == {*unanswered}
         for absence in tracker.trust.absent.values():
             absence.until -= 1.0
         tracker.trust.update(tracker.others)
