@@ -10,10 +10,10 @@ import weakref
 from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
 from hivemind.dht import dht, node
-from hivemind.p2p import P2P, P2PContext, P2PHandlerError, p2p_daemon
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.proto.p2pd_pb2 import RPCError
-from hivemind.utils import MPFuture, MSGPackSerializer, switch_to_uvloop
+from hivemind.utils import MPFuture, MSGPackSerializer, as_aiter, switch_to_uvloop
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
@@ -30,7 +30,6 @@ UNREAD_TIMEOUT = 60.0  # seconds to send a message or to read one, and for a cal
 MAX_MESSAGE_BYTES = 2**22  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
 EXTENSIONS = (0x40, 0x50)  # hivemind's types in a message: tuples, and dictionaries of the DHT
 MAX_NESTING = 8  # of values of these types
-CALL_STREAM_HANDLER = P2P.iterate_protobuf_handler
 DECODE_EXTENSION = MSGPackSerializer._decode_ext_types
 NESTING = threading.local()  # the depth of the value that this thread decodes
 
@@ -105,6 +104,8 @@ async def add_whole_stream_handler(
                 request, _ = await P2P.receive_protobuf(request_type, reader)
                 if not has_ended.is_set():
                     await requests.put(request)
+                elif request is None:  # the caller has read the last message, and sends no more
+                    return
 
         async def read_requests():
             while (request := await requests.get()) is not None:
@@ -137,19 +138,44 @@ async def add_whole_stream_handler(
     await self.add_binary_stream_handler(name, serve, balanced=balanced)
 
 
-async def call_whole_stream_handler(self: P2P, *args):
-    """Call a handler of streams, and return the iterator of its answers, which closes the stream at the last one."""
-    answers = await CALL_STREAM_HANDLER(self, *args)
+async def call_whole_stream_handler(self: P2P, peer_id: PeerID, name: str, requests, answer_type: type):
+    """Call a handler of streams, and return the iterator of its answers, which closes the stream after the last one. If
+    it has not sent all requests by then, the other side closes the stream: it must have read all bytes (note 91).
+
+    :raises P2PHandlerError: by the iterator, if the handler fails
+    """
+    _, reader, writer = await self.call_binary_stream_handler(peer_id, name)
+
+    async def write() -> None:
+        async for request in requests if hasattr(requests, "__aiter__") else as_aiter(requests):
+            await P2P.send_protobuf(request, writer)
+        await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
+
+    async def await_close() -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            async with asyncio.timeout(UNREAD_TIMEOUT):
+                await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
+                await reader.read(1)
 
     async def read():
-        async with contextlib.aclosing(answers):
-            try:
-                async for answer in answers:
+        error = None
+        try:
+            while error is None:
+                answer, error = await P2P.receive_protobuf(answer_type, reader)
+                if error is None:
                     yield answer
-            except P2PHandlerError as e:
-                if not str(e).endswith(END_OF_STREAM):
-                    raise
+        except asyncio.IncompleteReadError:  # the connection is closed
+            await writing
+            return
+        finally:
+            if writing.cancel() and error is not None:
+                asyncio.create_task(await_close())
+            else:
+                writer.close()
+        if error.message != END_OF_STREAM:
+            raise P2PHandlerError(f"`{name}` of {peer_id} failed: {error.message}")
 
+    writing = asyncio.create_task(write())
     return read()
 
 
