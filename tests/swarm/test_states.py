@@ -15,14 +15,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
-from coroutines import run_async
+from coroutines import TimelessLoop, run_async
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, NoCompression, TensorRole
 from hivemind.p2p import PeerID
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.proto.runtime_pb2 import Tensor
-from hivemind.utils import get_dht_time
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import Script, make_prefix, wait_until
 from programs.peers import make_state_averager
@@ -660,20 +659,25 @@ def test_idle_peers_lose_their_places(monkeypatch):
     assert all(admitted[admitted.index(True) :]) and admitted.index(True) < 4 * state_server.IN_USE
 
 
-@run_async
-async def test_declaration_never_expires():
+def test_declaration_never_expires(monkeypatch):
     """Each store takes a sixth of the period, as with dead peers in the DHT."""
-    period, stored = 0.6, []
+    period, stored = 30.0, []
 
     async def store(_, expiration_time: float, **entry) -> None:
         await asyncio.sleep(period / 6)
-        stored.append((get_dht_time(), expiration_time))
+        stored.append((loop.time(), expiration_time))
+
+    async def declare() -> None:
+        tasks = StateServer._declare_for_download_periodically(averager), StateServer._renew_declaration(averager)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*tasks), 5 * period)
 
     matchmaking = SimpleNamespace(group_key_manager=SimpleNamespace(prefix="run"))
     peer = dict(_matchmaking=matchmaking, peer_id=PeerID(b"a"), dht=SimpleNamespace(store=store))
     state = dict(allow_state_sharing=True, state_sharing_priority=3.0, declare_state_period=period)
     averager = SimpleNamespace(**peer, **state, _state_updated=asyncio.Event())
-    tasks = StateServer._declare_for_download_periodically(averager), StateServer._renew_declaration(averager)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*tasks), 5 * period)
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        loop = runner.get_loop()
+        monkeypatch.setattr("hivemind.averaging.averager.get_dht_time", loop.time)
+        runner.run(declare())
     assert len(stored) >= 5 and all(at < expiration for (_, expiration), (at, _) in itertools.pairwise(stored))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import netlab
 import pytest
+from coroutines import TimelessLoop
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.matchmaking import PotentialLeaders
@@ -235,20 +236,6 @@ def test_slow_uplink_sends_partial_gradients(start):
     seconds = [line[0]["averaging_seconds"] for line in rounds]
     assert seconds[-1] - seconds[0] < (len(rounds) - 1) * 10
     assert "sending" not in peers["a"].text + peers["b"].text
-
-
-class TimelessLoop(asyncio.SelectorEventLoop):
-    """Its clock leaps to whatever it waits for, or past that: on a busy machine, sleeping would take longer."""
-
-    now, late = 100.0, 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if self._scheduled and not self._ready:
-            self.now = max(self.now, self._scheduled[0].when() + self.late)
-        super()._run_once()
 
 
 @pytest.fixture
