@@ -28,9 +28,9 @@ BLOCK = 2**20  # numbers
 PIECE = 2**17  # numbers that the outer step changes at once, as more would need more memory
 MAX_SAMPLES = 2  # of an offer, relative to the median
 OTHERS_WEIGHT = 1 / 3  # of the offers of all other peers than voters, relative to that of the voters' offers
-MIN_COSINE = -0.03  # median cosine of an offer with the voters' offers; below it, the offer points away from them
+MIN_COSINE = -0.012  # median cosine of an offer with the voters' offers; below it, the offer points away from them
 MAX_COSINE = 0.9  # of two offers; with a larger one, they are copies
-BUCKETS = 2**14  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
+BUCKETS = 2**16  # of a sketch; the error of a cosine of two sketches is about 1 / sqrt(BUCKETS)
 SKETCH_SCALE = 2.0**20  # of the norm of a sketch: products of two sketches are exact, as whole numbers below 2 ** 53
 
 
@@ -130,7 +130,7 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[f
         of_kind = np.bincount(kinds, minlength=len(values))
         squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
         hashes = (positions.astype(np.uint64) + np.uint64(block * BLOCK) + offset) * (factor | np.uint64(1))
-        sketch += np.bincount((hashes >> np.uint64(49)).astype(np.int64), values[kinds], 2 * BUCKETS)
+        sketch += np.bincount((hashes >> np.uint64(64 - BUCKETS.bit_length())).astype(np.int64), values[kinds], 2 * BUCKETS)
     norm = math.sqrt(math.fsum(squares))
     return norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0))
 
