@@ -9,6 +9,7 @@ import copy
 
 import torch
 from hivemind.compression import (
+    BlockwiseQuantization,
     CompressionBase,
     CompressionInfo,
     Float16Compression,
@@ -24,10 +25,8 @@ from hivemind.proto import runtime_pb2
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 
 
-class Scaled16bit(CompressionBase):
+class Scaled16bit(Float16Compression):
     """A codec of float16 fractions of the largest number, with relative errors up to 2.4e-4 down to 1/16,000 of it."""
-
-    compression_type = runtime_pb2.FLOAT16
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
         """Encode a tensor."""
@@ -45,15 +44,10 @@ class Scaled16bit(CompressionBase):
         scale = torch.frombuffer(data, dtype=torch.float32, count=1)
         return (torch.frombuffer(data, dtype=torch.float16, offset=4).float() * scale).view(shape)
 
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Return the compressed size as a share of the tensor's."""
-        return 0.5
 
-
-class Dynamic8bit(CompressionBase):
+class Dynamic8bit(BlockwiseQuantization):
     """A codec of 8 bits for signed numbers, or the roots of unsigned ones, of which only 0 becomes 0 (see Lamb8bit)."""
 
-    compression_type = runtime_pb2.BLOCKWISE_8BIT
     quantizers = DynamicQuantizer(signed=True), DynamicQuantizer(signed=False)
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
@@ -78,10 +72,6 @@ class Dynamic8bit(CompressionBase):
         codes = torch.frombuffer(data, dtype=torch.uint8, offset=4 * blocks)
         numbers = self.quantizers[is_root].dequantize(codes, scales)
         return (numbers.square_() if is_root else numbers).view(shape)
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Return the compressed size as a share of the tensor's."""
-        return (1 + 4 / BLOCK_SIZE) / 4
 
 
 class MatrixMoments8bit(AdaptiveCompressionBase):
