@@ -13,11 +13,9 @@ def hub(what: str, alternative: str):
     """Turn errors of a load from the Hub into a UserError; without a connection, use the cache and do not retry."""
     from huggingface_hub import constants
 
-    was_offline = constants.HF_HUB_OFFLINE
-    variable = os.environ.get("HF_HUB_OFFLINE")
+    was_offline = constants.HF_HUB_OFFLINE  # transformers and datasets read it too
     if not was_offline and not is_reachable(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         yield
     except (OSError, ValueError) as e:
@@ -28,10 +26,6 @@ def hub(what: str, alternative: str):
     finally:
         # a later upload checks the connection itself
         constants.HF_HUB_OFFLINE = was_offline
-        if variable is None:  # 0 would overrule TRANSFORMERS_OFFLINE
-            os.environ.pop("HF_HUB_OFFLINE", None)
-        else:
-            os.environ["HF_HUB_OFFLINE"] = variable
 
 
 @functools.cache

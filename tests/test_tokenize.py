@@ -402,7 +402,8 @@ def test_hub_access_keeps_environment(monkeypatch, no_hub):
         if variable is None:
             monkeypatch.delenv("HF_HUB_OFFLINE")
         with hub("it", "another"):
-            assert os.environ["HF_HUB_OFFLINE"] == "1"
+            assert huggingface_hub.constants.HF_HUB_OFFLINE
+            assert os.environ.get("HF_HUB_OFFLINE") == variable
         assert os.environ.get("HF_HUB_OFFLINE") == variable and not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
