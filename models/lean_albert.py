@@ -1,7 +1,7 @@
 """LeanALBERT: an ALBERT that keeps little for the backward pass, so that long sequences fit on a volunteer's GPU.
 
 The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
-rotary positions, gated feed-forward, sandwich norm. models/ruleanalbert.py loads its checkpoints.
+rotary positions, gated feed-forward, sandwich norm. models/pretrained.py loads its checkpoints.
 
 A layer keeps its two inputs, which are parts of the residual stream, and the output of the feed-forward's first matrix;
 with sandwich norm, also the inputs of those two norms. The backward pass recomputes the rest (see `recompute`). With

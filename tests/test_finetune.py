@@ -27,8 +27,7 @@ import predict_on_lidirus
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import FinetuneArguments, encode, load_pretrained, make_task_model
 from models.lean_albert import LeanAlbertForPreTraining
-from models.pretrained import Pretrained, check_tokenizer, load_tokenizer
-from models.ruleanalbert import MODULES
+from models.pretrained import MODULES, Pretrained, check_tokenizer, load_tokenizer
 
 CPU = torch.device("cpu")
 QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]

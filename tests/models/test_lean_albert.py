@@ -21,7 +21,7 @@ from common.console import UserError
 from experiment.objectives import compute_losses
 from models import lean_albert
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
-from models.ruleanalbert import LAYER, load_ruleanalbert, rename_state
+from models.pretrained import LAYER, load_ruleanalbert, rename_state
 from training.model import make_trainable_model, move_batch
 
 sys.path.append(str(ROOT / "benchmarks"))
