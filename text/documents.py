@@ -209,8 +209,7 @@ def take_conversation(record: object) -> list[str]:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError("has a message whose role or content is not text")
-    # see take_text
-    return [json.dumps(message, ensure_ascii=False).encode("utf-8", "replace").decode() for message in messages]
+    return [json.dumps(message, ensure_ascii=False) for message in messages]
 
 
 @functools.cache

@@ -5,8 +5,10 @@ Devices are chosen without a CUDA context, because hivemind forks its helpers la
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +32,8 @@ logger = logging.getLogger("trainer")
 Batch = dict[str, torch.Tensor]
 
 MAX_PASS_SECONDS = 5.0  # a step of up to 10 s is advised
+MEASURED_BATCHES = 10  # by `measure_step`, unless MEASURED_SECONDS end it earlier
+MEASURED_SECONDS = 20.0
 MAX_MEMORY_SHARE = 0.8  # of the memory that is free without a batch; rounds and other batches need the rest
 
 # Dense TFLOP/s by NVIDIA's data sheets: in bf16 or fp16 with sums in float32, and in float32, which is TF32 on all but
@@ -326,3 +330,23 @@ def tune_to_device(
         logger.info(f"--per_device_train_batch_size {size} --gradient_accumulation_steps {count} suit this device")
         args = dataclasses.replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=count)
     return args
+
+
+def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple[float, int]:
+    """Move the model to the first device, tune both, and return the seconds of a step and its samples."""
+    _, model_args, _, averaging, data_args, args = groups
+    (tokenizer, dataset, corpus) = loaded
+    device = devices[0]
+    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+    with stop_when_out_of_memory(args, device, model):
+        autocast, _ = place_model(model, device, args)
+        args = tune_to_device(model, trial, args, device, autocast, averaging, len(devices))
+        size = args.per_device_train_batch_size
+        count = args.gradient_accumulation_steps
+        batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=model_args.seed)
+        deadline = time.monotonic() + MEASURED_SECONDS
+        timed = itertools.takewhile(lambda _: time.monotonic() < deadline, batches)
+        timed = itertools.islice(timed, MEASURED_BATCHES)
+        times = [time_pass(model, move_batch(batch, device), autocast) for batch in timed]
+    # the first pass is slower
+    return count * statistics.mean(times[1:] or times), size * count * len(devices)

@@ -6,9 +6,6 @@ Each problem has a hint. The exit code is 2 if a problem is fatal, 130 after Ctr
 the run's DHT like any peer, but publishes and saves nothing. A trainer runs the quick checks at its start too.
 """
 
-import itertools
-import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +13,7 @@ from functools import partial
 import torch
 
 from common.console import format_bytes, format_count, format_number, print_line
-from experiment.data import load_data, make_train_batches
+from experiment.data import load_data
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from models.state_codecs import COMPRESSIONS
@@ -29,22 +26,12 @@ from swarm.uplink import Uplink
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import Check, check_epoch_time, check_machine, check_step_time
-from training.devices import (
-    choose_devices,
-    make_trial_batch,
-    place_model,
-    stop_when_out_of_memory,
-    time_pass,
-    tune_to_device,
-)
+from training.devices import choose_devices, measure_step
 from training.figures import fetch_progress
-from training.model import make_trainable_model, move_batch
+from training.model import make_trainable_model
 from training.page_client import warn_of_local_addresses
 from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
-
-MEASURED_BATCHES = 10  # the first of these limits ends the measurement
-MEASURED_SECONDS = 20.0
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
@@ -135,25 +122,3 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
         yield check_connection(*find_reachability(dht), dht.client_mode)
     warn_of_local_addresses(swarm)
     yield Check("own addresses", "none: client mode" if dht.client_mode else " ".join(swarm.list_maddrs()[:3]))
-
-
-def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple[float, int]:
-    """Move the model to the first device, tune both, and return the seconds of a step and its samples."""
-    _, model_args, _, averaging, data_args, args = groups
-    (tokenizer, dataset, corpus) = loaded
-    device = devices[0]
-    trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-    with stop_when_out_of_memory(args, device, model):
-        autocast, _ = place_model(model, device, args)
-        args = tune_to_device(model, trial, args, device, autocast, averaging, len(devices))
-        size = args.per_device_train_batch_size
-        count = args.gradient_accumulation_steps
-        batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=model_args.seed)
-        times = []
-        deadline = time.monotonic() + MEASURED_SECONDS
-        for batch in itertools.islice(batches, MEASURED_BATCHES):
-            times.append(time_pass(model, move_batch(batch, device), autocast))
-            if time.monotonic() > deadline:
-                break
-    # the first pass is slower
-    return count * statistics.mean(times[1:] or times), size * count * len(devices)
