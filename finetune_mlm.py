@@ -36,9 +36,7 @@ class FinetuneArguments(PrecisionArguments):
     """Fine-tuning of a trained model. Names and defaults are RuLeanALBERT's."""
 
     task: str | None = flag(
-        None,
-        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos; or rucola.",
-        aliases=["-t"],
+        None, "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos; or rucola.", aliases=["-t"]
     )
     task_file: str | None = flag(
         None,

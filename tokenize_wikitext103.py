@@ -44,7 +44,7 @@ from common.files import unfinished_folder
 from common.flags import FlagGroup, flag
 from common.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
-from text.fetch import check_archive, make_archive
+from text.fetch import make_archive
 from text.instances import KINDS, Documents
 from text.tokenization import load_hub_splits, make_dataset, split_documents
 from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenizer
@@ -104,7 +104,7 @@ def main():
         args.objective = OBJECTIVES[objective].kind.name
     kind = KINDS[args.objective]
     if args.archive:
-        check_archive(Path(args.archive))
+        require_absent("--archive", args.archive)
         if dataset_path.is_dir() and tokenizer_path.is_dir() and not args.text_files and not args.train_tokenizer:
             print(f"{dataset_path} and {tokenizer_path} exist already: packing them unchanged")
             return make_archive(dataset_path, tokenizer_path, Path(args.archive))
@@ -146,11 +146,16 @@ def main():
     )
 
 
+def require_absent(flag: str, path: str) -> None:
+    """Raise a UserError if this file or folder exists."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} already exists: give another {flag}, or remove it")
+
+
 def check_targets(tokenizer_path: Path, dataset_path: Path):
     """Raise UserError if an output folder exists or one lies inside the other."""
-    for name, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
-        if os.path.lexists(path):
-            raise UserError(f"{path} already exists: give another {name}, or remove it")
+    require_absent("--tokenizer_path", tokenizer_path)
+    require_absent("--dataset_path", dataset_path)
     tokenizer_path = tokenizer_path.resolve()
     dataset_path = dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):

@@ -167,14 +167,6 @@ def locate_dataset(folder: Path, source: str | None = None) -> tuple[Path, Path 
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None
 
 
-def check_archive(archive: Path) -> None:
-    """Raise a UserError if the archive exists, or its folder does not."""
-    if os.path.lexists(archive):
-        raise UserError(f"{archive} already exists: remove it, or give another --archive")
-    if not archive.parent.is_dir():
-        raise UserError(f"--archive {archive}: the folder {archive.parent} does not exist: create it first")
-
-
 def make_archive(dataset_path: Path, tokenizer_path: Path, archive: Path) -> None:
     """Pack dataset and tokenizer into an archive, and print the flags for a trainer."""
     kind = KINDS.get(read_json(dataset_path / "corpus.json").get("objective"), PAIRS)

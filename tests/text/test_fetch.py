@@ -20,7 +20,7 @@ import tokenize_wikitext103
 from common.console import UserError
 from common.files import hash_file
 from text import fetch, http
-from text.fetch import check_archive, make_archive, pack
+from text.fetch import make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
@@ -252,7 +252,7 @@ def test_archive_bytes_are_deterministic(tmp_path, tiny_data, hosted, capsys, mo
     assert f"/other.tar.gz --dataset_sha256 {hash_file(hosted / 'tiny.tar.gz')}" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
     with expect_user_error("other.tar.gz already exists"):
-        check_archive(tmp_path / "other.tar.gz")
+        tokenize_wikitext103.require_absent("--archive", tmp_path / "other.tar.gz")
 
 
 @pytest.mark.parametrize("name", ["tiny.tar.gz", "plain.tar"])
