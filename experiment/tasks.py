@@ -361,12 +361,10 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     else:
         records = load_from_hub(task, data_dir)
     examples = {split: make_examples(task, rows) for split, rows in records.items()}
-    if "in_domain" in examples:
-        domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}
-        for domain, part in domains.items():
-            for example in part:
-                example.record["domain"] = domain
-        examples["validation"] = domains["in_domain"] + domains["out_of_domain"]
+    for domain in [split for split in examples if split.endswith("_domain")]:  # of RuCoLA
+        for example in examples[domain]:
+            example.record["domain"] = domain
+        examples.setdefault("validation", []).extend(examples.pop(domain))
     for split, part in examples.items():
         where = f"the {split} data of {task.name}"
         if not part and (split != "test" or len(examples) == 1):
