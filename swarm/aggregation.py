@@ -130,7 +130,7 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[f
         of_kind = np.bincount(kinds, minlength=len(values))
         squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
         hashes = (positions.astype(np.uint64) + np.uint64(block * BLOCK) + offset) * (factor | np.uint64(1))
-        sketch += np.bincount((hashes >> np.uint64(64 - BUCKETS.bit_length())).astype(np.int64), values[kinds], 2 * BUCKETS)
+        sketch += np.bincount((hashes >> np.uint64(47)).astype(np.int64), values[kinds], 2 * BUCKETS)
     norm = math.sqrt(math.fsum(squares))
     return norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0))
 
