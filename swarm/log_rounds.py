@@ -131,7 +131,6 @@ class LogRounds:
         self.log: Log | None = None
         self.log_id = b""
         self.epoch = 0  # of this peer's model; set by the optimizer
-        self._head = b""
         self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
         folder = folder or Path(self._temporary.name)
@@ -329,8 +328,7 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    if self._head != self.log.state.head:  # promises bind for one commit
-                        self._head = self.log.state.head
+                    if not self.log.num_ticks:  # the first one since a commit; promises bind for one
                         self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
                     participants = self._list_participants()
                     voters = self.log.state.voters
