@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,11 +249,10 @@ class LogRounds:
 
         :param ended: the log that this peer has left; it returns to that one only for most peers
         """
-        oldest = time.monotonic() - RECENT
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (self.tracker.trust.partners | self.tracker.trust.attested)
         with self._lock:
-            seen = {p: (log, epoch) for p, (log, epoch, at) in self._seen.items() if at > oldest and p in known}
+            seen = self._select_seen(known)
             state = self.log.state
         gone = [peer for peer in state.voters if peer in seen and seen[peer][0] != self.log_id]
         if state.counted and 2 * len(gone) >= len(state.voters):
@@ -298,10 +297,14 @@ class LogRounds:
     def _is_served(self) -> bool:
         with self._lock:
             members = self._list_members()
-            oldest = time.monotonic() - RECENT
-            epochs = [epoch for peer, (log, epoch, at) in self._seen.items() if at > oldest and peer in members]
             is_sent = not any(self._outbox[peer] for peer in members if self.can_call(peer))
-            return is_sent and not self._called and all(epoch >= self.epoch for epoch in epochs)
+            has_all = all(epoch >= self.epoch for _, epoch in self._select_seen(members).values())
+            return is_sent and not self._called and has_all
+
+    def _select_seen(self, peers: Collection[bytes]) -> dict[bytes, tuple[bytes, int]]:
+        """Return the log and the epoch of each of these peers that has told them lately."""
+        oldest = time.monotonic() - RECENT
+        return {it: (log, epoch) for it, (log, epoch, at) in self._seen.items() if at > oldest and it in peers}
 
     def shutdown(self) -> None:
         """Stop the threads."""
