@@ -340,8 +340,7 @@ class LogRounds:
                     # new keys cost nothing, so they must not delay the data of voters
                     self.exchange.urgent = frozenset(map(PeerID, participants & {*voters, *self.initial_peers}))
                     self._perform(self.log.tick(self._now()))
-                self._poll()
-                self._send()
+                self._call_peers()
 
     def _perform(self, actions: list[Action]) -> None:
         """Do what the log says. Its messages to a peer that has just called are in the answer."""
@@ -402,26 +401,21 @@ class LogRounds:
         record = self.tracker.others.get(peer)
         return not (record.client_mode if record else self.log is not None and peer in self.log.state.clients)
 
-    def _send(self) -> None:
-        """Call each member with messages to send, unless its last answer is awaited. Clients get theirs in answers."""
-        for peer in self._outbox.keys() - self._list_members():
+    def _call_peers(self) -> None:
+        """Call each member with messages to send, unless its last answer is awaited. Clients get theirs in answers, so
+        they also call some peers for which they have no messages."""
+        members = self._list_members()
+        for peer in self._outbox.keys() - members:
             del self._outbox[peer]
-        for peer, queue in self._outbox.items():
-            if queue and peer not in self._called and self.can_call(peer):
-                self._call(peer)
-
-    def _call(self, peer: bytes) -> None:
-        self._called.add(peer)
-        self._when_done(self.exchange.send(PeerID(peer), pack(self._make_envelope(peer))), self._take_answer, peer)
-
-    def _poll(self) -> None:
-        """Call some peers if others cannot call this one."""
-        if self.accepts_connections or time.monotonic() < self._next_poll:
-            return
-        self._next_poll = time.monotonic() + (POLL_INTERVAL if self.log.own or self.log.fetching else IDLE_INTERVAL)
-        peers = [peer for peer in self._list_participants() if self.can_call(peer) and peer not in self._called]
-        for peer in random.sample(peers, min(GOSSIPED_PEERS, len(peers))):
-            self._call(peer)
+        free = {peer for peer in members - self._called if self.can_call(peer)}
+        callees = {peer for peer in free if self._outbox.get(peer)}
+        if not self.accepts_connections and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + (POLL_INTERVAL if self.log.own or self.log.fetching else IDLE_INTERVAL)
+            peers = [*free & self._list_participants()]
+            callees.update(random.sample(peers, min(GOSSIPED_PEERS, len(peers))))
+        for peer in callees:
+            self._called.add(peer)
+            self._when_done(self.exchange.send(PeerID(peer), pack(self._make_envelope(peer))), self._take_answer, peer)
 
     def _make_envelope(self, peer: bytes) -> Envelope:
         """Return as many messages to a peer as one call may have."""
