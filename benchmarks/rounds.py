@@ -158,6 +158,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         robust_averaging="none",
     )
     load_state = LOAD_STATE_COMPRESSIONS["8bit"]
+    folder = tempfile.TemporaryDirectory(prefix="log-")
     optimizer = CollaborativeOptimizer(
         dht,
         experiment_prefix,
@@ -165,6 +166,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
+        folder=Path(folder.name),
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],

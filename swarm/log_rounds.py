@@ -16,7 +16,6 @@ import concurrent.futures
 import contextlib
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -119,10 +118,10 @@ class LogRounds:
     """A peer's log with its thread, its blobs and the peers that it talks to. All public methods are thread-safe.
 
     :param numbers: the swarm's parameters, for the sizes of blocks
-    :param folder: a folder for the blobs and this peer's votes; default: a temporary one, for a key that is not kept
+    :param folder: a folder for the blobs and this peer's votes
     """
 
-    def __init__(self, tracker: PeerTracker, numbers: Numbers, codec: TopKCompression, folder: Path | None):
+    def __init__(self, tracker: PeerTracker, numbers: Numbers, codec: TopKCompression, folder: Path):
         self.dht = tracker.dht
         self.tracker = tracker
         self.accepts_connections = not self.dht.client_mode
@@ -132,8 +131,6 @@ class LogRounds:
         self.log_id = b""
         self.epoch = 0  # of this peer's model; set by the optimizer
         self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="log-")
-        folder = folder or Path(self._temporary.name)
         self._memory_file = folder / "votes"
         self.numbers = numbers
         count = numbers.count
@@ -313,8 +310,6 @@ class LogRounds:
         self._thread.join()
         self.exchange.shutdown()
         shutil.rmtree(self.store.folder.parent, ignore_errors=True)
-        if self._temporary:
-            self._temporary.cleanup()
 
     # --- the thread
 

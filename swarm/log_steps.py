@@ -63,7 +63,7 @@ class LogSteps:
     :param optimizer: the collaborative optimizer, of whose epochs these are a part
     """
 
-    def __init__(self, optimizer, codec: TopKCompression, folder: Path | None):
+    def __init__(self, optimizer, codec: TopKCompression, folder: Path):
         self.optimizer = optimizer
         self.codec = codec
         self.averager = optimizer.state_averager

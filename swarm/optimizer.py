@@ -59,7 +59,7 @@ class CollaborativeOptimizer:
         """
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters; `optimizer` gets copies of them in host memory
-        :param folder: a folder of this peer's key, for the log of local steps; default: a temporary one
+        :param folder: a folder of this peer's key, for the log; only local steps need it
         :param compressions: the codecs `gradients`, `state_averaging`, `load_state` (downloads) and `local_steps`
         """
         make = (lambda groups: add_outer_momentum(optimizer(groups))) if averaging.local_steps > 1 else optimizer

@@ -13,10 +13,12 @@ import hashlib
 import itertools
 import os
 import signal
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
@@ -42,7 +44,7 @@ from tests.programs.peers import join, list_maddrs, print_facts, shut_down
 TIMES = dict(matchmaking_time=2.0, next_chunk_timeout=4.0, averaging_timeout=10.0)
 
 
-def make_gradient_optimizer(dht, prefix: str, parameter, auxiliary=False, density=1.0, **settings):
+def make_gradient_optimizer(dht, prefix: str, parameter, folder: Path, auxiliary=False, density=1.0, **settings):
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     fixed = dict(batch_size_lead=0, min_vector_size=0, average_state_every=10**6, metadata_expiration=60.0)
     fixed |= dict(min_refresh_period=0.5, default_refresh_period=0.5)
@@ -54,6 +56,7 @@ def make_gradient_optimizer(dht, prefix: str, parameter, auxiliary=False, densit
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
+        folder=folder,
         local_steps=TopKCompression(density),
         **codecs,
     )
@@ -223,7 +226,8 @@ def main() -> None:
     options |= dict(target_group_size=args.group_size, robust_averaging="clip" if args.is_robust else "none")
     if not args.times_follow_the_line:
         options |= TIMES | dict(averaging_timeout=args.averaging_timeout)
-    optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, **options)
+    folder = tempfile.TemporaryDirectory(prefix="log-")
+    optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, Path(folder.name), **options)
     if args.auxiliary:
         optimizer.state_averager.relay_states()
     optimizer.tracker.trust.attested = {PeerID.from_base58(peer).to_bytes() for peer in args.known}
