@@ -100,13 +100,13 @@ class Identity:
                     del self.public_keys[next(it for it in self.public_keys if it != self.peer)]
 
 
-def choose_log(answers: Sequence[Envelope], num_asked: int) -> tuple[bytes, State | None] | None:
-    """Return the id of the log that most answers name, and its state if more than half of these agree on it; None if
+def choose_log(answers: Sequence[Envelope], num_asked: int) -> tuple[bytes, State | None]:
+    """Return the id of the log that most answers name, and its state if more than half of these agree on it; no id if
     fewer than half of the asked peers name one log, because others can keep the honest ones from answering."""
     logs = Counter(answer.log for answer in answers if len(answer.log) == len(NEWEST))
     log_id = min(logs, key=lambda it: (-logs[it], it), default=b"")
     if not log_id or 2 * logs[log_id] < num_asked:
-        return None
+        return b"", None
     state, votes = Counter(answer.state for answer in answers if answer.log == log_id).most_common(1)[0]
     with contextlib.suppress(ValueError):
         if state and 2 * votes > logs[log_id]:
@@ -220,7 +220,7 @@ class LogRounds:
             self._perform(self.log.add_offer(self._now(), offer))
         return offer
 
-    def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None] | None:
+    def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None]:
         """Ask peers for their log.
 
         :param head: the commit after which the state is wanted, or NEWEST

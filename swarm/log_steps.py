@@ -113,8 +113,8 @@ class LogSteps:
         leader = min(members, key=lambda it: (not can_call(it), it in silent, hashlib.sha256(group_id + it).digest()))
 
         def ask() -> State | None:
-            found = rounds.find([leader] if can_call(leader) else list(rounds.helpers), NEWEST)
-            return found[1] if found and found[1] and found[1].epoch >= epoch else None
+            _, state = rounds.find([leader] if can_call(leader) else list(rounds.helpers), NEWEST)
+            return state if state and state.epoch >= epoch else None
 
         if leader == rounds.identity.peer:
             blocks = (anchor.read(block).numpy().tobytes() for block in range(anchor.num_blocks))
@@ -162,16 +162,16 @@ class LogSteps:
         """Look for the others' log from time to time, and join it; return whether there is one."""
         if time.monotonic() >= self._next_join:
             self._next_join = time.monotonic() + JOIN_INTERVAL
-            found = self._find_log()
-            self.exists = found is not None
-            if found:
-                self._join(*found)
+            log_id, state = self._find_log()
+            self.exists = bool(log_id)
+            if log_id:
+                self._join(log_id, state)
             elif self.optimizer.grad_averager.is_local:  # back to rounds in which all step together
                 self.optimizer.begin_epoch()
         return self.exists
 
-    def _find_log(self) -> tuple[bytes, State | None] | None:
-        """Return the id of the others' log, and its state after this peer's model if they agree on it."""
+    def _find_log(self) -> tuple[bytes, State | None]:
+        """Return the id of the others' log, if any, and its state after this peer's model if they agree on it."""
         peers = [*filter(self.rounds.can_call, self.tracker.list_contributors() or self.tracker.present)]
         if self.optimizer.is_auxiliary and (offered := self.rounds.take_offered()) and not peers:
             log_id, state, client = offered
@@ -179,12 +179,12 @@ class LogSteps:
                 self.rounds.fetch_anchor(state.parent, client, state.voters)
         else:  # in a run of clients, the auxiliary peers
             head = NEWEST if self._ended[0] or self.optimizer.is_auxiliary else self.head
-            log_id, state = self.rounds.find(peers or [*self.rounds.helpers], head) or (b"", None)
+            log_id, state = self.rounds.find(peers or [*self.rounds.helpers], head)
         # not a log that this peer has left, and that has no commit since
         if log_id and (log_id != self._ended[0] or state and state.head != self._ended[1]):
             return log_id, state
         self.tracker.ping_quiet_peers(peers)  # dead ones count against each log
-        return None
+        return b"", None
 
     def _join(self, log_id: bytes, state: State | None) -> None:
         """Take part in a log, or load its newest state first if this peer's model is another one."""
