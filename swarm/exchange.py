@@ -488,9 +488,8 @@ class Exchange:
             async with asyncio.timeout(self.uplink.timeouts.request):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(peer, self._fetch_name)
             try:
-                async with asyncio.timeout(download.compute_timeout(peer)) as timeout:
-                    writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
-                    await self._receive(download, peer, {HASHES, *numbers}, reader, timeout)
+                writer.write(REQUEST.pack(download.blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
+                await self._receive(download, peer, {HASHES, *numbers}, reader)
             finally:
                 writer.transport.abort()
         except PEER_ERRORS as e:
@@ -499,23 +498,22 @@ class Exchange:
                 self._excluded[download.owner, peer] = time.monotonic() + EXCLUSION
         self._start_fetching(tasks, download, download.missing.intersection(numbers), tried)
 
-    async def _receive(
-        self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader, timeout: asyncio.Timeout
-    ) -> None:
+    async def _receive(self, download: Download, peer: PeerID, wanted: set[int], reader: asyncio.StreamReader) -> None:
         """Receive the hashes and these blocks, and store each. It extends the timeout by what the block may take."""
-        while wanted:
-            number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
-            expected = wanted & {HASHES} or wanted  # the hashes come first
-            if number not in expected or size > max(download.store.max_block, HASH_BYTES * self.num_blocks):
-                raise ValueError(f"it has sent block {number} of {size} bytes")
-            data = await reader.readexactly(size)
-            self.uplink.count_received(size)
-            timeout.reschedule(timeout.when() + 8e-6 * size / download.find_least_mbits(peer))
-            wanted.remove(number)
-            await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
-            download.missing.discard(number)
-            download.arrival.set()
-            download.arrival = asyncio.Event()
+        async with asyncio.timeout(download.compute_timeout(peer)) as timeout:
+            while wanted:
+                number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+                expected = wanted & {HASHES} or wanted  # the hashes come first
+                if number not in expected or size > max(download.store.max_block, HASH_BYTES * self.num_blocks):
+                    raise ValueError(f"it has sent block {number} of {size} bytes")
+                data = await reader.readexactly(size)
+                self.uplink.count_received(size)
+                timeout.reschedule(timeout.when() + 8e-6 * size / download.find_least_mbits(peer))
+                wanted.remove(number)
+                await self._loop.run_in_executor(self._block_worker, self._store, download, number, data)
+                download.missing.discard(number)
+                download.arrival.set()
+                download.arrival = asyncio.Event()
 
     def _store(self, download: Download, number: int, data: bytes) -> None:
         """Check and store the hashes or a block; runs in a thread."""
