@@ -208,7 +208,7 @@ class LogRounds:
             offers = [*log.own.values(), *log.returned, *(it for one in log.list_unapplied() for it in one.offers)]
             return sum(offer.samples for offer in offers if offer.peer == log.me)
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> Offer:
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
         """Store and publish an update of this peer."""
         blob = self.store.add(blocks)
         num_bytes = sum(map(len, blocks))
@@ -218,7 +218,6 @@ class LogRounds:
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
             offer = self.log.sign(Offer, *fields)
             self._perform(self.log.add_offer(self._now(), offer))
-        return offer
 
     def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None]:
         """Ask peers for their log.

@@ -69,7 +69,7 @@ class LogSteps:
         self.averager = optimizer.state_averager
         self.tracker = optimizer.tracker
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
-        self._last_offer: Offer | None = None
+        self._offered = b"", b""  # the base of the last offer, and the digest of the state there
         self.exists = False  # whether this peer takes part in a log, or other peers do
         self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
         #: leaders whose first state has not arrived or led to no commit, and the last late one, with its leader
@@ -295,7 +295,7 @@ class LogSteps:
     def offer(self) -> None:
         """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
         head = self.head
-        is_done = self._last_offer is not None and self._last_offer.base == head
+        is_done = self._offered[0] == head
         if is_done or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
@@ -319,7 +319,8 @@ class LogSteps:
         optimizer.local.mark_offered(update, grad_averager.unsent)
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(list_momenta(optimizer.opt)))
         try:
-            self._last_offer = self.rounds.add_offer(head, digest, grad_averager.samples, blocks)
+            self.rounds.add_offer(head, digest, grad_averager.samples, blocks)
+            self._offered = head, digest
             grad_averager.samples = 0
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
@@ -332,8 +333,8 @@ class LogSteps:
         optimizer = self.optimizer
         averager = self.averager
         me = self.tracker.dht.peer_id.to_bytes()
-        own = self._last_offer
-        if own is not None and own.base == commit.parent and before.find_digest(commit) not in (b"", own.digest):
+        base, digest = self._offered
+        if base == commit.parent and before.find_digest(commit) not in (b"", digest):
             self._load_state("this peer's state differs from most others")
             return False
         try:
