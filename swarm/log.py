@@ -259,7 +259,7 @@ class Log:
         self.records: dict[bytes, object] = {}  # of the next commit, by name
         self.turns: dict[bytes, int] = {}  # the epoch since which each owner of an offer waits for its turn
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
-        self.returned: list[Offer] = []  # those that no commit will count, for the residual; the caller takes them
+        self.returned: deque[Offer] = deque()  # those that no commit will count; the caller takes them
         self.traffic: dict[bytes, int] = {}  # bytes in this status interval, by peer
         self.fetching: dict[bytes, Action] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()

@@ -186,13 +186,6 @@ class LogRounds:
             self._outbox.clear()
         return offers
 
-    def take_returned(self) -> list[Offer]:
-        """Return this peer's offers that no commit will count; they go back into the residual."""
-        with self._lock:
-            returned = self.log.returned
-            self.log.returned = []
-        return returned
-
     def find_next(self, head: bytes) -> tuple[Commit, State] | None:
         """Return the commit after `head` once its updates are here, with the log's state before it; otherwise None."""
         with self._lock:

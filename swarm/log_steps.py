@@ -208,8 +208,8 @@ class LogSteps:
     def follow(self) -> None:
         """Do what the log has asked for since the last call."""
         self.tracker.trust.active = self.rounds.log.state.active if self.is_open else set()
-        for offer in self.rounds.take_returned() if self.is_open else ():
-            self._take_back(offer)
+        while self.is_open and self.rounds.log.returned:
+            self._take_back(self.rounds.log.returned.popleft())
         if self.is_open and self.rounds.has_fewer_peers(self._ended[0]):
             logger.info("most peers have another log: joining them")
             self._close()

@@ -5,6 +5,7 @@ import math
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -173,8 +174,8 @@ def test_last_commit_counts_at_end_of_run():
     """A trainer must not leave before the others have the updates of the commit that it applied last."""
     optimizer = SimpleNamespace(local_epoch=13, is_auxiliary=False, grad_averager=SimpleNamespace(is_local=True))
     found = [("commit", "state before")]
-    log = SimpleNamespace(state=SimpleNamespace(active=set()))
-    rounds = SimpleNamespace(log=log, epoch=0, take_returned=list, has_fewer_peers=lambda _: False)
+    log = SimpleNamespace(state=SimpleNamespace(active=set()), returned=deque())
+    rounds = SimpleNamespace(log=log, epoch=0, has_fewer_peers=lambda _: False)
     rounds.find_next = lambda _: found.pop() if found else None
     steps = LogSteps.__new__(LogSteps)
     steps.tracker, steps.rounds, steps.optimizer = SimpleNamespace(trust=SimpleNamespace()), rounds, optimizer
