@@ -295,8 +295,7 @@ class LogSteps:
     def offer(self) -> None:
         """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
         head = self.head
-        is_done = self._offered[0] == head
-        if is_done or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
+        if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
         has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
