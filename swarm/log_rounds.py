@@ -213,11 +213,7 @@ class LogRounds:
             self._perform(self.log.add_offer(self._now(), offer))
 
     def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None]:
-        """Ask peers for their log.
-
-        :param head: the commit after which the state is wanted, or NEWEST
-        :returns: see `choose_log`
-        """
+        """Ask peers for their log and its state after the commit `head`, which may be NEWEST; see `choose_log`."""
         question = pack(Envelope(b"", self.epoch, request=head))
         calls = [self.exchange.send(PeerID(it), question) for it in random.sample(peers, min(len(peers), MAX_ASKED))]
         answers = []
@@ -431,7 +427,6 @@ class LogRounds:
             self._perform(self.log.receive(self._now(), self.identity.peer))
 
     def _read(self, peer: bytes, envelope: Envelope) -> None:
-        """Take the messages of a peer."""
         if peer in self.helpers:
             self.helpers[peer] = envelope.mbits if peer in self.initial_peers else 0.0
             if envelope.request and self.log is not None:  # it cannot call this peer

@@ -58,10 +58,7 @@ def is_near(own: Numbers, anchor: Iterable[bytes]) -> bool:
 
 
 class LogSteps:
-    """The offers and the commits of one peer.
-
-    :param optimizer: the collaborative optimizer, of whose epochs these are a part
-    """
+    """The offers and the commits of one peer, as a part of the epochs of its collaborative optimizer."""
 
     def __init__(self, optimizer, codec: TopKCompression, folder: Path):
         self.optimizer = optimizer
