@@ -177,7 +177,7 @@ class AveragingArguments(FlagGroup):
     target_group_size: int = flag(
         256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True, ge=2
     )
-    bandwidth: float | None = flag(  # within PLAUSIBLE_MBITS of swarm/plan.py
+    bandwidth: float | None = flag(  # within PLAUSIBLE_MBITS of swarm/allreduce.py
         None, "Mbit/s up, the limit of this peer's traffic. Default: measured continuously.", ge=0.01, le=1e6
     )
     min_vector_size: int = flag(

@@ -32,13 +32,13 @@ import run_trainer
 import swarm.averager
 import swarm.dht
 import swarm.patches
+from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RoundSettings
 from swarm.log_records import compute_hash, pack
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.optimizer_state import StateAverager, list_params
-from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import STATE, StateSnapshot
 
 # --- false parts and false averages in rounds -------------------------------------------------------------------------

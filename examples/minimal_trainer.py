@@ -20,7 +20,7 @@ needs beyond it. This file imports none of that:
     --------------------------------------------------------  ------------------------------------------
     loses the gradients of a failed round                     swarm/optimizer.py, swarm/gradients.py
     waits in each round for a peer that died                  swarm/matchmaking.py, swarm/progress.py
-    waits for the slowest uplink in each round                swarm/uplink.py, swarm/plan.py
+    waits for the slowest uplink in each round                swarm/uplink.py, swarm/allreduce.py
     sends whole gradients in each epoch                       swarm/log_steps.py, swarm/sparse.py
     cannot connect two peers behind routers                   swarm/reachability.py
     lets one malicious or broken peer spoil all weights       swarm/guard.py, swarm/trust.py

@@ -13,7 +13,7 @@ from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not k
 
 import hivemind
 import torch
-from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
@@ -22,12 +22,11 @@ from hivemind.utils.asyncio import achain, as_aiter, azip
 from common.console import format_number
 from common.memory import collect_garbage
 from swarm import logger
-from swarm.allreduce import FailFastAllReduceRunner
+from swarm.allreduce import FailFastAllReduceRunner, choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
-from swarm.plan import CLIENT, choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.trust import RoundTrust
 
 MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
@@ -203,7 +202,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.leader = self._matchmaking.leader
         # in the plan, slow peers that accept connections are clients, too
-        runner.clients = {it for it, mode in zip(group_info.peer_ids, modes, strict=True) if mode == CLIENT}
+        pairs = zip(group_info.peer_ids, modes, strict=True)
+        runner.clients = {peer for peer, mode in pairs if mode == AveragingMode.CLIENT}
         self.exchanged_group.value = group_info.group_id.hex()[:64].encode()
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates

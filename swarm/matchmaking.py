@@ -21,9 +21,9 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm import logger
+from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.log_records import Number, Signature, compute_hash, get_signed_part, pack, unpack
-from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader

@@ -14,6 +14,7 @@ from hivemind.compression import CompressionBase
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
+from swarm.allreduce import count_bits
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochState
@@ -21,7 +22,6 @@ from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, add_outer_momentum
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import StateAverager, list_params
-from swarm.plan import count_bits
 from swarm.processes import exit_if_process_dies
 from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds

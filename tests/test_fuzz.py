@@ -19,10 +19,10 @@ from records import make_metrics
 
 import training.page_client
 from common.console import UserError
+from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.contract import RunContract, RunSchema
 from swarm.log_records import list_fields, unpack
 from swarm.matchmaking import parse_gathered
-from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import MAX_BLOCKS, StateRequest
 from training.settings import check_multiaddrs
 from utils import MAX_EPOCH_GAP, LocalMetrics, filter_plausible_records, find_peer_id, make_validators

@@ -17,10 +17,10 @@ from experiment.data import load_data
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from models.state_codecs import COMPRESSIONS
+from swarm.allreduce import count_bits
 from swarm.config import AveragingConfig, make_config
 from swarm.joining import Swarm
 from swarm.membership import Membership
-from swarm.plan import count_bits
 from swarm.reachability import find_direct_peers, find_reachability
 from swarm.uplink import Uplink
 from text.batches import check_data_arguments

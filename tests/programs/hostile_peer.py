@@ -12,11 +12,11 @@ from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2, dht_pb2
 
 from common.console import clean_end, setup_logging
+from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
-from swarm.plan import PLAUSIBLE_MBITS
 from swarm.storage import DHTProtocol
 from swarm.trust import RoundTrust
 from tests.programs import gradient_peer

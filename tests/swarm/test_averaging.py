@@ -14,7 +14,7 @@ from processes import ROOT, make_prefix, run_python, wait_until
 from programs.bad_donor import KINDS
 from swarms import epochs, list_joint_rounds, start_peer, stop
 
-from swarm.plan import choose_fractions
+from swarm.allreduce import choose_fractions
 
 SLOW = pytest.mark.slow
 

@@ -24,10 +24,10 @@ from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs, list_joint_rounds, stop
 
 from arguments import AveragingArguments
+from swarm.allreduce import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.config import AveragingConfig, make_config
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, parse_gathered, sign_round_state
-from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink, choose_peers
 from utils import find_peer_id
 
