@@ -14,10 +14,10 @@ from hivemind.proto import averaging_pb2, dht_pb2
 from common.console import clean_end, setup_logging
 from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.averager import FailFastAllReduceRunner
+from swarm.dht import DHTProtocol
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
-from swarm.storage import DHTProtocol
 from swarm.trust import RoundTrust
 from tests.programs import gradient_peer
 

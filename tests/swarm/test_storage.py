@@ -23,10 +23,9 @@ from members import addresses, run_peer
 from processes import LOOPBACK, make_prefix, wait_until
 from records import attack, sign, start_dht_as
 
-from swarm.dht import DHT, ping_peers
+from swarm.dht import DHT, PEER_BYTES, PEER_RECORDS, DHTNode, find_node_id, ping_peers
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import install
-from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode, find_node_id
 from swarm.uplink import RoundTimeouts, Uplink
 from utils import find_peer_id, make_validators
 
@@ -299,7 +298,7 @@ def test_invented_nodes_hide_no_records(monkeypatch):
         dhts = [stack.enter_context(run_peer(PREFIX))]
         while len(dhts) < 9:
             if len(dhts) == 8:
-                monkeypatch.setattr("swarm.storage.DHTProtocol.rpc_find", find_invented)
+                monkeypatch.setattr("swarm.dht.DHTProtocol.rpc_find", find_invented)
             dhts.append(stack.enter_context(run_peer(PREFIX, dhts[0])))
         for dht in dhts:
             ids = [other.peer_id.to_bytes() for other in dhts if other is not dht]
