@@ -136,8 +136,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         with contextlib.suppress(AllreduceException):  # another one; at auxiliary peers, hivemind raises nothing
             async for update in super().run():
                 yield update
-        if self._future.exception():
-            raise self._future.exception()
+        if error := self._future.exception():
+            raise error
 
     # --- as a sender
 

@@ -81,7 +81,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
         self._limit: asyncio.Timeout | None = None
-        self._round: asyncio.Future | None = None  # resolves to the runner of the current round
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -126,8 +125,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._send("_end_round")
 
     async def _end_round(self) -> None:
-        if self._round and self._round.done():
-            self._round.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
+        for running in [it for it in self._running_groups.values() if it.done()]:
+            running.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
 
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
@@ -145,7 +144,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     async def _aggregate_with_group(self, group_info, **kwargs) -> dict[PeerID, RoundResult]:
         group_info = group_info if self.are_parameters else self.select_group(group_info)
-        running = self._round = self._running_groups[group_info.group_id]
+        running = self._running_groups[group_info.group_id]
         running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
         watch = asyncio.create_task(self._abort_on_peer_failure(running))
         try:
@@ -157,7 +156,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 await self._check_failed_round(running.result(), watch)
             raise
         finally:
-            self._round = None
             watch.cancel()
             # a finished round and its tensors form a reference cycle (note 79)
             asyncio.get_running_loop().call_later(1.0, collect_garbage)

@@ -227,8 +227,6 @@ def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
 
 def find_outliers(sketches: Sequence[Sequence[float]]) -> list[int]:
     """Return the indices of the peers whose parameters differ from most; none of two, because either may be right."""
-    if len(sketches) < 3:
-        return []
     numbers = torch.tensor(sketches, dtype=torch.float64)
     middle = numbers.sort(dim=0).values[len(numbers) // 2]
     is_near = (numbers - middle).norm(dim=1) <= MAX_PARAM_DEVIATION * middle[0]  # false for NaN

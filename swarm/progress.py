@@ -76,8 +76,7 @@ class PeerTracker:
         self._epoch_began = time.monotonic()
         self._epoch_seconds = 0.0
         self._has_seen_start = False
-        self.lock = threading.RLock()  # held by a thread that changes the view or the trust in peers
-        self._has_read = threading.Condition(self.lock)
+        self.lock = threading.Condition()  # held by a thread that changes the view or the trust in peers
         self._is_ending = threading.Event()
         self._wake = threading.Event()
         self._is_paused = False
@@ -342,8 +341,8 @@ class PeerTracker:
         """Refresh the view, and wait for the DHT's answer unless it is late."""
         asked_at = time.monotonic()
         self.schedule_refresh(0.0)
-        with self.performance_ema.pause(), self._has_read:
-            self._has_read.wait_for(lambda: self.view.read_at >= asked_at, REFRESH_TIMEOUT)
+        with self.performance_ema.pause(), self.lock:
+            self.lock.wait_for(lambda: self.view.read_at >= asked_at, REFRESH_TIMEOUT)
 
     def _take_answer(self, request: MPFuture, read_at: float) -> None:
         """Update the view by the DHT's answer to this request."""
@@ -355,7 +354,7 @@ class PeerTracker:
             scheduled = self._next_read
             self.apply_records(request.result(), read_at)
             self._next_read = min(scheduled, self._next_read if read_at >= self._epoch_began else time.monotonic())
-            self._has_read.notify_all()
+            self.lock.notify_all()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""
