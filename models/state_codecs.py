@@ -87,7 +87,7 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),
-    "sparse": Float16Compression(),  # while all peers step together
+    "sparse": Float16Compression(),  # while all peers step together; then `TopKCompression` of swarm/sparse.py
     # 8 bits need a codebook per tensor, which does not pay off for small tensors of up to 2**16 elements
     "8bit": SizeAdaptiveCompression(
         threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()

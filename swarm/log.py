@@ -5,13 +5,15 @@
 owner has one offer for each base, so no sample counts twice. An offer that is too old returns to its owner.
 
 **Choice of a commit.** It is single-decree Paxos among the voters, one decision for each parent: an attempt is a
-ballot, and a vote an acceptance. An attempt has one leader, by hash. The leader has one list,
-because its vote is its proposal: with two lists in an attempt, a later leader could not know which one may have a
-quorum. Attempt 0 starts when the offers are there. If it fails, attempts are the numbers of time slots, so that no peer
-can run ahead, and a leader that does not lead costs one slot. When a slot begins, each voter sends a promise: its last
-vote, and that it will not vote in earlier attempts. With a quorum of promises, the leader proposes the list of the
-newest vote in them, or a fresh list if a quorum has none. It ignores a promise that names a list of which it cannot get
-a blob: a Byzantine voter may have voted for that. The hash of a list contains neither attempt nor votes.
+ballot, and a vote an acceptance. An attempt has one leader, by hash. The leader has one list, because its vote is its
+proposal: with two lists in an attempt, a later leader could not know which one may have a quorum. Attempt 0 starts when
+the offers are there. If it fails, attempts are the numbers of time slots, so that no peer can run ahead, and a leader
+that does not lead costs one slot. When a slot begins, each voter sends a promise: its last vote, and that it will not
+vote in earlier attempts. With a quorum of promises, the leader proposes the list of the newest vote in them, or a fresh
+list if a quorum has none. It ignores a promise that names a list of which it cannot get a blob: a Byzantine voter may
+have voted for that. A list is a `Commit` without votes; a `Proposal` adds the leader's vote and the promises.
+`State.fits` checks a record, `accepts` a list, `allows` its leader, and `is_chosen` its votes. The hash of a list
+contains neither attempt nor votes.
 
 **Safety.** A quorum is more than half of the voters, so any two have a common voter. If a list has a quorum of votes in
 an attempt, the promises of each later attempt contain one of them, so each later proposal is the same list. Voters are
@@ -69,10 +71,10 @@ class State:
 
     epoch: log_records.Number
     head: log_records.Hash  # the newest commit, and its parent
-    parent: log_records.Hash
+    parent: log_records.Hash  # or of the first state, the blob of its anchor
     voters: Annotated[tuple, 1, log_records.MAX_VOTERS, log_records.Peer]
     owners: Annotated[tuple, WINDOW, WINDOW, log_records.Peers]  # of offers in each of the last commits
-    counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the offers in the head
+    counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the head's offers, if it has any
     clients: Annotated[tuple, 0, 1024, log_records.Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, log_records.Peer]
 
@@ -104,8 +106,8 @@ class State:
         able = active - {*self.clients} or active
         order = {peer: (peer not in able, peer not in active, compute_hash(self.epoch, peer)) for peer in self.voters}
         first, *others = sorted(order, key=order.get)
-        turns = [first, *others, *3 * [peer for peer in others if peer in able]]
-        return turns[attempt % len(turns)]
+        leaders = [first, *others, *3 * [peer for peer in others if peer in able]]
+        return leaders[attempt % len(leaders)]
 
     def find_digest(self, commit: Commit) -> bytes:
         """Return the digest of the model at the head that most voters name in the next commit, or nothing."""
@@ -208,9 +210,9 @@ class Action(NamedTuple):
     """An instruction to the caller, which follows them in the order of the list.
 
     `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
-    `gossip`: to some random ones. `save`: write the memory to disk before any later action. `fetch`: the blob of an
-    offer, first from `peers` and then from any participant, then call `receive` again; repeated after a commit, if
-    others have it, or if `Log.fetching` loses it.
+    `gossip`: to these, or to some random ones. `save`: write the memory to disk before any later action. `fetch`: the
+    blob of an offer, first from `peers` and then from any participant, then call `receive` again. It comes again after
+    a commit, with other `peers`, or once `Log.fetching` lacks it.
     """
 
     kind: str
@@ -239,7 +241,7 @@ class Log:
             an unknown key, and `add_key(peer, key)`, which checks the digest. Keys of past voters must stay known
         :param timeout: seconds in which updates and votes arrive; follows from bytes and uplinks, so peers may differ
         :param holds: returns whether a blob, given its id, is here, complete and valid
-        :param memory: of the last action `save`; None if this peer may have voted in this log and not know it
+        :param memory: of the last action `save`; empty if this peer has not voted in this log, None if it may have
         """
         self.identity = identity
         self.timeout = timeout
@@ -458,7 +460,7 @@ class Log:
         return [entry for entry in self.list_path().values() if entry.commit and entry.state.epoch > epoch]
 
     def start_choice(self, state: State) -> None:
-        """Start the choice of the commit after a state."""
+        """Start the choice of the commit after a state. The order matters: turns come from the records before it."""
         self.state = state
         self.since = self.now
         self.is_dirty = True
@@ -657,7 +659,7 @@ class Log:
             self.take_proposal(proposal)
 
     def list_promises(self, attempt: int) -> tuple[Vote, ...]:
-        """Return the promises with which this peer may lead an attempt. Each quorum has a list that was chosen.
+        """Return the promises with which this peer may lead an attempt. If a list was chosen, each quorum names it.
 
         So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. It may also
         ignore those of a list that omits most offers, if a quorum denies a vote for it.
@@ -669,10 +671,10 @@ class Log:
         named = {vote: lists.get((vote.last, vote.proposal)) for vote in promises}
         held = [it for it in promises if it.last < 0 or (named[it] and self.holds_all(named[it].commit))]
         fair = [it for it in held if it.last < 0 or self.is_fair(named[it].commit)]
-        return tuple(held if self.may_be_chosen(attempt) and not self.state.has_quorum(fair) else fair)
+        return tuple(held if self.counts_as_chosen(attempt) and not self.state.has_quorum(fair) else fair)
 
-    def may_be_chosen(self, attempt: int) -> bool:
-        """Return whether a list of an earlier attempt may have a quorum: voters had time to deny it, and few did."""
+    def counts_as_chosen(self, attempt: int) -> bool:
+        """Return whether a list of an earlier attempt may be the commit: voters had time to deny it, and few did."""
         denials = [it for it in self.select(Vote) if it.attempt == attempt - 1 and it.last < 0]
         return self.now >= self.promise_time + min(self.timeout, SLOT / 2) and not self.state.has_quorum(denials)
 
@@ -685,7 +687,7 @@ class Log:
         attempt = newest.attempt
         commit = newest.commit
         is_usual = self.is_fair(commit) and (attempt or self.ready_time <= self.now)
-        is_earlier = any(it.last >= 0 for it in newest.promises) and self.may_be_chosen(attempt)
+        is_earlier = any(it.last >= 0 for it in newest.promises) and self.counts_as_chosen(attempt)
         if (is_usual or is_earlier) and self.holds_all(commit):
             self.remember(replace(memory, promised=attempt, choice=(newest,)))
             self.send_vote(attempt, attempt, commit.hash)

@@ -91,7 +91,7 @@ class Offer:
 class Vote:
     """A signed statement: in all attempts up to this one, the peer's last vote was in `last` for `proposal`.
 
-    If `last` is the attempt, it is a vote; otherwise a promise to the next leader, or without any vote, a denial.
+    If `last` is the attempt, it is a vote, and as all of them a promise to the next leader; without any vote, a denial.
     """
 
     parent: Hash  # of the list

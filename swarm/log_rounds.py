@@ -246,7 +246,8 @@ class LogRounds:
         logs = Counter(log for log, _ in pairs)
         epochs = dict(pairs)  # the last epoch of a log is the highest one
         first = min(logs, key=lambda it: (-logs[it], -(epochs[it] // TIE_EPOCHS), it))
-        return first != self.log_id and 2 * logs[first] > len(known) + (not state.counted or first == ended)
+        needs_most = not state.counted or first == ended  # `known` has the others only
+        return first != self.log_id and 2 * logs[first] > len(known) + needs_most
 
     def take_offered(self) -> tuple[bytes, State, bytes] | None:
         """Return the log that clients have offered to this auxiliary peer, its state, and one of them: its first state,
@@ -314,7 +315,7 @@ class LogRounds:
                     continue
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    if not self.log.num_ticks:  # the first one since a commit; promises bind for one
+                    if not self.log.num_ticks:  # only between two choices: a promise names a slot of this clock
                         self._clock_offset = get_dht_time() - time.clock_gettime(CLOCK)
                     participants = self._list_participants()
                     voters = self.log.state.voters

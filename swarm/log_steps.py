@@ -69,13 +69,13 @@ class LogSteps:
         self._offered = b"", b""  # the base of the last offer, and the digest of the state there
         self.exists = False  # whether this peer takes part in a log, or other peers do
         self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
+        self._leader = b""  # of the log that this peer has begun with others
         #: leaders whose first state has not arrived or led to no commit, and the last late one, with its leader
         self._silent: set[bytes] = set()
-        self._leader = b""  # of the log that this peer has begun with others
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._next_offer = self._stuck_deadline = 0.0
         self._patience = 1.0  # a factor of the time until missing updates count as lost
-        self.counted: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
+        self.had_weight: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
     # --- the state
 
@@ -94,8 +94,8 @@ class LogSteps:
         """Return, by public key, which share of its last updates counted, for each owner in the last commits."""
         owners = self.rounds.log.state.participants if self.is_open else ()
         keys = self.rounds.identity.public_keys
-        self.counted = {peer: counted for peer, counted in self.counted.items() if peer in owners}
-        return {keys[peer]: sum(it) / len(it) for peer, it in self.counted.items() if peer in keys}
+        self.had_weight = {peer: it for peer, it in self.had_weight.items() if peer in owners}
+        return {keys[peer]: sum(it) / len(it) for peer, it in self.had_weight.items() if peer in keys}
 
     # --- the beginning
 
@@ -184,7 +184,7 @@ class LogSteps:
         return b"", None
 
     def _join(self, log_id: bytes, state: State | None) -> None:
-        """Take part in a log, or load its newest state first if this peer's model is another one."""
+        """Take part in a log: by its first state, if that came late; by the state of this peer's model; or load one."""
         if log_id == self._ended[0]:
             self.optimizer.grad_averager.drop_pending()  # it may have counted updates since this peer has left it
             self.optimizer.parked = None
@@ -192,7 +192,7 @@ class LogSteps:
         if self._late and state == self._late[0] and state.epoch == self.optimizer.local_epoch:
             if self._take_genesis(*self._late):
                 self.optimizer.begin_epoch()
-        elif state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # it has no model
+        elif state is not None and (self.optimizer.is_auxiliary or state.head == self.head):  # without a model, any
             self.rounds.open(log_id, state)
             self._leader = b""
             self.optimizer.begin_epoch()
@@ -225,12 +225,12 @@ class LogSteps:
         now = time.monotonic()
         # the first epoch of a log may last longer, too; of a peer that others have left, the estimate is too long
         expected = min(self.tracker.dht.uplink.timeouts.epoch_seconds, MAX_EXPECTED_EPOCH)
-        longest = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_high([*log.spans, expected]))
+        max_silence = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_high([*log.spans, expected]))
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()
         if self.tracker.view.epoch > newest.epoch + MAX_EPOCHS_BEHIND:
-            longest = STUCK_TIMEOUT  # the others may no longer have the commits that follow
+            max_silence = STUCK_TIMEOUT  # the others may no longer have the commits that follow
         wait = self._patience * max(STUCK_TIMEOUT, log.timeout)
         self._stuck_deadline = 0.0 if head == newest.head else self._stuck_deadline or now + wait
         is_far = newest.epoch > self.optimizer.local_epoch + self._patience * MAX_EPOCHS_BEHIND
@@ -240,8 +240,8 @@ class LogSteps:
             left |= {*newest.voters} - {it.peer for it in log.select_current()}  # an epoch later than half of them
         if not newest.is_quorum({*newest.voters} - left):
             self._end("too few voters have stayed")
-        elif log.num_ticks * TICK > longest:  # a clock that stands still while this process does
-            self._end(f"no commit for {longest:.0f} s")
+        elif log.num_ticks * TICK > max_silence:  # a clock that stands still while this process does
+            self._end(f"no commit for {max_silence:.0f} s")
         elif head in log.chain and head not in log.list_path():
             self._load_state("the log has forked")
         elif head != newest.head and (0 < self._stuck_deadline < now or is_far):
@@ -366,7 +366,7 @@ class LogSteps:
         opt.grad_norm = torch.nn.utils.get_total_norm(list_momenta(opt)).item()
         optimizer.stats.averaging_seconds += time.monotonic() - started
         for it, weight in zip(commit.offers, weights, strict=True):
-            self.counted.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
+            self.had_weight.setdefault(it.peer, deque(maxlen=MAX_SHOWN)).append(weight > 0)
         owners = {it.peer for it in commit.offers}
         optimizer.stats.record_step(own_samples, group_size=len(owners))
         optimizer.stats.last_group = frozenset(owners & {*before.voters} - {me})  # new keys cost nothing

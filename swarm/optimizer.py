@@ -216,7 +216,7 @@ class CollaborativeOptimizer:
         if ends_soon and self.rounds.has_others() and not self.rounds.is_searching():
             self.epoch.enter(EpochState.MATCHMAKING)  # this peer goes on accumulating
             self.rounds.search_group()
-        if not (self.tracker.ready_to_update_epoch or self.rounds.has_group()):  # a group may know of more samples
+        if not (self.tracker.ready_to_update_epoch or self.rounds.has_group()):  # its leader has decided so
             return
         view = self.tracker.view
         if self.epoch.has_missed_step(view.epoch, is_synchronous):
