@@ -101,10 +101,10 @@ async def add_whole_stream_handler(
 
         async def receive() -> None:
             while True:  # until the caller closes the stream
-                request, _ = await P2P.receive_protobuf(request_type, reader)
+                request, end = await P2P.receive_protobuf(request_type, reader)
                 if not has_ended.is_set():
                     await requests.put(request)
-                elif request is None:  # the caller has read the last message, and sends no more
+                elif end is not None and end.message:  # the caller has read the last message; its usual end has no text
                     return
 
         async def read_requests():
@@ -139,11 +139,8 @@ async def add_whole_stream_handler(
 
 
 async def call_whole_stream_handler(self: P2P, peer_id: PeerID, name: str, requests, answer_type: type):
-    """Call a handler of streams, and return the iterator of its answers, which closes the stream after the last one. If
-    it has not sent all requests by then, the other side closes the stream: it must have read all bytes (note 91).
-
-    :raises P2PHandlerError: by the iterator, if the handler fails
-    """
+    """Call a handler of streams, and return the iterator of its answers, which raises a P2PHandlerError if the handler
+    fails. After the last message, the other side closes the stream: first, it must have read all requests (note 91)."""
     _, reader, writer = await self.call_binary_stream_handler(peer_id, name)
 
     async def write() -> None:
@@ -154,7 +151,7 @@ async def call_whole_stream_handler(self: P2P, peer_id: PeerID, name: str, reque
     async def await_close() -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             async with asyncio.timeout(UNREAD_TIMEOUT):
-                await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
+                await P2P.send_protobuf(RPCError(message=END_OF_STREAM), writer)
                 await reader.read(1)
 
     async def read():
@@ -166,13 +163,13 @@ async def call_whole_stream_handler(self: P2P, peer_id: PeerID, name: str, reque
                     yield answer
         except asyncio.IncompleteReadError:  # the connection is closed
             await writing
-            return
         finally:
-            if writing.cancel() and error is not None:
+            writing.cancel()
+            if error is not None:
                 asyncio.create_task(await_close())
             else:
                 writer.close()
-        if error.message != END_OF_STREAM:
+        if error is not None and error.message != END_OF_STREAM:
             raise P2PHandlerError(f"`{name}` of {peer_id} failed: {error.message}")
 
     writing = asyncio.create_task(write())

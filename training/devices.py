@@ -345,8 +345,10 @@ def measure_step(model, loaded: tuple, devices: list[torch.device], groups: tupl
         count = args.gradient_accumulation_steps
         batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=model_args.seed)
         deadline = time.monotonic() + MEASURED_SECONDS
-        timed = itertools.takewhile(lambda _: time.monotonic() < deadline, batches)
-        timed = itertools.islice(timed, MEASURED_BATCHES)
-        times = [time_pass(model, move_batch(batch, device), autocast) for batch in timed]
+        times = []
+        for batch in itertools.islice(batches, MEASURED_BATCHES):
+            times.append(time_pass(model, move_batch(batch, device), autocast))
+            if time.monotonic() > deadline:
+                break
     # the first pass is slower
     return count * statistics.mean(times[1:] or times), size * count * len(devices)

@@ -298,18 +298,18 @@ def test_quic_streams_lose_last_answers(is_plain):
         assert P2P.iterate_protobuf_handler is call
 
 
-async def count_streams(add_handler) -> int:
-    """Return how many of five streams of 20 requests of 100 kB end, if their handler ends after one, over QUIC."""
+async def count_streams(add_handler, streams: int = 5, requests: int = 20) -> int:
+    """Return how many of the streams of requests of 100 kB end over QUIC, if their handler ends after one request."""
 
-    async def handle(requests, _):
-        await anext(requests)
+    async def handle(arriving, _):
+        await anext(arriving)
         while len(sent) < 8:  # more than hivemind's queue holds
             await asyncio.sleep(0.01)
         yield BytesValue()
 
     async def make_requests():
         sent.clear()
-        for number in range(20):
+        for number in range(requests):
             yield BytesValue(value=bytes(100_000))
             sent.append(number)
 
@@ -319,7 +319,7 @@ async def count_streams(add_handler) -> int:
         await add_handler(server, "handler", handle, BytesValue)
         await caller._client.connect(server.peer_id, server._visible_maddrs)
         async with asyncio.timeout(8):
-            for _ in range(5):
+            for _ in range(streams):
                 call = patches.call_whole_stream_handler
                 answers = await call(caller, server.peer_id, "handler", make_requests(), BytesValue)
                 assert len([answer async for answer in answers]) == 1
@@ -336,6 +336,11 @@ def test_unread_requests_block_connection(is_plain):
     """Note 91; add_whole_stream_handler."""
     add = load_plain_p2p()._add_protobuf_stream_handler if is_plain else patches.add_whole_stream_handler
     assert (asyncio.run(count_streams(add)) < 5) == is_plain
+
+
+def test_answer_of_early_handler_arrives():
+    """All requests and their end are on their way when the handler ends: note 91's end must not cost note 87's."""
+    assert asyncio.run(count_streams(patches.add_whole_stream_handler, streams=20, requests=8)) == 20
 
 
 def test_size_of_stream_message_is_limited(monkeypatch):
