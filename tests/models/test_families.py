@@ -359,7 +359,7 @@ def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, t
     aux = start("aux", "run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, *flags(shared, aux_flags))
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)
     names = ["first", "second"]
-    trainers = [start_trainer(start, tmp_path, who, prefix, peers, data, own, pace=0.1) for who in names]
+    trainers = [start_trainer(start, tmp_path, who, prefix, peers, data, own, pace=0.3) for who in names]
     for trainer in trainers:
         trainer.assert_clean_end(120)
     assert largest_difference(tmp_path, *names) < 1e-6

@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from coroutines import TimelessLoop
 from file_server import send, serve
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -147,7 +148,8 @@ def test_dials_back_are_limited(monkeypatch):
 
     monkeypatch.setattr("swarm.reachability.find_connections", find_connections)
     monkeypatch.setattr("swarm.reachability.dial", dial)
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        runner.run(run())
 
 
 @pytest.mark.parametrize(

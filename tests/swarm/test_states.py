@@ -81,7 +81,7 @@ def sent(donor) -> int:
 
 @pytest.mark.parametrize("codec, bytes_each", [pytest.param("none", 4, marks=pytest.mark.slow), ("8bit", 4 / 3)])
 def test_state_is_loaded_from_all_donors(start, codec, bytes_each):
-    donors = Donors(start, *[{"codec": codec}] * 3)
+    donors = Donors(start, *[{"codec": codec, "mbits": 4.0}] * 3)
     facts = read_facts(donors.add(codec=codec))
     assert (facts["epoch"], facts["lineage"], facts["numbers"]) == (3, "common", NUMBERS) and len(facts["donors"]) == 3
     assert facts["kept"] == 4 * NUMBERS  # and not the memory of the download with it
@@ -101,7 +101,7 @@ def test_downloads_free_their_memory(start):
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_download_continues_after_donor_failure(start, how):
-    donors = Donors(start, {}, {}, {})
+    donors = Donors(start, *[{"mbits": 4.0}] * 3)
     taker = donors.add()
     taker.wait_for(r'"received": [3-9]\d{6}\b')  # of 12 MB
     getattr(donors.all[1], how)()

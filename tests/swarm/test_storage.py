@@ -302,7 +302,8 @@ def test_invented_nodes_hide_no_records(monkeypatch):
             dhts.append(stack.enter_context(run_peer(PREFIX, dhts[0])))
         for dht in dhts:
             ids = [other.peer_id.to_bytes() for other in dhts if other is not dht]
-            assert dht.run_coroutine(partial(ping_peers, peer_ids=ids)) == {*ids}
+            ping = partial(dht.run_coroutine, partial(ping_peers, peer_ids=ids))
+            wait_until(lambda ping=ping, ids=ids: ping() == {*ids}, 60, "the answers of all")
 
         def sort_by_distance(key: str) -> list[DHT]:
             return sorted(dhts, key=lambda dht: DHTID.generate(key).xor_distance(find_node_id(dht.peer_id)))

@@ -376,7 +376,7 @@ def test_record_is_published_again_in_long_step(dhts):
         wait_until(lambda: one.others, 20, "the report")
         with other.pause_updates():
             time.sleep(5.0)
-            assert one.others
+            wait_until(lambda: one.others, 20, "the same report again")
         other.report_local_progress(0, 6)
         wait_until(lambda: other.view.samples == 6, 20, "a look after the step")
 

@@ -38,7 +38,6 @@ def cache(tmp_path):
 def short_patience(request, monkeypatch):
     """With hostile servers; an honest one may be slow on a busy machine."""
     if "server" not in request.fixturenames:
-        monkeypatch.setattr(http, "STALL_SECONDS", 0.5)
         monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
 
 
@@ -138,13 +137,13 @@ def test_hostile_server_is_dropped(cache, attack):
 
 
 def test_fetch_slow_or_stalling_server_completes(cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(http, "PATIENCE", 0.5)
-    content = make_tar(tmp_path / "data.tar", "{}" + 10_000 * " ")
+    monkeypatch.setattr(http, "PATIENCE", 3.0)
+    content = make_tar(tmp_path / "data.tar", "{}" + 40_000 * " ")
 
     def answer(request: bytes) -> Iterator[bytes]:
         yield OK + b"Content-Length: %d\r\n\r\n" % len(content)
         for start in range(0, len(content), 2_000):
-            time.sleep(0.4 if start == 4_000 else 0.1)  # 20 kB/s
+            time.sleep(2.0 if start == 4_000 else 0.1)  # 20 kB/s
             yield content[start : start + 2_000]
 
     with serve(answer) as url:
