@@ -195,7 +195,7 @@ class CollaborativeCallback:
     def on_train_end(self) -> None:
         """Leave the run, save, and withdraw the contract, so that it does not bind the next run of the same name."""
         self.optimizer.leave()
-        self.display.bar.close()
+        self.display.close()
         if self.optimizer.local_epoch != self.state.saved_epoch and self.state.is_finite():
             self.state.save()
         self.swarm.publish_contract(None)

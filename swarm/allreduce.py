@@ -1,5 +1,5 @@
-"""The plan of a round, which all peers compute from the gathered data: what each peer sends and averages. And an
-all-reduce that ends as soon as it cannot succeed, and reports the peer that caused the failure."""
+"""An all-reduce that ends as soon as it cannot succeed, and reports the peer that caused the failure. Before it, all
+peers compute the same plan from the gathered data: what each peer sends and averages."""
 
 import asyncio
 import contextlib

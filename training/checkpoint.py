@@ -42,7 +42,12 @@ class CheckpointError(Exception):
 
 
 def save_model(
-    model, tokenizer, folder: str | Path, extra: dict, state: dict | None = None, extra_files: dict | None = None
+    model,
+    tokenizer,
+    folder: str | Path,
+    extra: dict,
+    state: dict | None = None,
+    extra_files: dict[str, bytes] | None = None,
 ) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
 
@@ -50,7 +55,7 @@ def save_model(
     warning and returns False, because training matters more than one checkpoint.
 
     :param state: a training state to write instead of the model's present weights
-    :param extra_files: the bytes of other files by name, which users may edit without making the folder incomplete
+    :param extra_files: other files by name, which users may edit without making the folder incomplete
     """
     folder = Path(folder).absolute()
 
@@ -108,7 +113,13 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(
-    model, tokenizer, output_dir: Path, state: dict, extra: dict, save_total_limit: int, extra_files: dict | None = None
+    model,
+    tokenizer,
+    output_dir: str | Path,
+    state: dict,
+    extra: dict,
+    save_total_limit: int,
+    extra_files: dict[str, bytes] | None = None,
 ) -> bool:
     """Save the model to `checkpoint-{epoch}`, then remove the oldest checkpoints beyond the limit. Later checkpoints,
     which exist if the swarm has gone back, are moved away first.

@@ -33,7 +33,12 @@ def count_bytes(labels: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, batches: Iterable[dict], device: torch.device, tokenizer=None) -> dict[str, float]:
+def evaluate(
+    model: PreTrainedModel,
+    batches: Iterable[dict[str, torch.Tensor]],
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> dict[str, float]:
     """Return the loss (nats per predicted token), the accuracy over these tokens, and the number of samples.
 
     :param tokenizer: for a causal model, whose result then has bits_per_byte too: these compare different tokenizers

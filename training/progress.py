@@ -62,3 +62,7 @@ class ProgressDisplay:
         if self.bar.disable and is_selected:
             self.next_time = time.monotonic() + self.interval
             logger.info(format_epoch(line))
+
+    def close(self) -> None:
+        """Remove the terminal's line."""
+        self.bar.close()
