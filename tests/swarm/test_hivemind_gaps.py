@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import hivemind
 import pytest
+from coroutines import TimelessLoop
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging import averager
 from hivemind.averaging.allreduce import AllReduceRunner
@@ -156,11 +157,18 @@ def test_dht_refuses_earlier_expiration():
 
 
 @pytest.mark.parametrize(
-    "kind, least, most",
-    [pytest.param(GroupKeyManager, 100, 10**9, marks=pytest.mark.slow), (NonBlockingKeyManager, 4, 6)],
+    "kind, least, most, loop",
+    [
+        pytest.param(GroupKeyManager, 100, 10**9, asyncio.SelectorEventLoop, marks=pytest.mark.slow),
+        (NonBlockingKeyManager, 4, 6, TimelessLoop),
+    ],
 )
-def test_hivemind_polls_for_leaders_without_pause(kind, least, most):
+def test_hivemind_polls_for_leaders_without_pause(monkeypatch, kind, least, most, loop):
     """Note 85; NonBlockingKeyManager.get_averagers: each answer is that no other peer looks for a group."""
+    runner = asyncio.Runner(loop_factory=loop)
+    now = runner.get_loop().time
+    monkeypatch.setattr("hivemind.averaging.matchmaking.get_dht_time", now)
+    monkeypatch.setattr("swarm.matchmaking.time", SimpleNamespace(monotonic=now))
 
     class EmptyDHT:
         peer_id, looks = PeerID(b"a"), 0
@@ -173,13 +181,14 @@ def test_hivemind_polls_for_leaders_without_pause(kind, least, most):
 
     async def search() -> int:
         manager, leaders = kind(EmptyDHT(), "run_averager", "", 2), PotentialLeaders(PeerID(b"a"), 5.0, 2)
-        step = SimpleNamespace(scheduled_time=get_dht_time() + 5, deadline=get_dht_time() + 5)
+        step = SimpleNamespace(scheduled_time=now() + 5, deadline=now() + 5)
         async with leaders.begin_search(step, manager, declare=False):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(leaders.pop_next_leader(), 1.0)
         return manager.dht.looks
 
-    assert least <= asyncio.run(search()) <= most
+    with runner:
+        assert least <= runner.run(search()) <= most
 
 
 async def read_line(_, __, port: int) -> bytes:
