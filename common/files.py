@@ -166,7 +166,7 @@ def flush_to_disk(path: Path) -> None:
 def unfinished_folder(target: Path):
     """Make a folder next to the target. If the caller does not rename it, remove it and its new parents."""
     new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
-    folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
+    folder = target.absolute().parent / f".{target.name}.unfinished-{os.urandom(4).hex()}"
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from text import tokenization
 from text.documents import read_documents, read_text
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset
+from text.streams import Position, Source
+from text.tokenization import load_hub_splits
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
 
@@ -168,11 +171,32 @@ def test_saved_dataset_round_trips(tmp_path, novel, cased, keep_accents):
     assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
 
 
+def test_few_long_documents_give_twentieth():
+    """Of three files, the smallest one would be a quarter of the text."""
+    texts = [[f"{name} {number}." for number in range(count)] for name, count in (("a", 30), ("b", 40), ("c", 30))]
+    splits = tokenization.split_documents(texts, TokenizeArguments(objective="mlm"))
+    assert splits == {"train": [texts[0], texts[1][:35], texts[2]], "validation": [texts[1][35:]]}
+
+
+@pytest.mark.parametrize("is_wikitext", [False, True])
+def test_text_files_in_folder_are_documents(tmp_path, is_wikitext):
+    """datasets would make a document of each line."""
+    content = " = One = \n\n First . \n\n = Two = \n\n Second . \n" if is_wikitext else "One.\nTwo.\n\nThree."
+    (folder := tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text(content)
+    _, splits = load_hub_splits([str(folder)], "text", tmp_path / "cache", "", TEXT)
+    expected = [["One", "First ."], ["Two", "Second ."]] if is_wikitext else [["One.", "Two.", "", "Three."]]
+    assert splits["train"] == expected * 2
+    source = Source(path=str(folder))
+    assert [text for text, _ in source.read_pass(0, Position(), threading.Event())] == [content] * 2
+
+
 def test_single_document_with_special_tokens(written, tmp_path):
     """Its end becomes the validation split, and special tokens in it stay text."""
     (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 80)
     result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    assert "one document: its last 4 of 80 parts" in result.stdout
+    assert "the last 4 of 80 parts of the longest document" in result.stdout
     dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
     assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
     for split in dataset.values():
@@ -301,6 +325,11 @@ def test_trainer_reuses_tokenized_text(written, tmp_path):
     assert corpus["documents"] == {"train": 38, "validation": 2}
     times = list_times()
     others = [load()[0], load(2)[0], load(3, train_file=None, dataset_name=str(tmp_path / "text"))[0]]
+    for lock in (tmp_path / "cache1").glob("*.lock"):  # as in a shared cache, whose locks this user cannot open
+        lock.unlink()
+        lock.mkdir()
+    others.append(load()[0])
+    lock.rmdir()
     assert list_times() == times and len(times) == 1
     for name in splits:
         assert all(splits[name]["input_ids"] == other[name]["input_ids"] for other in others)

@@ -40,7 +40,7 @@ PART_CHARACTERS = 50_000  # encoded at once, because some tokenizers need memory
 def read_text(path: str | Path) -> str:
     """Read a whole UTF-8 file, plain, .gz or .xz; raise a UserError if it cannot be read."""
     path = Path(path)
-    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     try:
         with open_file(path, "rb") as file:
             text = file.read().decode("utf-8-sig")
@@ -49,10 +49,11 @@ def read_text(path: str | Path) -> str:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder: name the files in it, e.g. {path}/*.txt") from None
     except UnicodeDecodeError as e:
-        coding = "UTF-16" if e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
+        is_wide = e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        coding = "UTF-16" if is_wide else "WINDOWS-1252 (or WINDOWS-1251 if it is Russian)"
         raise UserError(
             f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at {e.start}): convert it first, "
-            f"e.g. iconv -f {coding} -t UTF-8 FILE > NEW_FILE"
+            f"e.g. with iconv -t UTF-8 FILE -o NEW_FILE -f {coding}"
         ) from e
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as e:
         raise UserError(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it") from e

@@ -46,7 +46,7 @@ from common.console import UserError, first_line, suggest
 from text.documents import cut_blocks, load_sentence_splitter, split_paragraphs, take_text
 from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, TEMPORARY_ANSWERS, is_url
 from text.instances import InstanceKind
-from text.tokenization import ChunkEncoder
+from text.tokenization import ChunkEncoder, load_hub_dataset
 
 logger = logging.getLogger("streams")
 
@@ -54,6 +54,7 @@ FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", 
 PACKED = (".gz", ".xz", ".zst")
 PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
+TOO_LONG = b"\xff\xff"  # stands for a longer line; UTF-8 has no such bytes
 HTTP_BLOCK = 2**20  # bytes of a request
 TEXT_BYTES = 10_000  # of a text file, for one document, which ends at a blank line
 CHUNK_CHARACTERS = 100_000  # the maximum that a worker gets at a time: a tenth of a second
@@ -95,7 +96,7 @@ Read = tuple[str | Broken, Position]  # a document's text or the reason why it i
 def find_packing(path: str) -> str:
     """Return which of the suffixes PACKED a file or URL has, or an empty text."""
     name = path.partition("?")[0] if is_url(path) else path
-    return next(filter(name.endswith, PACKED), "")
+    return next(filter(name.lower().endswith, PACKED), "")
 
 
 def open_file(path: str) -> BinaryIO:
@@ -140,7 +141,7 @@ def read_lines(file: BinaryIO, is_packed: bool, part: tuple[int, int]) -> Iterat
         text = line.removeprefix(codecs.BOM_UTF8) if position == 0 else line
         position += len(line)
         if len(line) == LONGEST_LINE:
-            text = b""  # broken, because it is not JSON
+            text = TOO_LONG
             while position < end and not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
                 position += len(line)
         yield text
@@ -199,7 +200,7 @@ class Source:
         paths = [self.path] if isinstance(self.path, str) else self.path
         self.name = self.name or paths[0]
         name = paths[0].partition("?")[0] if is_url(paths[0]) else paths[0]
-        suffix = re.sub(r"\.(gz|xz|zst)$", "", name).rpartition(".")[2].lower()
+        suffix = re.sub(r"\.(gz|xz|zst)$", "", name.lower()).rpartition(".")[2]
         self.format = self.format or FORMATS.get(suffix, "hub")
         self.files = []
         self.dataset = None
@@ -230,6 +231,8 @@ class Source:
 
     def decode(self, record: object) -> str:
         """Return the text of a record of `open`; raise a ValueError or RecursionError if it is broken."""
+        if self.format in ("text", "jsonl") and TOO_LONG in record:
+            raise ValueError(f"a line is longer than {LONGEST_LINE // 2**20} MiB")
         # A line of UTF-16 is cut within a character, and json would decode some of them to another text.
         if self.format in ("text", "jsonl") and b"\0" in record:
             raise ValueError("it has NUL bytes: convert it to UTF-8")
@@ -249,9 +252,7 @@ class Source:
         """Yield documents from a position to the end of its pass."""
         if self.format == "hub" and not self.dataset:
             # datasets reads the files of a dataset on the Hub, and skips the parts of a file that it cannot parse
-            import datasets
-
-            self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            self.dataset = load_hub_dataset(self.path, self.config, split=self.split, streaming=True)
             self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))

@@ -53,19 +53,24 @@ def make_dataset(source: str, splits: dict[str, Documents], tokenizer, folder: P
 
 
 def split_documents(documents: Documents, args) -> dict[str, Documents]:
-    """Split off random documents for validation, if possible within its share; cut a single one near its end."""
+    """Split off random documents for validation; if all are longer than its share, cut the longest near its end."""
     if len(documents) == 1 and KINDS[args.objective].has_turns:
         raise UserError("there is a single conversation, and none for a validation split: give more")
-    if len(documents) == 1:
-        units = documents[0] if len(documents[0]) > 1 else split_sentences(documents[0], args.language)
-        if len(units) == 1:
-            raise UserError("the text is a single sentence: give more text")
-        cut = min(max(round(len(units) * (1 - VALIDATION_FRACTION)), 1), len(units) - 1)
-        print(f"one document: its last {len(units) - cut} of {len(units)} parts become the validation split")
-        return {"train": [units[:cut]], "validation": [units[cut:]]}
     sizes = [sum(map(len, document)) for document in documents]
+    most = VALIDATION_FRACTION * sum(sizes)
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
-    fitting = [index for index in shuffled if sizes[index] <= VALIDATION_FRACTION * sum(sizes)]
+    fitting = [index for index in shuffled if sizes[index] <= most]
+    if not fitting and not KINDS[args.objective].has_turns:
+        longest = max(range(len(documents)), key=sizes.__getitem__)
+        units = documents[longest]
+        units = units if len(units) > 1 else split_sentences(units, args.language)
+        if len(units) > 1:
+            cut = min(max(round(len(units) * (1 - most / sizes[longest])), 1), len(units) - 1)
+            print(f"the last {len(units) - cut} of {len(units)} parts of the longest document are for validation")
+            train = [*documents[:longest], units[:cut], *documents[longest + 1 :]]
+            return {"train": train, "validation": [units[cut:]]}
+        if len(documents) == 1:
+            raise UserError("the text is a single sentence: give more text")
     fitting = fitting or [min(shuffled, key=sizes.__getitem__)]
     held_out = set(fitting[: min(max(1, round(VALIDATION_FRACTION * len(documents))), len(documents) - 1)])
     train = [document for index, document in enumerate(documents) if index not in held_out]
@@ -182,14 +187,24 @@ def tokenize_for_trainer(
     cache_dir = Path(args.dataset_cache_dir)
     folder = cache_dir / f"text-{digest.hexdigest()[:16]}"
     make_folder("--dataset_cache_dir", cache_dir)
-    with locked(folder.with_suffix(".lock")):
+    if folder.exists():  # without the lock, because a shared cache may be read-only
+        return folder
+    with unfinished_folder(folder) as unfinished, locked(folder.with_suffix(".lock")):
         if not folder.exists():
             if "validation" not in splits:
                 splits = split_documents(splits["train"], options)
-            with unfinished_folder(folder) as unfinished:
-                make_dataset(source, splits, tokenizer, unfinished, options)
-                unfinished.rename(folder)
+            make_dataset(source, splits, tokenizer, unfinished, options)
+            unfinished.rename(folder)
     return folder
+
+
+def load_hub_dataset(*name: str | None, **options):
+    """Load a dataset of the Hub or a folder. As in `read_documents`, a text file is a document, and not each line."""
+    import datasets  # not earlier, because it decides at import whether it is offline
+
+    found = datasets.load_dataset(*name, **options)
+    part = next(iter(found.values())) if isinstance(found, dict) else found
+    return datasets.load_dataset(*name, **options, sample_by="document") if part.info.builder_name == "text" else found
 
 
 def load_hub_splits(
@@ -205,10 +220,10 @@ def load_hub_splits(
     what = f"the dataset {name[0]}"
     is_folder = Path(name[0]).is_dir()
     with contextlib.nullcontext() if is_folder else hub(what, alternative):
-        import datasets  # not earlier, because it decides at import whether it is offline
+        import datasets
 
         try:
-            found = datasets.load_dataset(*name, cache_dir=cache_dir)
+            found = load_hub_dataset(*name, cache_dir=cache_dir)
         except Exception as e:  # many types, of any file format
             reason = first_line(e)
             if isinstance(e, datasets.exceptions.DatasetGenerationError):  # only its cause says what is malformed
@@ -230,8 +245,11 @@ def load_hub_splits(
             columns = ", ".join(found[split].column_names)
             raise UserError(f"{what} has no text in {text_column}: give another --text_column (there is {columns})")
         texts = [text or "" for text in found[split][text_column]]
-        if WIKITEXT_TITLE.match(next((text for text in texts if text.strip()), "").strip("\n")):
-            splits[split] = split_articles(texts)
+        first = next((text for text in texts if text.strip()), "").strip("\n")
+        if WIKITEXT_TITLE.match(first.split("\n", 1)[0]):
+            has_lines = not any("\n" in text.strip("\n") for text in texts)  # and not whole files
+            files = [texts] if has_lines else [text.split("\n") for text in texts]
+            splits[split] = [article for lines in files for article in split_articles(lines)]
         else:
             splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text, kind))]
     return "/".join(name), splits

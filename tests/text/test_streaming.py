@@ -62,7 +62,7 @@ def test_wikitext_splits_by_article():
     assert documents.split_articles(text.splitlines(keepends=True)) == expected
 
 
-@pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
+@pytest.mark.parametrize("suffix, pack", [("", bytes), (".GZ", gzip.compress), (".xz", lzma.compress)])
 def test_text_files_plain_and_packed_match(tmp_path, suffix, pack):
     (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
     assert documents.read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
@@ -245,11 +245,11 @@ def test_stream_long_line_is_read_once(monkeypatch):
     content = b'{"text": "One."}\n' + 50_000 * b"x" + b'\n{"text": "Two."}\n'
     file, parts = CountedFile(content), range(0, len(content), 1000)
     lines = [line for begin in parts for line in streams.read_lines(file, False, (begin, begin + 1000))]
-    assert lines == [b'{"text": "One."}\n', b"", b'{"text": "Two."}\n']
+    assert lines == [b'{"text": "One."}\n', streams.TOO_LONG, b'{"text": "Two."}\n']
     assert max(sizes) == 3000 and sum(sizes) < len(content) + 3000 + len(parts)
 
 
-def test_stream_broken_records_are_counted(tmp_path, caplog):
+def test_stream_broken_records_are_counted(tmp_path, caplog, monkeypatch):
     lines = [json.dumps({"text": text}).encode() for text in RECORDS[:50]]
     broken = [b'{"text": "cut', b'{"body": "a"}', b'{"text": 3}', b'{"text": "\xff\xfe"}', b"[1]", b"[" * 100_000]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*broken[:3], *lines[:25], b"", *broken[3:], *lines[25:]]))
@@ -262,6 +262,8 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
     damaged[place : place + 3000] = b"\xff" * 3000
     (tmp_path / "c.parquet").write_bytes(damaged)
     (tmp_path / "d.txt").write_bytes(b"One line.\n" * 1000 + b"\n" + b"Two \xff lines.\n" * 1000 + b"\nThree lines.\n")
+    (tmp_path / "e.txt").write_bytes(b"Four lines.\n" * 1000 + b"\n" + b"x" * 200_000 + b"\n")
+    monkeypatch.setattr(streams, "LONGEST_LINE", 150_000)
     found = {}
     for path in sorted(tmp_path.iterdir()):
         source = Source(path=str(path))
@@ -275,6 +277,11 @@ def test_stream_broken_records_are_counted(tmp_path, caplog):
     [message] = [message for message in caplog.messages if "a.jsonl" in message]
     assert "a.jsonl, record 1 of part 1 is broken (Invalid control character" in message
     assert any("d.txt, record 2 of part 1 is broken ('utf-8' codec" in message for message in caplog.messages)
+    assert (
+        len(found["e"][0]) == 1
+        and found["e"][1] >= 1
+        and any("a line is longer than" in message for message in caplog.messages)
+    )
     # the rest of a file is more than a record
     for seed in range(4):
         caplog.clear()
@@ -356,6 +363,7 @@ def test_stop_while_source_is_awaited_logs_no_delay(tmp_path, caplog):
 
 
 def test_format_follows_from_local_pattern():
+    assert Source(path="DATA/PART-1.JSONL.GZ").format == "jsonl"
     assert Source(path="data/part-?.jsonl").format == Source(path="https://example.org/a.jsonl?x=1").format == "jsonl"
 
 
