@@ -28,7 +28,6 @@ from monitoring.hub import Publisher, read_stamp
 from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
-from swarm.state_server import MAX_SNAPSHOT_AGE
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training import checkpoint
 from training.figures import SwarmMetrics, TrainingSchedule
@@ -115,8 +114,7 @@ class CheckpointHandler:
             self.publisher.step()
         if self.download is None:
             if metrics and self.is_due(metrics.epoch) and not (self.saving and self.saving.is_alive()):
-                # donors may be slow, and keep a copy for this long
-                options = {"clients": self.optimizer.tracker.list_clients(), "timeout": MAX_SNAPSHOT_AGE}
+                options = {"clients": self.optimizer.tracker.list_clients()}
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, **options)
         elif self.download.done() and history:  # empty after a run has just started over
             loaded = self.download.result()

@@ -220,9 +220,9 @@ class DHT(hivemind.DHT):
         with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it
             torch.empty(1).share_memory_()
         with temporary_folder() as folder:  # holds a new key until p2pd has read it
-            if membership and not membership.issuer:  # a file lets hivemind check that no other peer uses this identity
-                P2P.generate_identity(identity_path := f"{folder}/invited")
-            super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
+            if not identity_path:  # a file lets hivemind check that no other peer uses this identity
+                P2P.generate_identity(identity_path := f"{folder}/identity")
+            super().__init__(*args, identity_path=identity_path, **kwargs)
         self.jobs = self.run_coroutine(run_jobs, return_future=True)
 
     def run(self) -> None:

@@ -144,10 +144,10 @@ def start_dht(config: SwarmConfig, validators: list, membership: Membership | No
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
         options.setdefault("force_reachability", "public")
     of_members = [CredentialValidator(validators[1], membership)] if membership else []
-    options |= dict(wait_timeout=PING_TIMEOUT, bootstrap_timeout=STRAGGLER_TIMEOUT)
     options |= dict(initial_peers=config.initial_peers, host_maddrs=config.host_maddrs, use_ipfs=config.use_ipfs)
     options |= dict(identity_path=config.identity_path, use_relay=config.use_relay, membership=membership)
-    options = {"announce_maddrs": config.announce_maddrs or None, **options}
+    own = dict(wait_timeout=PING_TIMEOUT, bootstrap_timeout=STRAGGLER_TIMEOUT)
+    options = {**own, "announce_maddrs": config.announce_maddrs or None, **options}
     options |= dict(record_validators=[*validators, *of_members])
     try:
         dht = DHT(start=True, **options)
@@ -156,9 +156,10 @@ def start_dht(config: SwarmConfig, validators: list, membership: Membership | No
             ahead = float(clocks[1]) - float(clocks[2])
             raise SwarmError(
                 f"this machine's clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, "
-                "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
+                "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true (or that of `initial_peers`)"
             ) from e
-        lenient = dict(strict=False, check_if_identity_free=False)
+        # hivemind gives the others the shorter time once a dead peer has failed to answer
+        lenient = dict(strict=False, check_if_identity_free=False, bootstrap_timeout=PING_TIMEOUT)
         reason = None if isinstance(e, ValidationError) else explain_failed_start(config, str(e), membership)
         if reason or options.items() >= lenient.items():
             raise SwarmError(reason or f"`initial_peers` did not answer at first, but do now ({e}): try again") from e
@@ -192,15 +193,18 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
 
 
 def explain_failed_start(config: SwarmConfig, error: str, membership: Membership | None) -> str | None:
-    """Return one line for the daemon's error, with the flag to change, or None if all `initial_peers` answer."""
+    """Return one line for the daemon's error, with the flag to change, or None if one of `initial_peers` answers."""
     last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
     if "already taken" in error:
         flag = f"`invite` {config.invite}" if config.invite else f"`identity_path` {config.identity_path}"
+        if not (config.invite or config.identity_path):
+            return "the key in `output_dir` is in use by a running peer: in a copied folder, remove signing_key and log"
         return f"{flag} is in use by a running peer: pass a separate file to each peer"
     if "address already in use" in error or "failed to listen" in error:
         return f"`host_maddrs` {' '.join(config.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
     if config.identity_path and (config.identity_path in error or "saving the identity" in error):
         return f"`identity_path` {config.identity_path} cannot be written ({last_line}): pass a file in another folder"
     if config.initial_peers:
-        return asyncio.run(attestation.contact_initial_peers(config.initial_peers, membership))[1]
+        answers, problem = asyncio.run(attestation.contact_initial_peers(config.initial_peers, membership))
+        return None if answers else problem
     return f"cannot start the peer-to-peer daemon ({last_line})"

@@ -37,7 +37,7 @@ from swarm.aggregation import BLOCK, Numbers, check_block
 from swarm.exchange import MAX_MESSAGE_BYTES, MIN_MBITS, BlobStore, Exchange, InvalidBlobError
 from swarm.log import Action, Log, State, make_genesis
 from swarm.log_records import MAX_OFFERS, Commit, Number, Offer, pack, unpack
-from swarm.progress import PeerTracker
+from swarm.progress import MANY_PEERS, PeerTracker
 from swarm.sparse import TopKCompression
 from swarm.state_server import RELAY, parse_epochs
 from utils import RecordValidator, find_peer_id
@@ -367,7 +367,8 @@ class LogRounds:
     def _find_helpers(self) -> None:
         """Look for auxiliary peers from time to time. They declare a state of infinite epoch."""
         if time.monotonic() >= self._next_search:
-            self._next_search = time.monotonic() + HELPERS_INTERVAL
+            # each peer reads the records of all
+            self._next_search = time.monotonic() + HELPERS_INTERVAL * max(1.0, len(self.tracker.others) / MANY_PEERS)
             key = f"{self.tracker.prefix}_state_averager.all_averagers"
             self._search = self.dht.get(key, latest=True, return_future=True)  # without a reference, it would not end
             self._when_done(self._search, self._take_helpers)

@@ -29,6 +29,7 @@ from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
 from swarm.sparse import TopKCompression
+from swarm.uplink import SLOW_MBITS
 
 JOIN_INTERVAL = 3.0  # seconds until the others are asked for their log again
 ATTESTATION_INTERVAL = 60.0  # the same for their contributors
@@ -36,7 +37,6 @@ OFFER_PAUSE = 10.0  # seconds after an update that could not be stored, until th
 GENESIS_PAUSE = 0.3  # seconds between two looks for the leader's log, and for the first anchor
 MIN_LEADER_TIMEOUT = 20.0  # seconds until the leader has a log
 MIN_GENESIS_TIMEOUT = 60.0  # seconds for the first anchor
-SLOW_MBITS = 2.0  # the uplink of a slow peer that passes it on
 MAX_EPOCHS_BEHIND = 8  # commits that wait for their updates, until the state is downloaded instead
 MAX_SHOWN = 12  # of an owner's last updates, of which the share that counted is shown
 MAX_PATIENCE = 16.0  # the factor of both limits if a peer lacks the next updates again and again

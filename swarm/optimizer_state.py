@@ -138,7 +138,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
 
         :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
-        :param options: `contributors`, `avoid`, `timeout`, `is_synchronous` and `clients`, see StateDownload
+        :param options: `contributors`, `avoid`, `is_synchronous` and `clients`, see StateDownload
         :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
             state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
         """

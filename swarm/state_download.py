@@ -27,7 +27,9 @@ from swarm import logger, state_server
 from swarm.dht import ping_peers
 from swarm.state_server import NUM_SUMS, StateRequest, StateServer, allocate_flat, describe_tensors, digest, list_blocks
 from swarm.trust import MAX_LEAD
+from swarm.uplink import SLOW_MBITS
 
+MIN_TIMEOUT = 600.0  # seconds for a whole state
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the requested epoch
 LONE_TRIES = 3  # the first passes, in which a single donor's state is not loaded if other donors could confirm it
@@ -166,7 +168,6 @@ class StateDownload:
     # ids of known contributors, most of which must describe the state; if none serves one, the largest group decides
     contributors: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
-    timeout: float = 600.0  # seconds for a whole state
     is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
     # peers that accept no connections, and their epochs; they can be called only by peers that they have called
     clients: dict[PeerID, int] = dataclasses.field(default_factory=dict)
@@ -309,11 +310,15 @@ class StateDownload:
     async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
         download = BlockDownload(group, self.averager, self.record_failure)
-        await download.run(self.timeout)
+        # not only by this peer's uplink: the donors' may be slower
+        num_bytes = sum(tensor.nbytes for tensor in download.tensors)
+        own_seconds = self.averager.dht.uplink.compute_transfer_timeout(num_bytes)
+        timeout = max(MIN_TIMEOUT, own_seconds, 8e-6 * num_bytes / SLOW_MBITS)
+        await download.run(timeout)
         if not download.missing:
             return download.tensors
         for donor in download.donors:  # those that have not failed
-            self.record_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
+            self.record_failure(donor.peer, ValueError(f"not complete after {timeout:.0f} s"))
             self.failures[donor.peer] += MAX_FAILURES  # another try would take as long
         return None
 

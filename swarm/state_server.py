@@ -49,7 +49,7 @@ MAX_SNAPSHOTS = 2  # states that a donor keeps for downloads
 UNUSED_TIMEOUT = 30.0  # seconds without a request until a snapshot is dropped
 IN_USE = 5.0  # seconds since its last request in which a snapshot is not replaced, and a peer counts as served
 MIN_HOLD = 60.0  # seconds, or the time of all its bytes at a tenth of the uplink, after which a use no longer counts
-MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
+MAX_SNAPSHOT_AGE = 1200.0  # the same for dropping a snapshot in any case
 
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class StateSnapshot:
         self.tensors = list(tensors)
         self.infos = infos
         self.blocks = list_blocks(infos)
-        self.taken = self.last_request = time.monotonic()
+        self.taken = time.monotonic()
         self.hold = hold
         self.used = {}  # by peer: the time of its last download
         self.description = metadata | {
@@ -134,6 +134,7 @@ class StateSnapshot:
         }
         if len(self.lineage) == MAX_LINEAGE:  # the hash of a commit
             self.description["hashes"] = b"".join(hash_exactly(self.read(*it), infos[it[0]]) for it in self.blocks)
+        self.last_request = time.monotonic()  # the digests of a large model take long
 
     @property
     def last_use(self) -> float:
@@ -295,7 +296,7 @@ class StateServer(VerifyingAverager):
             is the last step and no round has started since
         """
         async with self._lock_snapshots:
-            for snapshot in self._snapshots:
+            for snapshot in self._snapshots if not self.client_mode else ():  # a client's caller is a relay of several
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
             for snapshot in self._snapshots:
                 if snapshot.lineage == (step_key or self.lineage):
@@ -320,7 +321,8 @@ class StateServer(VerifyingAverager):
             return snapshot
 
     async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
-        while time.monotonic() < min(snapshot.last_request + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):
+        oldest = snapshot.taken + max(MAX_SNAPSHOT_AGE, snapshot.hold)
+        while time.monotonic() < min(snapshot.last_request + UNUSED_TIMEOUT, oldest):
             await asyncio.sleep(1.0)
         if snapshot in self._snapshots:  # otherwise, a newer one has replaced it
             self._remove(snapshot)

@@ -11,7 +11,6 @@ from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, SyncBackoff
 from swarm.optimizer_state import StateAverager, copy_tensors
 from swarm.progress import PeerTracker
 
-MIN_DOWNLOAD_TIMEOUT = 600.0  # seconds
 PROGRESS_PERIOD = 5.0  # seconds between two log lines about a running download
 
 
@@ -51,8 +50,7 @@ class StateSync:
     def download(self, min_epoch: int, is_step: bool = False, **options) -> tuple[dict, list] | None:
         """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it or at a stop."""
         averager = self.state_averager
-        longest = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
-        own = dict(avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients(), timeout=longest)
+        own = dict(avoid=[*self.tracker.trust.excluded], clients=self.tracker.list_clients())
         future = averager.start_download(min_epoch, is_step, **own, **options)
         last_report = time.monotonic()
         progress = averager.download_progress

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import math
 import multiprocessing
+import statistics
 import time
 from collections import deque
 from ctypes import c_bool, c_double, c_longlong
@@ -14,7 +15,9 @@ import psutil
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time
 
+from swarm import logger
 from swarm.config import AveragingConfig
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
@@ -50,6 +53,10 @@ FORGET = 0.95  # the part of the old rate that each further queue leaves
 HELD_BACK_POLLS = 4  # in a row with a short queue and a low utilization, until the rate counts as too high
 MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
 MIN_RATE = 1e4  # bytes/s
+SLOW_MBITS = 2.0  # the uplink of a slow peer that sends a state, or passes it on
+
+MAX_CLOCK_ERROR = 10.0  # seconds; a peer does not start with more than three
+CLOCK_WARNING_INTERVAL = 600.0  # seconds
 
 MIN_RTT = 0.1  # seconds; shorter ones count as this
 RTT_TIMEOUT_FACTOR = 6  # times the longest recent RTT, until an answer is no longer expected
@@ -121,7 +128,7 @@ class Uplink:
         self._is_paused = shared(c_bool)  # whether nothing is sent until a long queue has drained
         #: the fields of RoundTimeouts
         self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
-        self._rtts: deque[float] = deque(maxlen=2 * PROBES)  # the last ones, in the DHT's process
+        self._rtts: list[tuple[PeerID, float]] = []  # the last ones, in the DHT's process
         # polls of a full uplink since the last queue; polls until it has drained; the last rates; that before a drain
         self._polls_since_queue = math.inf
         self._settling = 0
@@ -213,12 +220,13 @@ class Uplink:
         """Record how long an epoch lasts."""
         self._times["epoch_seconds"].value = seconds
 
-    def record_rtt(self, seconds: float) -> None:
-        """Record the RTT of a small message. The third-longest of the last six counts: the two longest may be of one
-        peer. It at most doubles, because a frozen peer answers when it is back, and decays by a tenth at most."""
-        self._rtts.append(seconds)
+    def record_rtt(self, peer: PeerID, seconds: float) -> None:
+        """Record the RTT of a small message. Of the last two of each peer, the third-longest counts: the two longest
+        may be of one peer. It at most doubles, because a frozen peer answers when it is back, and decays by a tenth."""
+        own = [it for it in self._rtts if it[0] == peer][-1:]
+        self._rtts = [*(it for it in self._rtts if it[0] != peer), *own, (peer, seconds)][-2 * PROBES :]
         rtt = self._times["rtt"]
-        seconds = sorted(self._rtts)[-PROBES:][0]
+        seconds = sorted(it for _, it in self._rtts)[-3:][0]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
 
     # --- polls
@@ -230,7 +238,7 @@ class Uplink:
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
         sent = self._sent.value
         polled = time.monotonic()
-        peak = 0.0  # the highest share since `empty`
+        peak = next_warning = 0.0  # the highest share since `empty`
         empty = sent, polled  # when there was no queue
         while True:
             await asyncio.sleep(POLL_INTERVAL)
@@ -247,9 +255,16 @@ class Uplink:
             pings = {peer: ping for peer, ping in pings.items() if not ping.done()}  # a late answer is not a sample
             fresh = {peer: asyncio.create_task(self.measure_delay(node, peer)) for peer in peers if peer not in pings}
             pings |= fresh
-            patience = max(POLL_INTERVAL, 1.5 * min(self._rtts, default=0.0))  # a slow return path delays answers, too
+            # a slow return path delays answers, too
+            patience = max(POLL_INTERVAL, 1.5 * min((it for _, it in self._rtts), default=0.0))
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(pings.values(), timeout=patience))
             answers = {peer: ping.result() for peer, ping in fresh.items() if ping.done() and ping.result()}
+            if answers and now >= next_warning:
+                ahead = get_dht_time() - time.monotonic() - statistics.median(delay for delay, _ in answers.values())
+                if abs(ahead) > MAX_CLOCK_ERROR:  # records would expire too early or too late for others
+                    next_warning = now + CLOCK_WARNING_INTERVAL
+                    text = f"this machine's clock is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} most"
+                    logger.warning(f"{text} peers': synchronize it, e.g. sudo timedatectl set-ntp true")
             for peer, (delay, rtt) in answers.items():
                 last = shortest.get(peer, delay)
                 # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
@@ -345,7 +360,7 @@ class Uplink:
             # with this node's id, by which a peer that has restarted finds the others again
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(peer=node.protocol.node_info))
             answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
-            self.record_rtt(rtt := time.monotonic() - start)
+            self.record_rtt(peer, rtt := time.monotonic() - start)
             return (answer.dht_time - start, rtt) if math.isfinite(answer.dht_time) else None
         return None
 

@@ -254,7 +254,7 @@ def test_hivemind_keeps_last_state_it_sent():
         wanted.append(donor._wanted.value)
         return MSGPackSerializer.dumps({"epoch": 0, "lineage": ""}), [], []
 
-    wanted, donor = [], SimpleNamespace(_snapshots=[], lineage="", _wanted=SimpleNamespace())
+    wanted, donor = [], SimpleNamespace(_snapshots=[], lineage="", client_mode=False, _wanted=SimpleNamespace())
     donor._lock_snapshots = asyncio.Lock()
     donor._get_current_state_from_host_process, donor.serializer = fetch_state, MSGPackSerializer
     for step_key, kind in (("", STATE), ("a step", b"a step")):

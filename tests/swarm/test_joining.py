@@ -20,6 +20,8 @@ from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm import reachability
 from swarm.addresses import add_quic, get_host_port, get_peer_id, list_shareable_maddrs
+from swarm.config import SwarmConfig
+from swarm.joining import explain_failed_start
 from swarm.reachability import DIAL_BACK, MAX_CALLERS, MAX_DIALS, register_dial_back_handler
 from training.settings import announce_public_address, check_multiaddrs
 
@@ -35,6 +37,42 @@ with clean_end():
     print(json.dumps(swarm.measure_bandwidth(None)), flush=True)
     swarm.leave()
 """
+
+
+# A trainer's way to its identity; its folder may be a copy of another peer's.
+KEEPER = """
+import json, sys, threading
+from pathlib import Path
+from swarm.config import SwarmConfig
+from swarm.identity import keep_identity, make_identity
+from swarm.joining import Swarm
+from common.console import clean_end
+
+with clean_end():
+    _, prefix, path, *peers = sys.argv
+    config = SwarmConfig(prefix, peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    membership = make_identity(config, Path(path))
+    swarm = Swarm.join(config, membership)
+    keep_identity(config, Path(path))
+    print(json.dumps({"maddrs": swarm.list_maddrs()}), flush=True)
+    if not peers:
+        threading.Event().wait()
+    swarm.leave()
+"""
+
+
+def test_copied_key_of_running_peer_is_refused(start, tmp_path):
+    prefix, key, copied = make_prefix(), tmp_path / "signing_key", tmp_path / "copied_key"
+    first = start("first", "-c", KEEPER, prefix, key)
+    first.wait_for('"maddrs"')
+    addresses = first.json_lines()[0]["maddrs"]
+    copied.write_bytes(key.read_bytes())
+    result = run_python("-c", KEEPER, prefix, copied, *addresses, expect=2)
+    assert "a running peer" in result.stderr and "signing_key" in result.stderr
+    # a dead address next to one that answers is no reason not to start
+    dead = f"/ip4/127.0.0.1/tcp/9/p2p/{PeerID(bytes([0x12, 0x20]) + bytes(32))}"
+    assert explain_failed_start(SwarmConfig(prefix, [dead, *addresses]), "", None) is None
+    assert dead in explain_failed_start(SwarmConfig(prefix, [dead]), "", None)
 
 
 def test_public_address_uses_listening_port():

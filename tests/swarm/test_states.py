@@ -351,6 +351,7 @@ def test_busy_donor_offers_state_without_step():
     state = SimpleNamespace(lineage="state", is_step=False, used={}, last_use=time.monotonic())
     step = SimpleNamespace(**vars(state) | dict(lineage=StateServer.make_step_key("state"), is_step=True, used={}))
     donor = SimpleNamespace(lineage="newer", _lock_snapshots=asyncio.Lock(), _snapshots=[state, step])
+    donor.client_mode = False
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is state
     donor._snapshots = [step, step]
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, "")) is None
@@ -366,7 +367,7 @@ def make_donor(copies: list) -> SimpleNamespace:
         return metadata, tensors, make_infos(*tensors)
 
     donor = SimpleNamespace(lineage="a", state_sharing_priority=3, _snapshots=[], _wanted=SimpleNamespace(value=STATE))
-    donor._lock_snapshots = asyncio.Lock()
+    donor._lock_snapshots, donor.client_mode = asyncio.Lock(), False
     donor._last_lineage, donor.make_step_key = SimpleNamespace(value=b"before"), StateServer.make_step_key
     donor.dht = SimpleNamespace(uplink=Uplink())
     donor.serializer, donor._get_current_state_from_host_process = MSGPackSerializer, get_state
@@ -390,6 +391,54 @@ async def test_copy_is_kept_if_its_peer_is_gone():
         await asyncio.sleep(0.01)
         asking.cancel()
     assert await ask(donor, 0) == 3 and copies == [STATE, NOTHING]
+
+
+@pytest.mark.parametrize("is_client", [False, True])
+def test_request_through_relay_ends_no_other_download(is_client):
+    """A client sees the relay as the caller of all requests."""
+    donor, relay = make_donor([]), PeerID(b"relay")
+    donor.client_mode, donor.lineage = is_client, "c"
+    donor._snapshots = copies = [make_copy(torch.randn(5), lineage=lineage) for lineage in "ab"]
+    for copy in copies:
+        copy.taken -= 50.0
+        copy.used[relay] = time.monotonic()
+    assert asyncio.run(donor._find_snapshot(relay, 0, "")).lineage == ("b" if is_client else "a")
+    assert [copy.lineage for copy in donor._snapshots] == (["a", "b"] if is_client else ["b", "a"])
+
+
+def test_copy_of_large_state_outlives_slow_download(monkeypatch):
+    """A state of 124 M parameters at 10 Mbit/s takes longer than MAX_SNAPSHOT_AGE, and was lost each time."""
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        now = runner.get_loop().time
+        monkeypatch.setattr("swarm.state_server.time", SimpleNamespace(monotonic=now))
+        donor, copy = make_donor([]), make_copy(torch.randn(5))
+        copy.hold = 4000.0
+
+        async def run() -> float:
+            donor._snapshots.append(copy)
+            dropping = asyncio.create_task(donor._drop_when_unused(copy))
+            while not dropping.done():
+                copy.last_request = now()
+                await asyncio.sleep(10.0)
+            return now() - copy.taken
+
+        assert runner.run(run()) == pytest.approx(4000.0, abs=20.0)
+
+
+@run_async
+async def test_time_for_state_follows_slow_donor(monkeypatch):
+    limits, numbers = [], 10**9
+
+    async def run(self, timeout: float) -> None:
+        limits.append(timeout)
+
+    monkeypatch.setattr(BlockDownload, "run", run)
+    monkeypatch.setattr(state_download, "allocate_flat", lambda _: [SimpleNamespace(nbytes=4 * numbers)])
+    uplink = Uplink()
+    uplink.set_bandwidth(1000, is_fixed=True)
+    averager = SimpleNamespace(dht=SimpleNamespace(uplink=uplink), download_progress=DownloadProgress())
+    await StateDownload(averager, []).download_from([offer(make_copy(torch.randn(5)))])
+    assert limits == [8e-6 * 4 * numbers / 2]
 
 
 def test_removed_copy_is_not_held_by_stream():

@@ -325,6 +325,7 @@ def run_timeless(monkeypatch):
         for name, value in {"time": SimpleNamespace(monotonic=now), "get_dht_time": now}.items():
             monkeypatch.setitem(globals(), name, value)
         monkeypatch.setattr("swarm.uplink.time", time)
+        monkeypatch.setattr("swarm.uplink.get_dht_time", now)
         yield runner.run
 
 
@@ -437,6 +438,25 @@ def test_uplink_without_queue_keeps_rate(run_timeless, change, is_lowered):
     assert (uplink.mbits < 15) == is_lowered
 
 
+@pytest.mark.parametrize(
+    "seconds, words", [(0.0, ""), (-3.0, ""), (180.0, "180 s behind"), (-3 * 3600.0, "10,800 s ahead")]
+)
+def test_wrong_clock_is_logged_once(run_timeless, caplog, seconds, words):
+    """With it, this peer sees no records of others, and no round fails: it would train alone without a word."""
+    node = BusyNode()
+    node.clock = seconds
+
+    async def run() -> None:
+        watching = asyncio.create_task(Uplink().watch(node))
+        while node.looks < 10:
+            await asyncio.sleep(1.0)
+        watching.cancel()
+
+    run_timeless(run())
+    warnings = [message for message in caplog.messages if "clock" in message]
+    assert len(warnings) == bool(words) and all(words in warning for warning in warnings)
+
+
 def test_peer_with_many_ids_is_pinged_once():
     """One peer could otherwise be all that are pinged, and by its silence stop this peer's uplink."""
     node = SilentNode(0.0)
@@ -456,11 +476,13 @@ def test_initial_peer_is_pinged_first():
 
 def test_slow_peer_of_three_sets_no_timeout():
     uplink = Uplink()
-    for seconds in 20 * (2.4, 0.05, 0.05):
-        uplink.record_rtt(seconds)
+    for peer, seconds in enumerate(20 * (2.4, 0.05, 0.05)):
+        uplink.record_rtt(peer % 3, seconds)
+    for _ in range(20):  # the slow one alone is pinged
+        uplink.record_rtt(0, 15.0)
     assert uplink.timeouts.response == 1.5
-    for seconds in 20 * (2.4, 2.0, 0.05):  # this peer's own network is slow
-        uplink.record_rtt(seconds)
+    for peer, seconds in enumerate(20 * (2.4, 2.0, 0.05)):  # this peer's own network is slow
+        uplink.record_rtt(peer % 3, seconds)
     assert 6 * 1.6 < uplink.timeouts.response <= 6 * 2.0
 
 
@@ -536,9 +558,9 @@ def test_group_waits_for_all_then_most():
 def test_timeouts_follow_measurements_unless_set():
     uplink = Uplink()
     assert uplink.timeouts.request == pytest.approx(2 * 6 * 0.3)
-    uplink.record_rtt(10.0)  # of a peer that was frozen: one alone counts little
+    uplink.record_rtt(0, 10.0)  # of a peer that was frozen: one alone counts little
     assert uplink.timeouts.response == pytest.approx(6 * 0.6)
-    uplink.record_rtt(1.0)
+    uplink.record_rtt(0, 1.0)
     assert uplink.timeouts.response == pytest.approx(6.0) and uplink.timeouts.matchmaking == pytest.approx(25.0)
     uplink.expect_round(100.0)
     assert uplink.timeouts.averaging == pytest.approx(725.0) and uplink.timeouts.next_chunk == pytest.approx(50.0)
@@ -547,7 +569,7 @@ def test_timeouts_follow_measurements_unless_set():
     uplink.expect_round(1e9, own_seconds=250.0)
     assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 2 * 125.0 + 25.0)
     for _ in range(80):  # forgotten
-        uplink.record_rtt(0.01)
+        uplink.record_rtt(0, 0.01)
         uplink.expect_round(1.0)
     assert uplink.timeouts.response == pytest.approx(1.5) and uplink.timeouts.averaging == pytest.approx(50.0 + 7.5)
     fixed = dict(matchmaking_time=2.0, averaging_timeout=9.0, next_chunk_timeout=4.0)
@@ -629,7 +651,7 @@ def test_invalid_data_of_new_key_ends_no_search(rounds, is_end):
 
 def test_long_epochs_lengthen_timeouts():
     uplink = Uplink()
-    uplink.record_rtt(0.1)
+    uplink.record_rtt(0, 0.1)
     for epoch, matchmaking, grace in ((2, 8.1, 0.5), (120, 9.6, 30), (1000, 15, 60)):
         uplink.record_epoch_time(epoch)
         assert (uplink.timeouts.matchmaking, uplink.timeouts.partition_grace) == pytest.approx((matchmaking, grace))
