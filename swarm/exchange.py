@@ -84,6 +84,7 @@ class BlobStore:
         self.num_blocks = num_blocks
         self.max_block = max_block
         self.check = check
+        self.changed_at = 0.0  # in time.monotonic()
         self._lock = threading.Lock()
         self.list_hashes = functools.lru_cache(KNOWN_BLOBS)(self._read_hashes)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,6 +101,7 @@ class BlobStore:
             unfinished = self.folder / "unfinished"
             unfinished.write_bytes(data)
             unfinished.rename(self.folder / f"{number} {name.hex()}")
+            self.changed_at = time.monotonic()
             self._bytes += len(data)
             self._names.add(f"{number} {name.hex()}")
             if self._bytes > self.max_bytes:

@@ -179,7 +179,9 @@ class State:
         counts = Counter(peer for peers in owners for peer in peers)
         present = [peer for peer in self.voters if peer not in banned | out]
         # a log without voters would end, so the last ones stay
-        voters = [peer for peer in present if counts[peer] >= MIN_COUNTED] or present or list(self.voters)
+        # a commit has places for some of many voters: half of an equal share is enough
+        least = min(MIN_COUNTED, WINDOW * log_records.MAX_OFFERS // (2 * len(self.voters)))
+        voters = [peer for peer in present if counts[peer] >= least] or present or list(self.voters)
         able = {peer for peer in counts if counts[peer] >= MIN_COUNTED} - {*banned, *voters}
         # a quarter more in WINDOW commits, or two if there are fewer than four
         interval = next(commits for least, commits in NEW_VOTER_INTERVALS if len(voters) >= least)
@@ -593,6 +595,11 @@ class Log:
         """Return the voters' offers that build on the head."""
         return [it for it in self.select(Offer) if it.base == self.state.head and it.peer in self.state.voters]
 
+    @property
+    def patience(self) -> float:
+        """The seconds for which an awaited update may be later than those of most voters."""
+        return self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
+
     def update_ready_time(self) -> None:
         """Set `ready_time`, from which this peer proposes or votes in attempt 0: once it has the updates of most voters
         and of all awaited ones, or at a deadline. A list waits for no leaving peer, and no update without a place."""
@@ -607,8 +614,7 @@ class Log:
         if self.state.has_quorum(settled):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
-        patience = self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
-        if has_all or self.now >= self.most_time + patience:
+        if has_all or self.now >= self.most_time + self.patience:
             self.ready_time = min(self.ready_time, self.now)
 
     def is_fair(self, commit: Commit) -> bool:

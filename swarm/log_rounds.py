@@ -58,7 +58,7 @@ MIN_STORE_BYTES = 2**26  # on top of 5 for each parameter: a first state needs 4
 MAX_KEYS = 4096
 NEWEST = bytes(32)  # asks for the state after the newest commit
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the former goes on while the machine sleeps (Linux)
-LINGER = 10.0  # seconds at the end in which a peer serves its blobs to others that lack them
+LINGER = 60.0  # seconds at the end in which a peer serves its blobs to others that lack them
 STOP_LINGER = 2.0  # the same after a stop request
 
 
@@ -135,6 +135,7 @@ class LogRounds:
         self.numbers = numbers
         count = numbers.count
         sizes = MIN_STORE_BYTES + 5 * numbers.total, numbers.num_blocks
+        self.update_bytes = codec.estimate_bytes(numbers.total)
         limit = int(1.5 * codec.estimate_bytes(BLOCK))
         self.store = BlobStore(folder / "blobs/updates", *sizes, limit, lambda it, i: check_block(it, count(i), codec))
         self.anchors = BlobStore(
@@ -172,7 +173,7 @@ class LogRounds:
         with self._lock:
             self.log_id = log_id
             self._seen = {}
-            self.log = Log(state, self.identity, self._compute_timeout(), self.store.has, self._now(), memory)
+            self.log = Log(state, self.identity, self._compute_timeout(state), self.store.has, self._now(), memory)
             if self.tracker.trust.is_auxiliary:  # it has no model
                 self.log.model = NEWEST
         self._wake.set()
@@ -207,7 +208,7 @@ class LogRounds:
         num_bytes = sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
-            self.log.timeout = self._compute_timeout(num_bytes * min(len(self.log.state.participants), MAX_OFFERS))
+            self.log.timeout = self._compute_timeout(self.log.state)
             fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
             offer = self.log.sign(Offer, *fields)
             self._perform(self.log.add_offer(self._now(), offer))
@@ -237,7 +238,7 @@ class LogRounds:
         # also former voters: most of them may have begun another log while the network was cut
         known = self.tracker.present.keys() & (self.tracker.trust.partners | self.tracker.trust.attested)
         with self._lock:
-            seen = self._select_seen(known)
+            seen = self.select_seen(known)
             state = self.log.state
         gone = [peer for peer in state.voters if peer in seen and seen[peer][0] != self.log_id]
         if state.counted and 2 * len(gone) >= len(state.voters):
@@ -282,12 +283,12 @@ class LogRounds:
 
     def _is_served(self) -> bool:
         with self._lock:
-            members = self._list_members()
+            members = self._list_members() - self.helpers.keys()
             is_sent = not any(self._outbox[peer] for peer in members if self.can_call(peer))
-            has_all = all(epoch >= self.epoch for _, epoch in self._select_seen(members).values())
+            has_all = all(epoch >= self.epoch for _, epoch in self.select_seen(members).values())
             return is_sent and not self._called and has_all
 
-    def _select_seen(self, peers: Collection[bytes]) -> dict[bytes, tuple[bytes, int]]:
+    def select_seen(self, peers: Collection[bytes]) -> dict[bytes, tuple[bytes, int]]:
         """Return the log and the epoch of each of these peers that has told them lately."""
         oldest = time.monotonic() - RECENT
         return {it: (log, epoch) for it, (log, epoch, at) in self._seen.items() if at > oldest and it in peers}
@@ -471,6 +472,7 @@ class LogRounds:
         options = offer.num_bytes, self.store, seconds, map(PeerID, voters)
         self._when_done(self.exchange.fetch(offer.blob, PeerID(offer.peer), holders, *options), self._take_blob, offer)
 
-    def _compute_timeout(self, num_bytes: int = 0) -> float:
-        """Return the log's timeout, where the updates of a commit have this number of bytes."""
+    def _compute_timeout(self, state: State) -> float:
+        """Return the log's timeout, which follows from the bytes of a commit's updates."""
+        num_bytes = self.update_bytes * min(len(state.participants), MAX_OFFERS)
         return self.dht.uplink.timeouts.response + self.dht.uplink.compute_transfer_timeout(num_bytes) / 3

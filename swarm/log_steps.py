@@ -9,6 +9,7 @@ Otherwise, it comes back through the residual. A peer without the log, or with a
 
 import contextlib
 import hashlib
+import math
 import statistics
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.aggregation import Contribution, Numbers, aggregate, compute_digest, encode, restore
+from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, compute_digest, encode, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import list_momenta
@@ -74,6 +75,7 @@ class LogSteps:
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._next_offer = self._stuck_deadline = 0.0
+        self._quorum_at = self._stepped_at = math.inf  # when most voters were last there; when the last step ended
         self._patience = 1.0  # a factor of the time until missing updates count as lost
         self.had_weight: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
@@ -134,7 +136,14 @@ class LogSteps:
         relays = sum(map(rounds.can_call, state.voters)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
         num_bytes = 4 * anchor.total * (1 + len(state.voters) // max(1, min(relays, anchor.num_blocks)))
         seconds = max(self.tracker.dht.uplink.compute_transfer_timeout(num_bytes), 8e-6 * num_bytes / SLOW_MBITS)
-        self._wait(rounds.fetch_anchor(state.parent, leader, state.voters).done, max(MIN_GENESIS_TIMEOUT, seconds))
+        fetching = rounds.fetch_anchor(state.parent, leader, state.voters)
+        start = time.monotonic()
+        pause = max(MIN_GENESIS_TIMEOUT, 8e-6 * 4 * BLOCK * len(state.voters) / SLOW_MBITS)  # of one block for each
+
+        def is_over() -> bool:
+            return fetching.done() or time.monotonic() > max(start, rounds.anchors.changed_at) + pause
+
+        self._wait(is_over, max(MIN_GENESIS_TIMEOUT, seconds))
         self._late = None if rounds.anchors.has(state.parent) else (state, leader)
         if self._late:
             logger.warning("the first state of the log has not arrived")
@@ -225,7 +234,8 @@ class LogSteps:
         now = time.monotonic()
         # the first epoch of a log may last longer, too; of a peer that others have left, the estimate is too long
         expected = min(self.tracker.dht.uplink.timeouts.epoch_seconds, MAX_EXPECTED_EPOCH)
-        max_silence = max(SILENCE_TIMEOUT, SILENT_EPOCHS * statistics.median_high([*log.spans, expected]))
+        usual = statistics.median_high([*log.spans, expected])
+        max_silence = max(SILENCE_TIMEOUT, SILENT_EPOCHS * usual)
         if now >= self._next_join:  # their contributors may have another log, see `has_fewer_peers`
             self._next_join = now + ATTESTATION_INTERVAL
             self.tracker.refresh_attested_peers()
@@ -238,8 +248,15 @@ class LogSteps:
         left -= {*self.tracker.others, log.me}  # some have come back, perhaps this peer
         if not newest.counted and (log.num_ticks - log.half_tick) * TICK > max(SILENCE_TIMEOUT, expected):
             left |= {*newest.voters} - {it.peer for it in log.select_current()}  # an epoch later than half of them
-        if not newest.is_quorum({*newest.voters} - left):
+        here = {log.me, *self.tracker.others, *self.rounds.select_seen(newest.voters)}
+        # a peer that sees no other may be cut off
+        has_quorum = newest.is_quorum({*newest.voters} & here) or not self.tracker.present
+        self._quorum_at = now if has_quorum else min(self._quorum_at, now)
+        has_all = head == newest.head or 0 < self._stuck_deadline < now
+        if has_all and not newest.is_quorum({*newest.voters} - left):
             self._end("too few voters have stayed")
+        elif now > self._quorum_at + max(SILENCE_TIMEOUT, usual):  # without a word
+            self._end("most voters are gone")
         elif log.num_ticks * TICK > max_silence:  # a clock that stands still while this process does
             self._end(f"no commit for {max_silence:.0f} s")
         elif head in log.chain and head not in log.list_path():
@@ -262,6 +279,7 @@ class LogSteps:
         for offer in self.rounds.close():
             self._take_back(offer)
         self._next_join = self._stuck_deadline = 0.0
+        self._quorum_at = self._stepped_at = math.inf
         self._patience = 1.0
 
     def _load_state(self, reason: str) -> None:
@@ -290,13 +308,18 @@ class LogSteps:
         return found
 
     def offer(self) -> None:
-        """Offer the pending update if the epoch is over. The loop continues with local steps until the commit comes."""
+        """Offer the pending update if the epoch is over, or will be over for longer than others wait at the end of the
+        next step. The loop continues with local steps until the commit comes."""
         head = self.head
+        seconds = time.monotonic() - self._stepped_at  # of this step
+        self._stepped_at = time.monotonic()
         if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
         has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
-        if self.tracker.ready_to_update_epoch or has_most_offers:
+        # just after a commit, `seconds_left` is not known
+        left = min(self.tracker.seconds_left, self.tracker.dht.uplink.timeouts.epoch_seconds or math.inf)
+        if self.tracker.ready_to_update_epoch or has_most_offers or left + log.patience < seconds:
             started = time.monotonic()
             with self.tracker.performance_ema.pause():
                 self._make_offer(head)

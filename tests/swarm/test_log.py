@@ -783,6 +783,19 @@ def test_turns_reserve_room_for_voters():
     assert set(PEERS[:20]) - chosen <= again and len(again & chosen & set(PEERS[20:])) == 0
 
 
+def test_votes_of_many_peers_stay():
+    """Each of 36 peers is in fewer than four of eight commits: twelve voters remained, and most updates were lost."""
+    log = make_log(36)
+    counted = set()
+    for _ in range(20):
+        for peer in PEERS[:36]:
+            log.take_offer(make_offer(peer, log.state.head))
+        commit = log.make_list()
+        counted |= {offer.peer for offer in commit.offers}
+        log.add_commit(commit)
+    assert len(log.state.voters) == len(counted) == 36
+
+
 @pytest.mark.parametrize("withholds", [False, True])
 def test_new_peer_next_to_new_keys_becomes_voter(withholds):
     """Forty new keys offer first, others in each epoch, or sixteen whose updates no peer gets in all epochs."""

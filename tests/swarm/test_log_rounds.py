@@ -60,10 +60,10 @@ def test_log_survives_first_epoch_of_any_length():
     uplink, log = Uplink(), SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
     dht, view = SimpleNamespace(uplink=uplink), SimpleNamespace(epoch=200)
     steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
-    steps.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set(), others={})
+    steps.tracker = SimpleNamespace(dht=dht, view=view, withdrawn=set(), others={}, present={})
     steps.optimizer.tracker, steps._patience, log.timeout, log.me = steps.tracker, 1.0, 5.0, NAMES[0]
     log.select, log.half_tick = lambda _: [], math.inf
-    steps.rounds = SimpleNamespace(log=log)
+    steps.rounds, steps._quorum_at = SimpleNamespace(log=log, select_seen=lambda _: {}), math.inf
     for spans, epoch_seconds, seconds, is_over in (
         ([], 1500.0, 7000, False),
         ([80.0], 1500.0, 7000, False),
@@ -87,8 +87,8 @@ def test_log_ends_when_voters_have_left_one_by_one():
     steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
     log = SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1})
     log.spans, log.num_ticks, log.timeout, log.me, log.half_tick = [], 0, 5.0, voters[3], math.inf
-    steps.rounds = SimpleNamespace(log=log)
-    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200))
+    steps.rounds, steps._quorum_at = SimpleNamespace(log=log, select_seen=lambda _: {}), math.inf
+    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200), present={})
     steps.tracker = tracker
     counted = replace(state, counted=(bytes(66),))
     for current, leaves, withdrawn, others, is_over in (
@@ -118,9 +118,10 @@ def test_log_ends_if_third_of_members_is_silent():
     steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
     log = SimpleNamespace(chain={state.head: 1}, list_path=lambda: {state.head: 1}, select=lambda _: [])
     log.spans, log.timeout, log.me, log.half_tick = [], 5.0, voters[0], 300.0 / TICK
-    steps.rounds = SimpleNamespace(log=log)
+    steps.rounds, steps._quorum_at = SimpleNamespace(log=log, select_seen=lambda _: {}), math.inf
     dht = SimpleNamespace(uplink=Uplink())
-    steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
+    tracker = dict(view=SimpleNamespace(epoch=200), withdrawn=set(), others={}, present={})
+    steps.tracker = SimpleNamespace(dht=dht, **tracker)
     for current, num_offers, epoch_seconds, seconds, is_over in (
         (state, 3, 300.0, 610, True),
         (state, 3, 300.0, 590, False),
@@ -137,6 +138,70 @@ def test_log_ends_if_third_of_members_is_silent():
         ended.clear()
 
 
+def test_log_ends_when_most_voters_are_gone(monkeypatch):
+    """They have left no record. Five epochs of two hours are only for voters that are there. A peer that sees no other
+    may be cut off. A commit whose updates are on their way ends no log."""
+    voters = [*NAMES, bytes(34), bytes([1]) * 34]
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
+    monkeypatch.setattr("swarm.log_steps.time", clock)
+    state, ended = replace(make_genesis("run", 200, bytes(32), voters), counted=(bytes(66),)), []
+    steps = LogSteps.__new__(LogSteps)
+    steps.optimizer = SimpleNamespace(local_epoch=200, is_auxiliary=False)
+    steps._next_join, steps._stuck_deadline, steps._patience, steps._end = math.inf, 0.0, 1.0, ended.append
+    log = SimpleNamespace(state=state, chain={state.head: 1}, list_path=lambda: {state.head: 1}, select=lambda _: [])
+    log.spans, log.num_ticks, log.timeout, log.me, log.half_tick = [7200.0], 0, 5.0, voters[3], math.inf
+    steps.rounds = SimpleNamespace(log=log)
+    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), view=SimpleNamespace(epoch=200), withdrawn=set())
+    steps.tracker, guest = tracker, bytes([7]) * 34
+    for others, seen, seconds, is_over in (
+        (voters[:2], (), 30_000, False),
+        (voters[:1], voters[1:2], 30_000, False),
+        ([guest, *voters[:1]], (), 7100, False),
+        ([guest, *voters[:1]], (), 7300, True),
+        ((), (), 30_000, False),
+    ):
+        tracker.others = tracker.present = dict.fromkeys(others)
+        steps.rounds.select_seen, steps._quorum_at = lambda _, seen=seen: dict.fromkeys(seen), math.inf
+        steps._check_progress(state.head)
+        clock.now += seconds
+        steps._check_progress(state.head)
+        assert (len(ended) > 0) is is_over
+        ended.clear()
+    tracker.withdrawn, tracker.others = {*NAMES}, {}
+    steps._check_progress(b"the commit before")
+    assert not ended
+    clock.now += 61.0
+    steps._check_progress(b"the commit before")
+    assert ended == ["too few voters have stayed"]
+
+
+@pytest.mark.parametrize(
+    ("step", "left", "is_offered"),
+    [(4.0, 3.0, False), (20.0, 9.0, False), (20.0, 7.0, True), (90.0, math.inf, True), (90.0, 0.0, True)],
+)
+def test_peer_with_long_steps_offers_before_end(monkeypatch, step, left, is_offered):
+    """Others wait for 12 s. In a simulation, a peer with steps of 20 s in epochs of 60 s was in 4 of 38 commits."""
+    clock, made = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0), []
+    monkeypatch.setattr("swarm.log_steps.time", clock)
+    steps = LogSteps.__new__(LogSteps)
+    uplink = Uplink()
+    uplink.record_epoch_time(60.0)
+    averager = SimpleNamespace(samples=8)
+    steps.optimizer = SimpleNamespace(grad_averager=averager, stats=SimpleNamespace(averaging_seconds=0.0))
+    steps.averager, steps._offered, steps._next_offer = SimpleNamespace(lineage="ab"), (b"", b""), 0.0
+    state = SimpleNamespace(head=b"other")
+    steps.rounds = SimpleNamespace(log=SimpleNamespace(state=state, patience=12.0))
+    ema = SimpleNamespace(pause=contextlib.nullcontext)
+    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=uplink), performance_ema=ema, ready_to_update_epoch=left == 0)
+    steps.tracker, steps._stepped_at, steps._make_offer = tracker, math.inf, made.append
+    tracker.seconds_left = 100.0
+    steps.offer()
+    clock.now += step
+    tracker.seconds_left = left
+    steps.offer()
+    assert (len(made) > 0) is is_offered
+
+
 def test_peer_without_updates_loads_fewer_and_fewer_states():
     """On a full disk, each commit would otherwise cost a download of the whole state."""
     state = make_genesis("run", 200, bytes(32), NAMES)
@@ -147,9 +212,10 @@ def test_peer_without_updates_loads_fewer_and_fewer_states():
     steps._next_join, steps._stuck_deadline, steps._patience = math.inf, 0.0, 1.0
     log = SimpleNamespace(state=state, chain={}, list_path=dict, spans=[], num_ticks=0, timeout=5.0, me=NAMES[0])
     log.select, log.half_tick = lambda _: [], math.inf
-    steps.rounds = SimpleNamespace(log=log)
+    steps.rounds, steps._quorum_at = SimpleNamespace(log=log, select_seen=lambda _: {}), math.inf
     dht = SimpleNamespace(uplink=Uplink())
-    steps.tracker = SimpleNamespace(dht=dht, view=SimpleNamespace(epoch=200), withdrawn=set(), others={})
+    tracker = dict(view=SimpleNamespace(epoch=200), withdrawn=set(), others={}, present={})
+    steps.tracker = SimpleNamespace(dht=dht, **tracker)
     waits, is_sent = [], True
     for _ in range(3):
         steps._check_progress(bytes(32))
