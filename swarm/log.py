@@ -370,6 +370,12 @@ class Log:
         """Return the records of a kind."""
         return [record for record in list(self.records.values()) if isinstance(record, kind)]  # other threads add some
 
+    def select_leaves(self) -> list[Leave]:
+        """Return the leave records of peers that have made no offer since then: these have started again."""
+        records = [*self.select(Leave), *self.select_current()]
+        last = {it.peer: it for it in list(self.records.values()) if it in records}
+        return [it for it in last.values() if isinstance(it, Leave)]
+
     def add_record(self, record: object) -> None:
         """Keep a valid record for the next commit, and tell others."""
         self.records[compute_hash(record)[:8]] = record
@@ -586,7 +592,8 @@ class Log:
         voters. Only the first attempt lists offers of others, because peers may lack the blobs of new keys."""
         is_first = not self.memory.promised
         offers = [it for it in self.select(Offer) if self.holds(it.blob) and (is_first or it.peer in self.state.voters)]
-        notices = [sorted(self.select(kind), key=lambda it: it.peer)[:MAX_OFFERS] for kind in (Leave, Proof)]
+        kinds = self.select_leaves(), self.select(Proof)
+        notices = [sorted(records, key=lambda it: it.peer)[:MAX_OFFERS] for records in kinds]
         ordered = tuple(sorted(self.choose_one_each(offers), key=lambda offer: offer.key))
         commit = Commit(self.state.head, self.state.epoch + 1, ordered, *map(tuple, notices))
         return commit if offers and self.state.has_most_voters(commit) else None
@@ -605,7 +612,7 @@ class Log:
         and of all awaited ones, or at a deadline. A list waits for no leaving peer, and no update without a place."""
         chosen = {*self.choose(self.select(Offer))}
         current = self.select_current()
-        settled = [*self.select(Leave), *(it for it in current if it not in chosen or self.holds(it.blob))]
+        settled = [*self.select_leaves(), *(it for it in current if it not in chosen or self.holds(it.blob))]
         if current and self.now < self.first_time:
             self.first_time = self.now
             self.owed = {it.key for it in self.select(Offer) if it.base == self.state.parent and self.holds(it.blob)}

@@ -204,7 +204,8 @@ class Network:
             self.now = tick
             for trainer in self.trainers.values():
                 if trainer.is_alive:
-                    if trainer.offer_time is not None and self.now >= trainer.offer_time:
+                    is_time = trainer.offer_time is not None and self.now >= trainer.offer_time
+                    if is_time and not trainer.log.is_leaving:
                         trainer.make_offer()
                     trainer.run(trainer.log.tick(self.now))
 

@@ -655,6 +655,19 @@ def test_leave_reduces_voters_at_once():
     assert advance(leaving.log.state, PEERS[:2]).voters == (PEERS[0], PEERS[1], PEERS[3])
 
 
+def test_restarted_peer_keeps_its_vote():
+    """Ctrl-C and the same command within an epoch cost the vote, because the leave record was still listed."""
+    log = make_log(4)
+    leave = sign(log_records.Leave(log.state.head, PEERS[1], b""))
+    log.take_notice(leave)
+    for peer in (PEERS[0], PEERS[2], PEERS[3]):
+        log.take_offer(make_offer(peer, log.state.head))
+    assert log.make_list().leaves == (leave,)
+    log.take_offer(make_offer(PEERS[1], log.state.head))
+    commit = log.make_list()
+    assert not commit.leaves and len(log.state.advance(commit).voters) == 4
+
+
 def test_second_offer_of_one_base_is_ignored():
     log = make_log(1)
     for blob in (b"a" * 32, b"b" * 32):
