@@ -469,6 +469,7 @@ class Log:
 
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state. The order matters: turns come from the records before it."""
+        left = self.select_leaves()  # the others have started again
         self.state = state
         self.since = self.now
         self.is_dirty = True
@@ -480,7 +481,7 @@ class Log:
         turns |= {peer: epoch for epoch, peers in enumerate(state.owners, state.epoch + 1 - WINDOW) for peer in peers}
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
         self.own = {key: offer for key, offer in self.own.items() if state.fits(offer)}
-        kept = [it for it in self.records.values() if isinstance(it, Offer | Leave | Proof) and state.fits(it)]
+        kept = [it for it in self.records.values() if (isinstance(it, Offer | Proof) or it in left) and state.fits(it)]
         self.records = {}
         self.turns = turns
         for record in (*kept, *self.own.values(), *self.memory.choice):

@@ -283,9 +283,10 @@ class LogRounds:
 
     def _is_served(self) -> bool:
         with self._lock:
-            members = self._list_members() - self.helpers.keys()
+            members = self._list_members()
             is_sent = not any(self._outbox[peer] for peer in members if self.can_call(peer))
-            has_all = all(epoch >= self.epoch for _, epoch in self.select_seen(members).values())
+            seen = self.select_seen(members - self.helpers.keys())  # whose epochs may lag
+            has_all = all(epoch >= self.epoch for log, epoch in seen.values() if log == self.log_id)
             return is_sent and not self._called and has_all
 
     def select_seen(self, peers: Collection[bytes]) -> dict[bytes, tuple[bytes, int]]:

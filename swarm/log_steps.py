@@ -76,6 +76,7 @@ class LogSteps:
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._next_offer = self._stuck_deadline = 0.0
         self._quorum_at = self._stepped_at = math.inf  # when most voters were last there; when the last step ended
+        self._step_seconds = -math.inf
         self._patience = 1.0  # a factor of the time until missing updates count as lost
         self.had_weight: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
@@ -138,7 +139,7 @@ class LogSteps:
         seconds = max(self.tracker.dht.uplink.compute_transfer_timeout(num_bytes), 8e-6 * num_bytes / SLOW_MBITS)
         fetching = rounds.fetch_anchor(state.parent, leader, state.voters)
         start = time.monotonic()
-        pause = max(MIN_GENESIS_TIMEOUT, 8e-6 * 4 * BLOCK * len(state.voters) / SLOW_MBITS)  # of one block for each
+        pause = 2 * max(MIN_GENESIS_TIMEOUT, 8e-6 * 4 * BLOCK * len(state.voters) / SLOW_MBITS)  # a block for each
 
         def is_over() -> bool:
             return fetching.done() or time.monotonic() > max(start, rounds.anchors.changed_at) + pause
@@ -280,6 +281,7 @@ class LogSteps:
             self._take_back(offer)
         self._next_join = self._stuck_deadline = 0.0
         self._quorum_at = self._stepped_at = math.inf
+        self._step_seconds = -math.inf
         self._patience = 1.0
 
     def _load_state(self, reason: str) -> None:
@@ -311,7 +313,8 @@ class LogSteps:
         """Offer the pending update if the epoch is over, or will be over for longer than others wait at the end of the
         next step. The loop continues with local steps until the commit comes."""
         head = self.head
-        seconds = time.monotonic() - self._stepped_at  # of this step
+        last = self._step_seconds
+        self._step_seconds = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
         if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
@@ -319,7 +322,9 @@ class LogSteps:
         has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
         # just after a commit, `seconds_left` is not known
         left = min(self.tracker.seconds_left, self.tracker.dht.uplink.timeouts.epoch_seconds or math.inf)
-        if self.tracker.ready_to_update_epoch or has_most_offers or left + log.patience < seconds:
+        # an evaluation makes one step longer, not two; a single voter does not wait
+        will_be_late = len(log.state.voters) > 1 and left + log.patience < min(last, self._step_seconds)
+        if self.tracker.ready_to_update_epoch or has_most_offers or will_be_late:
             started = time.monotonic()
             with self.tracker.performance_ema.pause():
                 self._make_offer(head)

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from text import tokenization
 from text.documents import read_documents, read_text
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset
-from text.streams import Position, Source
 from text.tokenization import load_hub_splits
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint, train_tokenizer
 from tokenize_wikitext103 import TokenizeArguments
@@ -188,8 +186,6 @@ def test_text_files_in_folder_are_documents(tmp_path, is_wikitext):
     _, splits = load_hub_splits([str(folder)], "text", tmp_path / "cache", "", TEXT)
     expected = [["One", "First ."], ["Two", "Second ."]] if is_wikitext else [["One.", "Two.", "", "Three."]]
     assert splits["train"] == expected * 2
-    source = Source(path=str(folder))
-    assert [text for text, _ in source.read_pass(0, Position(), threading.Event())] == [content] * 2
 
 
 def test_single_document_with_special_tokens(written, tmp_path):

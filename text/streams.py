@@ -46,7 +46,7 @@ from common.console import UserError, first_line, suggest
 from text.documents import cut_blocks, load_sentence_splitter, split_paragraphs, take_text
 from text.http import FIRST_DELAY, HEADERS, LONGEST_DELAY, STALL_SECONDS, TEMPORARY_ANSWERS, is_url
 from text.instances import InstanceKind
-from text.tokenization import ChunkEncoder, load_hub_dataset
+from text.tokenization import ChunkEncoder
 
 logger = logging.getLogger("streams")
 
@@ -252,7 +252,9 @@ class Source:
         """Yield documents from a position to the end of its pass."""
         if self.format == "hub" and not self.dataset:
             # datasets reads the files of a dataset on the Hub, and skips the parts of a file that it cannot parse
-            self.dataset = load_hub_dataset(self.path, self.config, split=self.split, streaming=True)
+            import datasets
+
+            self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
             self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))

@@ -198,15 +198,6 @@ def tokenize_for_trainer(
     return folder
 
 
-def load_hub_dataset(*name: str | None, **options):
-    """Load a dataset of the Hub or a folder. As in `read_documents`, a text file is a document, and not each line."""
-    import datasets  # not earlier, because it decides at import whether it is offline
-
-    found = datasets.load_dataset(*name, **options)
-    part = next(iter(found.values())) if isinstance(found, dict) else found
-    return datasets.load_dataset(*name, **options, sample_by="document") if part.info.builder_name == "text" else found
-
-
 def load_hub_splits(
     name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str, kind: InstanceKind = TEXT
 ) -> tuple[str, dict[str, Documents]]:
@@ -220,10 +211,12 @@ def load_hub_splits(
     what = f"the dataset {name[0]}"
     is_folder = Path(name[0]).is_dir()
     with contextlib.nullcontext() if is_folder else hub(what, alternative):
-        import datasets
+        import datasets  # not earlier, because it decides at import whether it is offline
 
         try:
-            found = load_hub_dataset(*name, cache_dir=cache_dir)
+            found = datasets.load_dataset(*name, cache_dir=cache_dir)
+            if is_folder and next(iter(found.values())).info.builder_name == "text":  # a file, as in `read_documents`
+                found = datasets.load_dataset(*name, cache_dir=cache_dir, sample_by="document")
         except Exception as e:  # many types, of any file format
             reason = first_line(e)
             if isinstance(e, datasets.exceptions.DatasetGenerationError):  # only its cause says what is malformed

@@ -666,6 +666,8 @@ def test_restarted_peer_keeps_its_vote():
     log.take_offer(make_offer(PEERS[1], log.state.head))
     commit = log.make_list()
     assert not commit.leaves and len(log.state.advance(commit).voters) == 4
+    log.add_commit(commit)
+    assert not log.select_leaves()  # nor before the next offer
 
 
 def test_second_offer_of_one_base_is_ignored():

@@ -176,10 +176,18 @@ def test_log_ends_when_most_voters_are_gone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step", "left", "is_offered"),
-    [(4.0, 3.0, False), (20.0, 9.0, False), (20.0, 7.0, True), (90.0, math.inf, True), (90.0, 0.0, True)],
+    ("steps_before", "left", "num_voters", "is_offered"),
+    [
+        ((4.0, 4.0), 3.0, 2, False),
+        ((20.0, 20.0), 9.0, 2, False),
+        ((20.0, 20.0), 7.0, 2, True),
+        ((20.0, 20.0), 7.0, 1, False),
+        ((1.0, 90.0), 30.0, 2, False),  # an evaluation
+        ((90.0, 90.0), math.inf, 2, True),
+        ((90.0, 90.0), 0.0, 1, True),
+    ],
 )
-def test_peer_with_long_steps_offers_before_end(monkeypatch, step, left, is_offered):
+def test_peer_with_long_steps_offers_before_end(monkeypatch, steps_before, left, num_voters, is_offered):
     """Others wait for 12 s. In a simulation, a peer with steps of 20 s in epochs of 60 s was in 4 of 38 commits."""
     clock, made = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0), []
     monkeypatch.setattr("swarm.log_steps.time", clock)
@@ -189,14 +197,17 @@ def test_peer_with_long_steps_offers_before_end(monkeypatch, step, left, is_offe
     averager = SimpleNamespace(samples=8)
     steps.optimizer = SimpleNamespace(grad_averager=averager, stats=SimpleNamespace(averaging_seconds=0.0))
     steps.averager, steps._offered, steps._next_offer = SimpleNamespace(lineage="ab"), (b"", b""), 0.0
-    state = SimpleNamespace(head=b"other")
+    state = SimpleNamespace(head=b"other", voters=NAMES[:num_voters])
     steps.rounds = SimpleNamespace(log=SimpleNamespace(state=state, patience=12.0))
     ema = SimpleNamespace(pause=contextlib.nullcontext)
     tracker = SimpleNamespace(dht=SimpleNamespace(uplink=uplink), performance_ema=ema, ready_to_update_epoch=left == 0)
-    steps.tracker, steps._stepped_at, steps._make_offer = tracker, math.inf, made.append
+    steps.tracker, steps._make_offer = tracker, made.append
+    steps._stepped_at, steps._step_seconds = math.inf, -math.inf
     tracker.seconds_left = 100.0
-    steps.offer()
-    clock.now += step
+    for step in steps_before:
+        assert not made or left == 0.0
+        steps.offer()
+        clock.now += step
     tracker.seconds_left = left
     steps.offer()
     assert (len(made) > 0) is is_offered
