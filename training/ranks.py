@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from arguments import SwarmArguments, TrainerArguments
 from common.console import UserError, first_line, setup_logging
-from common.signals import CLEANUPS, STOP_REQUESTED, exit_with_parent
+from common.signals import CLEANUPS, STOP_REQUESTED, exit_with_parent, obey_signals
 from training.checkpoint import VERSIONS
 from training.devices import choose_devices, find_blocks
 
@@ -109,6 +110,10 @@ class RankGroup:
         """Connect the ranks. Rank 0 must call this after hivemind has forked its helpers; the others wait for it."""
         if self.count == 1:
             return
+        if self.is_main:
+            threading.Thread(target=self.pass_on_stop, name="pass on stop", daemon=True).start()
+        else:
+            obey_signals(lambda _: STOP_REQUESTED.set())
         store = dist.FileStore(os.environ[STORE_VARIABLE], self.count)
         store.set(f"ready {self.number}", "1")
         # a connection would wait for a rank that has ended
@@ -124,6 +129,12 @@ class RankGroup:
                 self.group = dist.new_group(backend="nccl", timeout=NCCL_TIMEOUT)
         # a seed for each rank; otherwise all would drop out the same neurons
         torch.manual_seed(torch.initial_seed() + self.number)
+
+    def pass_on_stop(self) -> None:
+        """Send a stop request to the other ranks, because rank 0 would wait for one that waits for data."""
+        STOP_REQUESTED.wait()
+        for child in self.children:
+            child.terminate()
 
     def require_others(self) -> None:
         """Raise RankFailedError if another rank has ended. Only rank 0, which started the others, can tell."""

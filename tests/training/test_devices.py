@@ -8,6 +8,7 @@ import statistics
 import psutil
 import pytest
 import torch
+from file_server import FileServer
 from processes import make_prefix, run_python, wait_for_end, wait_until
 from swarms import TINY, flags, history, stop
 from transformers import AlbertForPreTraining
@@ -120,6 +121,19 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, words):
     stop(script)
     wait_for_end(processes, 10)
     assert read_summary(tmp_path / "out")["samples"] % 16 == 0  # a step of both ranks
+
+
+def test_ctrl_c_ends_ranks_without_data(tmp_path, start, words):
+    """A server stalls after the sample that each rank reads at its start, so both wait for their first batch."""
+    (tmp_path / "far.jsonl").write_text("".join(f'{{"text": "Text {number}."}}\n' for number in range(9000)))
+    with FileServer(tmp_path) as server:
+        server.cuts["/far.jsonl"], server.is_stalling = [10**7] * 2 + [100] * 9, True
+        (tmp_path / "sources.json").write_text(json.dumps([{"path": f"{server.url}/far.jsonl"}]))
+        at = words.index("--dataset_path")
+        words[at : at + 2] = ["--streaming", "--sources", tmp_path / "sources.json", "--max_sequence_length", 32]
+        script = start("trainer", "run_trainer.py", *words, "--num_devices", 2)
+        wait_until(lambda: [count for _, count in server.sent].count(100) >= 2, 120, "both ranks wait")
+        stop(script)
 
 
 @pytest.mark.slow
