@@ -34,6 +34,7 @@ Batch = dict[str, torch.Tensor]
 MAX_PASS_SECONDS = 5.0  # a step of up to 10 s is advised
 MEASURED_BATCHES = 10  # by `measure_step`, unless MEASURED_SECONDS end it earlier
 MEASURED_SECONDS = 20.0
+MIN_LOSS_SCALE = 1.0  # as in DeepSpeed
 MAX_MEMORY_SHARE = 0.8  # of the memory that is free without a batch; rounds and other batches need the rest
 
 # Dense TFLOP/s by NVIDIA's data sheets: in bf16 or fp16 with sums in float32, and in float32, which is TF32 on all but
@@ -75,6 +76,16 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     return [torch.device(device.type, number) for number in numbers]
 
 
+class LossScaler(torch.amp.GradScaler):
+    """A loss scaler whose scale never reaches 0, where it would stay: each skipped step halves it."""
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Adapt the scale to the step. This waits for the device, which is idle then."""
+        super().update(new_scale)
+        if self.is_enabled() and self.get_scale() < MIN_LOSS_SCALE:
+            super().update(MIN_LOSS_SCALE)
+
+
 def place_model(
     model: torch.nn.Module, device: torch.device, args: PrecisionArguments
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
@@ -91,7 +102,7 @@ def place_model(
     model.to(device).train()
     precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    return autocast, torch.amp.GradScaler(device.type, enabled=args.fp16)
+    return autocast, LossScaler(device.type, enabled=args.fp16)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import statistics
 
 import psutil
@@ -210,6 +211,22 @@ def test_out_of_memory_keeps_state(tmp_path, start, words, num_devices):
 def test_out_of_memory_before_first_step_is_one_line(start, words):
     script = start("crowded", "-m", "tests.programs.changed_trainer", "crowded", *words)
     script.assert_user_error("out of memory on cpu: try a smaller --per_device_train_batch_size", 120)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 0.0])
+def test_loss_scale_survives_skipped_steps(scale):
+    """After 200 bad steps in a row, or with the scale of 0 that an earlier version has saved, a good one counts."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, scaler = devices.place_model(model, CPU, TrainerArguments(fp16=True))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+    for factor in [math.nan] * 200 + [1.0]:
+        before = model.bias.item()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert (scaler.get_scale(), model.bias.item()) == (1.0, pytest.approx(before - 1))
 
 
 @pytest.fixture
