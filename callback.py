@@ -17,7 +17,7 @@ from monitoring.page import StatusServer, TrainerPage
 from swarm.contract import CONTRACT_LIFETIME
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
-from training.figures import describe_evaluation, perplexity
+from training.figures import describe_evaluation
 from training.metrics import MetricsReporter, format_speed
 from training.page_client import format_join, warn_of_local_addresses
 from training.progress import ProgressDisplay
@@ -211,10 +211,10 @@ class CollaborativeCallback:
         is_saved &= self.state.is_saved
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
-        if with_evaluation and (evaluation := self.evaluator.measure(at_end=True)):
-            loss = evaluation.loss
-            summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}
-        write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        path = output_dir / "summary.json"
+        write_file(path, json.dumps(summary, indent=2) + "\n")
+        if with_evaluation and (final := self.evaluator.measure_final()):
+            write_file(path, json.dumps(summary | final, indent=2) + "\n")
         lost = self.stats.computed_samples - summary["samples"]
         more = f" ({lost:,} more were not part of any step)" if lost > 0 else ""
         where = f"model and state are in {output_dir}" if is_saved else "NOT SAVED: see the warning above"

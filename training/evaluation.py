@@ -12,13 +12,14 @@ import torch
 from pydantic.v1 import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from common.console import handle_stop_signals
 from common.signals import STOP_REQUESTED
 from experiment.data import make_eval_batches
 from experiment.objectives import compute_losses
 from experiment.samples import sample_texts
 from swarm.local_steps import at_anchor
 from training.devices import is_out_of_memory
-from training.figures import format_evaluation
+from training.figures import format_evaluation, perplexity
 from training.model import move_batch
 from training.state import TrainerState
 from utils import Evaluation
@@ -78,27 +79,25 @@ class Evaluator:
         #: versions of the parameters after the last evaluation
         self.versions: list[int] = []
 
-    def compute(self, at_end: bool) -> dict[str, float] | None:
+    def compute(self) -> dict[str, float] | None:
         """Return the result of `evaluate` on the validation split, with the swarm's parameters; or None if a stop is
-        requested, unless this is the end."""
+        requested."""
         state = self.state
         args = self.state.args
         options = dict(batch_size=args.per_device_train_batch_size, max_samples=args.max_eval_samples)
         batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
-        batches = takewhile(lambda _: at_end or not STOP_REQUESTED.is_set(), batches)
+        batches = takewhile(lambda _: not STOP_REQUESTED.is_set(), batches)
         with self.autocast, at_anchor(state.optimizer.local):
             result = evaluate(state.model, batches, state.model.device, state.tokenizer)
-            if STOP_REQUESTED.is_set() and not at_end:
+            if STOP_REQUESTED.is_set():
                 return None
             # sampling from NaN probabilities can end the process on a GPU
             self.texts = sample_texts(state.model, state.tokenizer) if math.isfinite(result["loss"]) else []
         return result
 
-    def measure(self, at_end: bool = False) -> Evaluation | None:
-        """Return an evaluation if --do_eval is set, None if it failed; unchanged weights are not evaluated again.
-
-        :param at_end: whether training is over and the state saved; otherwise, a stop request ends the evaluation
-        """
+    def measure(self) -> Evaluation | None:
+        """Return an evaluation if --do_eval is set, None if it failed or a stop is requested; unchanged weights are not
+        evaluated again."""
         versions = [param._version for param in self.state.model.parameters()]
         if not self.state.args.do_eval or versions == self.versions:
             return self.last
@@ -108,7 +107,7 @@ class Evaluator:
         entropy = self.state.corpus["unigram_entropy"]
         try:
             with self.state.optimizer.tracker.suspend_participation():
-                result = self.compute(at_end)
+                result = self.compute()
             if result is None:
                 return None
             evaluation = Evaluation(epoch=epoch, unigram_entropy=entropy, **result)
@@ -128,3 +127,16 @@ class Evaluator:
         # not those from before, because at_anchor has written the same values again
         self.versions = [param._version for param in self.state.model.parameters()]
         return evaluation
+
+    def measure_final(self) -> dict[str, float]:
+        """Return the figures of an evaluation after training, or nothing if there is none.
+
+        Model and state are saved by then. So the evaluation also takes place after a stop request, and the next one
+        ends it.
+        """
+        STOP_REQUESTED.clear()
+        handle_stop_signals()
+        if not (evaluation := self.measure()):
+            return {}
+        loss = evaluation.loss
+        return {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}

@@ -99,7 +99,7 @@ def test_unchanged_weights_are_evaluated_once(monkeypatch, has_local_steps):
         monkeypatch.setattr(f"training.evaluation.{name}", lambda *_, value=value, **__: value)
     evaluator = Evaluator(state, contextlib.nullcontext())
     first = evaluator.measure()
-    assert first.loss == GOOD["loss"] and evaluator.measure(at_end=True) is first
+    assert first.loss == GOOD["loss"] and evaluator.measure() is first
     with torch.no_grad():
         model.bias.add_(1.0)
     assert evaluator.measure() is not first
@@ -258,13 +258,20 @@ def test_trainer_evaluates_and_monitor_shows_it(start, tmp_path, tiny_data):
 
 
 def test_ctrl_c_in_evaluation_saves_first(start, tmp_path, tiny_data):
-    """A notebook or systemd kills the trainer after 90 s."""
+    """A notebook or systemd kills the trainer after 90 s. Another Ctrl-C ends the evaluation at the end alone."""
     words = [*TINY, *sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out"]
     words += ["--do_eval", "--eval_steps", 2, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 16]
     trainer = start("trainer", "-m", "tests.programs.changed_trainer", "slowly_evaluated", *words)
     trainer.wait_for("evaluating", 120)
     trainer.interrupt()
     wait_until((tmp_path / "out" / "checkpoint-2" / "training_state.json").exists, 15, "the checkpoint")
+    summary = tmp_path / "out" / "summary.json"
+    wait_until(summary.exists, 15, "the summary")
+    count = trainer.text.count("evaluating")
+    wait_until(lambda: trainer.text.count("evaluating") > count + 1, 15, "the evaluation at the end")
+    trainer.interrupt()
+    trainer.assert_clean_end(15)
+    assert "model and state are in" in trainer.text and "final_loss" not in json.loads(summary.read_text())
 
 
 def test_trainer_stops_after_num_train_epochs(start, tmp_path, tiny_data, monkeypatch):

@@ -48,7 +48,7 @@ with clean_end():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
 
     class MemoryHog(Evaluator):
-        def compute(self, at_end):
+        def compute(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
