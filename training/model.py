@@ -1,7 +1,10 @@
 """A model in training: a trial before this peer joins the swarm, and the transfer of batches to its device."""
 
+import contextlib
+
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments, TrainerArguments
@@ -13,6 +16,19 @@ from experiment.objectives import compute_losses
 from models.build import is_same
 from models.lean_albert import find_labelled_positions
 from text.tokenizers import PROBE
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+class FloatProducts(TorchDispatchMode):
+    """A mode that computes matrix products of bfloat16 in float32, which is faster on a CPU without AVX-512."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Compute the operation, with copies of a product's factors."""
+        if func.overloadpacket in PRODUCTS and args[0].dtype == torch.bfloat16:
+            args = [value.float() if torch.is_tensor(value) else value for value in args]
+            return func(*args, **(kwargs or {})).bfloat16()
+        return func(*args, **(kwargs or {}))
 
 
 def make_trainable_model(
@@ -62,9 +78,11 @@ def try_out(model: PreTrainedModel, where: str) -> None:
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     batch |= {"labels": torch.where(torch.arange(8) > 0, ids, -100), "sentence_order_label": torch.tensor([0, 1])}
     buffers = {name: value.clone() for name, value in dict(model.named_buffers()).items() if name in model.state_dict()}
+    is_slow = model.dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() != "AVX512"
     try:
         # eager, because flex_attention would compile for ten seconds
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(devices=[]), eager, FloatProducts() if is_slow else contextlib.nullcontext():
             compute_losses(model.train(), move_batch(batch, cpu))["loss"].backward()
             if model.objective.is_causal:
                 with torch.no_grad():

@@ -9,10 +9,12 @@ import shutil
 import socket
 from types import SimpleNamespace
 
+import pytest
 import torch
 from mains import expect_user_error, refuse
 from processes import LOOPBACK, ROOT, run_python
 from swarms import TINY, TRAINER, flags, start_monitor, stop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import run_trainer
 from arguments import AveragingArguments, ModelArguments, TrainerArguments
@@ -22,6 +24,7 @@ from swarm.attestation import contact_initial_peers
 from swarm.config import AveragingConfig, make_config
 from swarm.uplink import Uplink
 from training.checks import check_disk, check_epoch_time, check_machine, check_step_time
+from training.model import PRODUCTS, try_out
 from training.preflight import check_bandwidth, check_connection
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
@@ -66,6 +69,26 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     # frozen weights have no gradients, no moments, and no copies that peers exchange
     assert [it.level for it in check_machine(make_sizes(1000, 4 * parameters), args, 1)[2:]] == ["ok"] * 2
     assert {check_machine(make_sizes(1000, 10**14), args, 1)[place].level for place in (1, 2)} == {"fatal"}
+
+
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+def test_trial_avoids_slow_products(monkeypatch, capability):
+    """Without AVX-512, a backward pass in bfloat16 takes minutes for a large model."""
+    types = set()
+
+    class Observer(TorchDispatchMode):
+        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+            if func.overloadpacket in PRODUCTS:
+                types.update(value.dtype for value in args if torch.is_tensor(value))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    model = make_model(ModelArguments(str(ROOT / "configs/gpt-demo.json")), 300).bfloat16()
+    gradients = []
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradients.append(gradient.dtype))
+    with Observer():
+        try_out(model, "")
+    assert (torch.bfloat16 in types) == (capability == "AVX512") and gradients == [torch.bfloat16]
 
 
 def test_disk_check_passes_hidden_folder(tmp_path):
