@@ -52,7 +52,15 @@ PEAK_TFLOPS = {
 
 
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
-    """Return the devices that --device and --num_devices select. On a CPU, each stands for one training process."""
+    """Return the devices of this peer, which suit its flags. On a CPU, each stands for one training process."""
+    devices = list_devices(args)
+    if args.sharded and len(devices) < 2:
+        raise UserError("--sharded needs several devices, this peer has one: omit it, or see --num_devices")
+    return devices
+
+
+def list_devices(args: TrainerArguments) -> list[torch.device]:
+    """Return the devices that --device and --num_devices select."""
     # counts by the driver's management library; is_available() would initialize CUDA
     accelerator = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()

@@ -265,8 +265,6 @@ class ShardedRankGroup(RankGroup):
     """
 
     def __init__(self, number: int, devices: list[torch.device]):
-        if len(devices) < 2:
-            raise UserError("--sharded needs several devices, this peer has one: omit it, or see --num_devices")
         super().__init__(number, devices)
         self.shards: list[torch.nn.Parameter] = []  # the sharded model's trained parameters, which are DTensors
 

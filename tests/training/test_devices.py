@@ -384,6 +384,8 @@ def test_device_flags_set_ranks_and_size(monkeypatch):
     ):
         with pytest.raises(UserError, match=words):
             join_ranks(TrainerArguments(**options))
+    with pytest.raises(UserError, match="--sharded needs several devices"):  # in a preflight
+        devices.choose_devices(TrainerArguments(device="cpu", sharded=True))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match="omit torchrun"):
         join_ranks(TrainerArguments())
