@@ -18,6 +18,7 @@ With several GPUs, each has its own process, a rank, and together they are one p
 """
 
 import math
+import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from arguments import parse_arguments
 from common.console import edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge():
+    with edge("the checks are not complete" if "--preflight" in sys.argv else None):
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 import torch

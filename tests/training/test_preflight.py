@@ -134,12 +134,16 @@ def test_preflight_explains_silent_peers():
 
 def test_preflight_interrupted_exits_with_130(start, tiny_data, prefix):
     """Code 0 would mean that this machine is ready to train."""
-    words = ["--preflight", *TINY, *flags(tiny_data), "--experiment_prefix", prefix]
-    preflight = start("preflight", "run_trainer.py", *words)
+    words = ["run_trainer.py", "--preflight", *TINY, *flags(tiny_data), "--experiment_prefix", prefix]
+    early = start("early", "-X", "importtime", *words)
+    early.wait_for("import time:.*torch")
+    early.interrupt()
+    preflight = start("preflight", *words)
     preflight.wait_for("preflight of run")
     preflight.interrupt()
-    preflight.assert_clean_end(code=130)
-    assert "interrupted: the checks are not complete" in preflight.text
+    for script in (early, preflight):
+        script.assert_clean_end(code=130)
+        assert "interrupted: the checks are not complete" in script.text
 
 
 def test_starts_of_trainers_say_what_is_wrong(start, tmp_path, tiny_data, prefix):
