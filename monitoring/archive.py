@@ -11,6 +11,7 @@ import logging
 import statistics
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import jinja2
@@ -105,17 +106,24 @@ class CheckpointHandler:
         url = self.args.repo_url
         self.publisher = Publisher(url, self.args.upload_interval, self.folder) if url else None
 
-    def step(self, metrics: SwarmMetrics | None, history: list[dict], validation: dict) -> None:
+    def step(
+        self, metrics: SwarmMetrics | None, history: list[dict], validation: dict, contributors: Collection[bytes]
+    ) -> None:
         """Continue downloads and uploads that are due, without waiting for network or disk.
 
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
+        :param contributors: the ids of the run's contributors, of which most must have the state that is saved
         """
         if self.publisher:
             self.publisher.step()
         if self.download is None:
             if metrics and self.is_due(metrics.epoch) and not (self.saving and self.saving.is_alive()):
-                options = {"clients": self.optimizer.tracker.list_clients()}
-                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch, **options)
+                self.download = self.optimizer.state_averager.start_download(
+                    min_epoch=metrics.epoch,
+                    contributors=[*contributors],
+                    is_synchronous=self.optimizer.rounds.is_synchronous(),
+                    clients=self.optimizer.tracker.list_clients(),
+                )
         elif self.download.done() and history:  # empty after a run has just started over
             loaded = self.download.result()
             self.download = None

@@ -145,7 +145,7 @@ class RunReport:
         """Let the archive, if there is one, continue with a download or an upload that is due."""
         if self.archive:
             # a copy, because the reader's thread changes the history
-            self.archive.step(metrics, list(self.history), self.last_validation())
+            self.archive.step(metrics, list(self.history), self.last_validation(), self.workers.present)
 
     def start_dashboard(self) -> None:
         """Start the dashboard of --wandb_project. Call this after all helper processes are forked."""

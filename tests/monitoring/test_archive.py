@@ -82,7 +82,7 @@ def test_archive_resumes_after_restart(save):
     # without a history, a state may be of the earlier run
     handler.download = Future()
     handler.download.set_result(({"epoch": 5}, []))
-    handler.step(None, [], {})
+    handler.step(None, [], {}, ())
     assert handler.download is not None
     stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
     (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))

@@ -1,7 +1,7 @@
 """A model of which a part alone is trained, and written by save_pretrained, as adapters are. A trainer steps, an
-auxiliary peer loads its state and archives it; a trainer continues from its own checkpoint, and from the archive."""
+auxiliary peer loads its state and archives it, and not that of an untrusted peer with a later epoch; a trainer
+continues from its own checkpoint, and from the archive."""
 
-import contextlib
 import json
 import sys
 import time
@@ -13,9 +13,12 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments, Sw
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from monitoring.archive import CheckpointHandler
+from monitoring.history import pick
+from monitoring.report import RunReport
 from tests.programs.peers import clean_end, join, list_maddrs, print_facts, shut_down
 from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
+from training.figures import SwarmMetrics
 
 
 def make_part(tokenizer):
@@ -37,11 +40,13 @@ with clean_end():
     tokenizer, options = load_tokenizer(tokenizer_path), OptimizerArguments(optim="adamw", warmup_steps=0)
     averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     peers = []
-    for auxiliary in (False, True):
+    for role in ("trainer", "stranger", "archive"):
         swarm, model = join(prefix, list_maddrs(*(dht for dht, *_ in peers))), make_part(tokenizer)
-        optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
+        optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=role == "archive")
         peers.append((swarm.dht, model, optimizer))
-        if not auxiliary:
+        if role == "stranger":
+            optimizer.state_averager.set_epoch(3)
+        elif role == "trainer":
             optimizer.accumulate_on(torch.device("cpu"))
             start = copy_trained(model)
             while optimizer.local_epoch < 2:
@@ -49,24 +54,25 @@ with clean_end():
                     param.grad = torch.randn_like(param)
                 optimizer.step(batch_size=4)
                 time.sleep(0.1)  # of the tracker's processor time
-    (_, model, optimizer), (_, helper_model, helper) = peers
+    (dht, model, optimizer), _, (_, helper_model, helper) = peers
     trained, state = copy_trained(model), collect_state(model, optimizer, {})
     facts = {"moved": [not a.equal(b) for a, b in zip(start, trained, strict=True)]}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
 
-    report = arguments.ReportArguments(output_dir=f"{folder}/archive")
-    kept = arguments.ArchiveArguments(store_checkpoints=True)
-    groups = SwarmArguments(prefix), report, kept, ModelArguments("configs/demo.json"), options, averaging
-    archive, history = CheckpointHandler(groups, helper_model, tokenizer, helper), [json.loads(record)]
-    while not archive.saving:
-        archive.download = archive.download or helper.state_averager.start_download(min_epoch=2)
-        with contextlib.suppress(TimeoutError):
-            archive.download.result(timeout=1)
-        archive.step(None, history, {})
-    archive.saving.join()
+    outputs = arguments.ReportArguments(output_dir=f"{folder}/archive")
+    kept = arguments.ArchiveArguments(store_checkpoints=True, save_steps=2)
+    groups = SwarmArguments(prefix), outputs, kept, ModelArguments("configs/demo.json"), options, averaging
+    report = RunReport(outputs, groups[0])
+    report.history.add(json.loads(record))
+    report.workers.present = {dht.peer_id.to_bytes()}
+    report.archive = CheckpointHandler(groups, helper_model, tokenizer, helper)
+    while not report.archive.saving:
+        report.step_archive(SwarmMetrics(**pick(report.history[-1], SwarmMetrics)))
+        time.sleep(0.1)
+    report.archive.saving.join()
     facts["taken"] = [a.equal(b) for a, b in zip(trained, copy_trained(helper_model), strict=True)]
 
-    folders = {"own": find_checkpoints(folder), "archive": find_checkpoints(folder + "/archive")}
+    folders = {"own": find_checkpoints(folder), "archive": find_checkpoints(f"{folder}/archive")}
     for name, [path] in folders.items():
         with torch.no_grad():
             for param in filter(lambda param: param.requires_grad, model.parameters()):
