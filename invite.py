@@ -14,6 +14,7 @@ the key, and the member list next to it, on one machine, and back both up.
 """
 
 import asyncio
+import contextlib
 import re
 import time
 from dataclasses import dataclass
@@ -74,16 +75,24 @@ def invite(args: InviteArguments) -> None:
 def revoke(args: InviteArguments) -> None:
     """Revoke all invitations of a name, and publish that to --initial_peers if they are given."""
     prefix = find_run(args)
-    count = Authority(args.authority_key).revoke(prefix, args.revoke)
-    print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
-    if args.initial_peers:
+    membership = None
+    if args.initial_peers and prefix in read_members(args):
         from swarm.attestation import contact_initial_peers
         from swarm.identity import make_identity
         from training.settings import make_swarm_config
 
         config = make_swarm_config(SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key))
+        membership = make_identity(config)
+        # loads their revocation list, which the new one replaces; the second call reports failures
+        with contextlib.suppress(UserError):
+            asyncio.run(contact_initial_peers(config.initial_peers, membership))
+        membership.load_revocations()
+    count = Authority(args.authority_key).revoke(prefix, args.revoke)
+    print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
+    if membership:
+        membership.load_revocations()
         # sends them the new revocation list
-        _, problem = asyncio.run(contact_initial_peers(config.initial_peers, make_identity(config)))
+        _, problem = asyncio.run(contact_initial_peers(config.initial_peers, membership))
         if problem:
             raise UserError(problem)
 

@@ -63,13 +63,12 @@ def parse_credential(data: bytes, authority: bytes) -> MembershipCredential:
 
 @functools.lru_cache(maxsize=16)
 def read_revocations(data: bytes, authority: bytes, prefix: str) -> tuple[float, frozenset[bytes]]:
-    """Return when a revocation list was signed, and the ids of the revoked peers; an invalid one is a ValueError."""
-    if not data:
-        return 0.0, frozenset()
-    run, signed_at, *peer_ids = read_signed(b"revocations", data, authority, MAX_LIST_BYTES)
-    if run != prefix:
-        raise ValueError("the revocation list is for another run")
-    return signed_at, frozenset(peer_ids)
+    """Return when a revocation list was signed, and the ids of the revoked peers; none if it is empty or invalid."""
+    with contextlib.suppress(ValueError):
+        run, signed_at, *peer_ids = read_signed(b"revocations", data, authority, MAX_LIST_BYTES)
+        if run == prefix:
+            return signed_at, frozenset(peer_ids)
+    return 0.0, frozenset()
 
 
 class Authority:
@@ -126,24 +125,27 @@ class Authority:
             yield runs.setdefault(prefix, {"members": {}, "revocations": ""})
             write_private("authority_key", self.member_list, json.dumps(runs, indent=2))
 
-    def revoke(self, prefix: str, username: str) -> int:
-        """Revoke all credentials of this member and return their number, or raise a SwarmError if there are none."""
-        now = get_dht_time()
+    def revoke(self, prefix: str, username: str | None = None, newer: bytes = b"") -> int:
+        """Revoke all credentials of this member and return their number, or raise a SwarmError if there are none. Add
+        those of a newer list: invite.py has run on another machine, or the member list is from a backup."""
         with self.open_run(prefix) as run:
-            members = [it for it in run["members"].values() if it["username"] == username]
-            if not members:
+            lists = [read_revocations(it, self.public_key, prefix) for it in (bytes.fromhex(run["revocations"]), newer)]
+            (last_time, last_ids), (time, ids) = lists
+            members = {PeerID.from_base58(name).to_bytes(): it for name, it in run["members"].items()}
+            named = {peer_id for peer_id, it in members.items() if it["username"] == username}
+            if username and not named:
                 raise SwarmError(f"run {prefix!r} has no member {username!r}")
-            for member in members:
-                member["revoked"] = True
-            revoked = [name for name, it in run["members"].items() if it["revoked"] and it["expires"] > now]
-            if len(revoked) > MAX_REVOKED:
-                raise SwarmError(f"{MAX_REVOKED} invitations are revoked: start a run with another `authority_key`")
-            ids = (PeerID.from_base58(name).to_bytes() for name in revoked)
-            with contextlib.suppress(ValueError):  # peers ignore the list of an earlier key
+            for peer_id in members.keys() & (named | last_ids | ids):
+                members[peer_id]["revoked"] = True
+            revoked = {peer_id for peer_id, it in members.items() if it["revoked"] and it["expires"] > get_dht_time()}
+            revoked |= (last_ids | ids) - members.keys()  # those of another copy of the member list
+            if time <= last_time or revoked - ids:
+                if len(revoked) > MAX_REVOKED:
+                    raise SwarmError(f"{MAX_REVOKED} invitations are revoked: start a run with another `authority_key`")
                 # Peers keep the list with the newest time, so it must increase even if this clock was set back.
-                now = max(now, read_revocations(bytes.fromhex(run["revocations"]), self.public_key, prefix)[0] + 1.0)
-            run["revocations"] = self.sign(b"revocations", [prefix, now, *ids]).hex()
-        return len(members)
+                newer = self.sign(b"revocations", [prefix, max(get_dht_time(), last_time + 1.0, time + 1.0), *revoked])
+            run["revocations"] = newer.hex()
+        return len(named)
 
 
 def write_private(setting: str, path: Path, text: str) -> None:

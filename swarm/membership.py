@@ -85,12 +85,10 @@ class Membership:
 
     def find_fault(self, credential: bytes, peer_id: bytes) -> str | None:
         """Return why a credential is not valid for this peer (a key of REASONS), or None if it is."""
-        if not credential:
-            return "no pass"
         try:
             member = parse_credential(credential, self.public_key)
         except ValueError:
-            return "forged"
+            return "forged" if credential else "no pass"
         faults = {
             "another run": member.prefix != self.own.prefix,
             "another peer": member.peer_id != peer_id,
@@ -106,8 +104,7 @@ class Membership:
 
     def require(self, credential: bytes, caller: PeerID) -> None:
         """Raise an AccessDeniedError if the caller's credential is not valid, and sometimes log the number of them."""
-        reason = self.find_fault(credential, caller.to_bytes())
-        if reason is None:
+        if not (reason := self.find_fault(credential, caller.to_bytes())):
             return
         self._num_rejected += 1
         if time.monotonic() >= self._next_warning:
@@ -130,18 +127,19 @@ class Membership:
 
     def apply_revocations(self, data: bytes) -> None:
         """Replace this peer's revocation list if this one is newer and valid."""
-        with contextlib.suppress(ValueError):
-            signed_at, revoked = read_revocations(data, self.public_key, self.own.prefix)
-            if signed_at > read_revocations(self.revocations, self.public_key, self.own.prefix)[0]:
-                self._list.value = data.hex().encode()
-                logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
+        signed_at, revoked = read_revocations(data, self.public_key, self.own.prefix)
+        if signed_at > read_revocations(self.revocations, self.public_key, self.own.prefix)[0]:
+            self._list.value = data.hex().encode()
+            logger.info(f"loaded a revocation list with {format_count(len(revoked), 'peer')}")
 
     def load_revocations(self) -> None:
-        """At the authority, load the revocations by invite.py."""
+        """At the authority, load the revocations by invite.py, and add those by it elsewhere to the member list."""
         if self.issuer:
             try:
-                run = self.issuer.read_members().get(self.own.prefix, {})
-                self.apply_revocations(bytes.fromhex(run.get("revocations", "")))
+                listed = self.issuer.read_members().get(self.own.prefix, {}).get("revocations", "")
+                self.apply_revocations(bytes.fromhex(listed))
+                if listed != self.revocations.hex():
+                    self.issuer.revoke(self.own.prefix, newer=self.revocations)
             except (SwarmError, ValueError) as e:  # a member list that was edited by hand
                 logger.warning(str(e))
 

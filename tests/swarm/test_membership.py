@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import stat
 import time
 from functools import partial
@@ -224,13 +225,18 @@ def test_unreadable_member_list_stops_no_peer(tmp_path, caplog):
 
 
 def test_invite_sends_revocation_to_initial_peers(tmp_path):
-    """The monitor with the key runs on another machine."""
-    prefix, key = make_prefix(), tmp_path / "authority.pem"
-    make_invitation(tmp_path, prefix, "eve")
+    """The monitor with the key runs on another machine. A revocation by a copy of the key keeps the first one."""
+    prefix, key, copy = make_prefix(), tmp_path / "authority.pem", tmp_path / "copy"
+    for name in ("bob", "eve"):
+        make_invitation(tmp_path, prefix, name)
     with run_peer(prefix, invite=make_invitation(tmp_path, prefix, "ada")) as one:
+        shutil.copytree(tmp_path, copy)
         words = ["--authority_key", key, "--revoke", "eve", "--initial_peers", *addresses(one)]
         assert run_python("invite.py", *words, expect=0).stdout == "eve: 1 invitation revoked\n"
         assert len(one.run_coroutine(list_revoked)) == 1
+        others = ["--authority_key", copy / key.name, "--revoke", "bob", *words[4:]]
+        assert run_python("invite.py", *others, expect=0).stdout == "bob: 1 invitation revoked\n"
+        assert len(one.run_coroutine(list_revoked)) == 2
     unreachable = run_python("invite.py", *words[:2], "--revoke", "ada", *words[4:], expect=2)
     assert "cannot reach --initial_peers" in unreachable.stderr.splitlines()[-1]
 
@@ -285,6 +291,61 @@ def test_invite_creates_lists_and_revokes(tmp_path, monkeypatch, capsys):
     Path("authority.pem").write_text("hello")
     with pytest.raises(UserError, match="--authority_key authority.pem: it does not hold"):
         Authority("authority.pem")
+
+
+def list_names(authority: Authority, prefix: str) -> set[str]:
+    """Return the names of the peers in an authority's revocation list, if they are members, or else their ids."""
+    run = authority.read_members()[prefix]
+    ids = read_revocations(bytes.fromhex(run["revocations"]), authority.public_key, prefix)[1]
+    names = {str(PeerID(peer_id)): str(PeerID(peer_id)) for peer_id in ids}
+    names |= {name: run["members"][name]["username"] for name in names if name in run["members"]}
+    assert {name for name, it in run["members"].items() if it["revoked"]} <= names.keys()
+    return {*names.values()}
+
+
+def test_revocations_of_two_copies_are_united(tmp_path, monkeypatch):
+    """invite.py runs at the monitor, and with a copy of the key and the member list."""
+    prefix, folder = make_prefix(), tmp_path / "server"
+    folder.mkdir()
+    for name in ("ada", "bob", "eve"):
+        make_invitation(folder, prefix, name, lifetime=1e6)
+    shutil.copytree(folder, tmp_path / "laptop")
+    server, laptop = (Authority(tmp_path / name / "authority.pem") for name in ("server", "laptop"))
+    backup = server.member_list.read_bytes()
+    try:
+        monitor = Membership.from_authority(server, prefix, None)
+    finally:
+        leave()
+    make_invitation(tmp_path / "laptop", prefix, "dan", lifetime=1e6)
+    [dan] = (name for name, it in laptop.read_members()[prefix]["members"].items() if it["username"] == "dan")
+
+    def send() -> bytes:
+        """Send the laptop's list to the monitor, which reads the member list as it does every few seconds."""
+        listed = bytes.fromhex(laptop.read_members()[prefix]["revocations"])
+        monitor.apply_revocations(listed)
+        monitor.load_revocations()
+        monitor.load_revocations()
+        assert monitor.revocations.hex() == server.read_members()[prefix]["revocations"]
+        return listed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm.credentials.get_dht_time", lambda: time.time() + 1e5)  # the laptop's clock
+        for name in ("ada", "dan"):
+            laptop.revoke(prefix, name)
+    assert send() == monitor.revocations
+    assert list_names(server, prefix) == {"ada", dan}
+    server.revoke(prefix, "eve")
+    monitor.load_revocations()
+    assert len(monitor.revoked) == 3 and list_names(server, prefix) == {"ada", dan, "eve"}
+    # a list that was made without the newest one, which it replaces at the peers
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm.credentials.get_dht_time", lambda: time.time() + 2e5)
+        laptop.revoke(prefix, "bob")
+    assert send() != monitor.revocations
+    assert len(monitor.revoked) == 4 and list_names(server, prefix) == {"ada", "bob", dan, "eve"}
+    server.member_list.write_bytes(backup)
+    monitor.load_revocations()
+    assert list_names(server, prefix) == {"ada", "bob", dan, "eve"}
 
 
 def test_new_key_next_to_old_list_revokes(tmp_path):
