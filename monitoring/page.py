@@ -23,6 +23,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from arguments import SwarmArguments
 from common.console import UserError
@@ -35,6 +36,7 @@ from training.page_client import VISIT_TIMEOUT, format_join
 logger = logging.getLogger("status")
 
 MAX_VISITORS = 64  # visits at once
+MAX_REQUEST_BYTES = 2**14  # of a visit; http.client would keep 100 headers of 64 KiB
 SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
 ANSWER_PERIOD = 1.0  # seconds for which answers are cached
 MAX_ANSWERS = 64  # that are cached
@@ -152,12 +154,35 @@ def open_page(args: SwarmArguments) -> StatusServer | None:
     return None if args.status_port is None else StatusServer(args.status_port)
 
 
+class RequestReader:
+    """A reader of a visitor's lines, which are empty after MAX_REQUEST_BYTES: this ends the headers."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.bytes_left = MAX_REQUEST_BYTES
+
+    def readline(self, size: int) -> bytes:
+        """Read a line of at most this size."""
+        line = self.file.readline(min(size, self.bytes_left))
+        self.bytes_left -= len(line)
+        return line
+
+    def close(self) -> None:
+        """Close the reader; the socket stays open."""
+        self.file.close()
+
+
 class StatusHandler(http.server.BaseHTTPRequestHandler):
     """A handler for one visit to the status page."""
 
     timeout = VISIT_TIMEOUT
     server_version = "status"
     sys_version = ""
+
+    def setup(self) -> None:
+        """Open the connection, and limit the bytes that are read from it."""
+        super().setup()
+        self.rfile = RequestReader(self.rfile)
 
     def do_GET(self) -> None:
         """Answer a request for the page, the status or the history of the loss."""

@@ -29,7 +29,7 @@ from arguments import SwarmArguments
 from common.addresses import make_host_maddrs
 from common.console import UserError
 from monitoring.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, History
-from monitoring.page import MAX_VISITORS, StatusServer, TrainerPage
+from monitoring.page import MAX_REQUEST_BYTES, MAX_VISITORS, StatusServer, TrainerPage
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 from training.settings import discover_settings
@@ -101,6 +101,14 @@ def test_page_replaces_oldest_idle_connection(server, monkeypatch):
         wait_until(lambda: not server.visits, 10, "none that says nothing stays")
         assert many[0].recv(1) == many[-1].recv(1) == b""
     wait_until(lambda: threading.active_count() <= threads, 10, "no thread is left")
+
+
+def test_page_reads_bounded_requests(server):
+    """A longer request is answered once MAX_REQUEST_BYTES are read, and before its headers end."""
+    request = b"GET /status.json HTTP/1.1\r\n" + (b"X: " + b"a" * 5000 + b"\r\n") * 4
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as visitor:
+        visitor.sendall(request[:MAX_REQUEST_BYTES])
+        assert visitor.recv(12) == b"HTTP/1.0 200"
 
 
 def test_page_survives_limit_of_processes(server, monkeypatch):
