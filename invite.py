@@ -2,7 +2,7 @@
 """Manage the members of a closed run: invite them, revoke invitations, list all.
 
     python run_training_monitor.py --experiment_prefix my_albert --authorize --authority_key authority.pem ...
-    python invite.py --authority_key authority.pem --username ada --expires 30d --out ada.invite
+    python invite.py --authority_key authority.pem --username ada --out ada.invite
 
 The second command writes one file, for one peer. Send it to Ada over a private channel: she starts
 `run_trainer.py --invite ada.invite`. She may take part until it expires, or until you run

@@ -124,3 +124,9 @@ def test_callback_reports_good_steps_and_ends_bad_trainer(facts):
     expirations, are_evaluated = zip(*facts["expirations"], strict=True)
     assert expirations[0] < expirations[1] < expirations[2] and are_evaluated == (True, True, False)
     assert facts["set_aside"]
+
+
+def test_checkpoint_of_other_peer_counts_no_samples(facts):
+    """The other peer has reported them, so they would count twice in the run."""
+    (total, computed), other = facts["samples"]
+    assert total == 640 and computed > 0 and other == [0, 0]

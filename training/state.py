@@ -103,6 +103,7 @@ class TrainerState:
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
         self.batches_per_step = self.args.gradient_accumulation_steps * self.num_devices
         self.samples_per_step = self.args.per_device_train_batch_size * self.batches_per_step
+        self.peer_id = str(self.swarm.dht.peer_id)
         passes = self.args.num_train_epochs
         #: number of computed samples at which this trainer stops
         self.sample_limit = passes * len(self.dataset["train"]) if passes else math.inf
@@ -116,6 +117,10 @@ class TrainerState:
             raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
         self.saved_epoch = self.optimizer.local_epoch
         counters = state.get("counters", {})
+        if counters.get("peer_id", self.peer_id) != self.peer_id:
+            # another peer's, as before an invitation was renewed; its samples would count twice in the run
+            counters = {}
+            self.optimizer.stats.total_samples = 0
         self.optimizer.stats.failed = counters.get("failed_rounds", 0)
         for name in TOTALS:
             setattr(self.stats, name, counters.get(name, 0))
@@ -124,7 +129,7 @@ class TrainerState:
     def collect(self) -> dict:
         """Return a copy of all that a restart needs, see training/checkpoint.py."""
         counters = {name: getattr(self.stats, name) for name in TOTALS}
-        counters["failed_rounds"] = self.optimizer.stats.failed
+        counters |= {"failed_rounds": self.optimizer.stats.failed, "peer_id": self.peer_id}
         return collect_state(self.model, self.optimizer, list_values(self.groups), self.scaler, counters)
 
     @property

@@ -20,7 +20,7 @@ from experiment.model import make_model
 from experiment.optimizer import describe_averaging, make_optimizer, make_param_groups
 from swarm.contract import RunContract
 from tests.programs.peers import clean_end, join, print_facts
-from training.checkpoint import apply_state
+from training.checkpoint import apply_state, find_checkpoints
 from training.evaluation import Evaluator
 from training.figures import fetch_records
 from training.progress import ProgressDisplay
@@ -98,7 +98,13 @@ with clean_end():
         [(metrics, expiration)] = fetch_records(swarm.dht, sys.argv[1]).values()
         facts["expirations"].append([expiration, metrics.evaluation is not None])
     (newer := Path(sys.argv[2]) / "checkpoint-517").mkdir()
+    optimizer.stats.total_samples = 640
     callback.state.save()
     facts["set_aside"] = not newer.exists()
+    facts["samples"] = []
+    for peer_id in (callback.state.peer_id, "another"):
+        callback.state.peer_id = peer_id
+        callback.state.load(*find_checkpoints(sys.argv[2]))
+        facts["samples"].append([optimizer.stats.total_samples, callback.stats.computed_samples])
     print_facts(**facts)
     swarm.leave(optimizer)
