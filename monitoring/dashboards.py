@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import os
 import re
 import secrets
@@ -13,6 +14,9 @@ from typing import Any
 from common.console import first_line
 
 logger = logging.getLogger("dashboards")
+
+INIT_TIMEOUT = 20.0  # seconds; without a network, wandb would try for 90 s
+RETRY_INTERVAL = 600.0  # seconds after a failure of wandb's service, until it is tried again
 
 # the groups of our metrics on dashboards, which show metrics without a group first
 GROUPS = {
@@ -29,8 +33,10 @@ class Dashboard:
     """A run on wandb that any thread can use, unlike wandb's own functions. Without a run, such as after a failure, it
     drops all reports."""
 
-    def __init__(self, run: Any = None):
+    def __init__(self, run: Any = None, can_retry: bool = False):
         self.run = run
+        #: when the service may be there again
+        self.retry_at = time.monotonic() + RETRY_INTERVAL if can_retry else math.inf
 
     def report(self, values: dict) -> None:
         """Log metrics by name, including `epoch`, without waiting."""
@@ -42,8 +48,9 @@ class Dashboard:
         try:
             self.run.log(shown, step=values["epoch"])
         except Exception as e:  # wandb's service raises many types, and none may stop training
-            logger.warning(f"the dashboard failed ({e!r}) and gets no more reports")
+            logger.warning(f"the dashboard failed ({e!r}) and gets no reports for {RETRY_INTERVAL:.0f} s")
             self.run = None
+            self.retry_at = time.monotonic() + RETRY_INTERVAL
 
     def finish(self) -> None:
         """Write pending reports and end the dashboard's threads and helper processes."""
@@ -77,10 +84,12 @@ def start_dashboard(project: str, name: str) -> Dashboard:
     try:
         import wandb
 
+        with contextlib.suppress(Exception):  # as below
+            wandb.teardown()  # otherwise wandb would return a run that has failed
         if folder := os.environ.get("WANDB_DIR"):
             os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
         settings = wandb.Settings(
-            init_timeout=20,  # without a network, wandb would try for 90 s
+            init_timeout=INIT_TIMEOUT,
             login_timeout=60,  # in a terminal, wandb asks for a missing key
             finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
             console="off",
@@ -99,6 +108,7 @@ def start_dashboard(project: str, name: str) -> Dashboard:
         logger.warning(f"no dashboard: wandb failed ({first_line(e)}); metrics.jsonl and the curve are still written")
         with contextlib.suppress(Exception):  # as above
             wandb.teardown()
-        return Dashboard()
+        # without a key, wandb could ask for one on a terminal again and again
+        return Dashboard(can_retry=type(e).__name__ == "CommError")
     logger.info(f"dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
     return Dashboard(run)

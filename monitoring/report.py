@@ -5,6 +5,7 @@ A thread reads the metrics, because the DHT may take seconds, while the loop of 
 
 import json
 import logging
+import math
 import statistics
 import threading
 import time
@@ -154,6 +155,13 @@ class RunReport:
         # save the run's name at once, because this process may be killed
         self.write_summary()
 
+    def retry_dashboard(self) -> None:
+        """Start the dashboard once more, in a thread, because a service that does not answer takes half a minute."""
+        name = self.run_name
+        dashboard = start_dashboard(self.args.wandb_project, name)
+        if name == self.run_name:  # otherwise the swarm has gone back, and has another dashboard
+            self.dashboard = dashboard
+
     def update(self, is_last: bool = False) -> figures.SwarmMetrics | None:
         """Read and report the swarm's metrics, and return those of its newest epoch if they are new."""
         dht = self.swarm.dht
@@ -231,6 +239,9 @@ class RunReport:
         self.last = (news if "epoch" in news else self.last | news) | own
         self.history.add(self.last)
         append_line(self.output_dir / "metrics.jsonl", json.dumps(self.last))
+        if time.monotonic() >= self.dashboard.retry_at and not STOP_REQUESTED.is_set():
+            self.dashboard.retry_at = math.inf
+            threading.Thread(target=self.retry_dashboard, name="dashboard", daemon=True).start()
         # dashboards have the rest of a second entry
         self.dashboard.report(self.last if "epoch" in news else news | {"epoch": self.last["epoch"]})
 

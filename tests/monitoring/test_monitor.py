@@ -1,6 +1,8 @@
 """Curves, contributors, dashboards and reads of records; the monitor as users run it, fed through a real DHT."""
 
 import json
+import math
+import os
 import signal
 import struct
 import threading
@@ -13,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
+import psutil
 import pytest
+from file_server import send, serve
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
@@ -196,6 +200,33 @@ def test_report_run_starts_over_drops_old_epochs(tmp_path, monkeypatch):
     assert [entry["epoch"] for entry in report.history] == [2, 4]
     assert report.history[0]["time"] > pilot["time"]
     assert load_history(tmp_path / "metrics.jsonl", "run") == report.history
+
+
+def test_dashboard_starts_after_failure(tmp_path, monkeypatch):
+    """The service answers with errors. Later, a file gets the reports, until the process that writes it dies."""
+    report = RunReport(ReportArguments(output_dir=str(tmp_path), wandb_project="mine"), SwarmArguments("run"))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with monkeypatch.context() as patch, serve(send(b"HTTP/1.0 400 Bad Request\r\n\r\n")) as address:
+        patch.setattr("monitoring.dashboards.INIT_TIMEOUT", 1.0)
+        patch.setenv("WANDB_BASE_URL", f"http://{address}")
+        report.start_dashboard()
+    assert report.dashboard.run is None and math.isfinite(report.dashboard.retry_at)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    report.add_entry({"epoch": 1, "loss": 3.0})
+    assert math.isfinite(report.dashboard.retry_at)  # not yet
+    for epoch in (2, 4):
+        report.dashboard.retry_at = 0.0
+        report.add_entry({"epoch": epoch, "loss": 2.0})
+        wait_until(lambda: report.dashboard.run, 60, "the dashboard")
+        report.add_entry({"epoch": epoch + 1, "loss": 1.0})
+        if epoch == 2:
+            [service] = (it for it in psutil.Process().children(recursive=True) if it.name() == "wandb-core")
+            service.kill()
+            wait_until(lambda: report.add_entry({"epoch": 3, "loss": 1.0}) or not report.dashboard.run, 60, "a failure")
+    report.dashboard.finish()
+    file = max(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
+    assert {step: values["loss"] for step, values in read_wandb_history(file).items()} == {5: 1.0}
 
 
 def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
