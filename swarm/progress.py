@@ -236,11 +236,11 @@ class PeerTracker:
         return 1 + sum(record.time > since for record in known) >= self.quorum
 
     def is_majority(self, group: Collection[bytes], min_epoch: int | None = None) -> bool:
-        """Return whether this is a majority of the known contributors, with this peer: a leader may omit any. Those
+        """Return whether this is two thirds of the known contributors, with this peer: a leader may omit any. Those
         count that have reached `min_epoch`, by default that of the peers which rounds await."""
         min_epoch = self._min_epoch if min_epoch is None else min_epoch
         known = {p for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= min_epoch}
-        return 1 + len(known.intersection(group)) > len(known.difference(group))
+        return 3 * (1 + len(known.intersection(group))) >= 2 * (1 + len(known))
 
     def list_contributors(self) -> list[bytes]:
         """Return the known contributors, which choose the state: those that accept connections, or else the clients."""

@@ -119,14 +119,14 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: most of the known contributors at this epoch, and two
-        trainers at least with an auxiliary peer. One that just fell silent counts: the smaller half must not step."""
+        """Return how many peers a round takes, this one included: two thirds of the known contributors at this epoch,
+        and two trainers at least with an auxiliary peer. One that just fell silent counts: no smaller half may step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
-        just_silent = {p for p, it in list(self.absent.items()) if it.reason == SILENT and it.until >= oldest}
-        counted = self.select_present(records).keys() | just_silent & records.keys()
-        members = {peer_id: records[peer_id] for peer_id in counted if records[peer_id].epoch >= min_epoch}
+        absent = {p for p, it in list(self.absent.items()) if it.reason != SILENT or it.until < oldest}
+        members = {p: it for p, it in list(records.items()) if it.epoch >= min_epoch and p not in absent}
         known = len(self.select_known(members))
-        return 2 + max(1, known // 2) if self.is_auxiliary else 1 + (1 + known) // 2
+        # with a mere majority, one leader could hold a round with each half of the others
+        return 1 + max(2, math.ceil(2 * known / 3)) if self.is_auxiliary else math.ceil(2 * (1 + known) / 3)
 
     # --- events
 

@@ -52,7 +52,7 @@ def make_trust(*known: bytes, epoch_seconds: float = 40.0) -> PeerTrust:
 
 @pytest.mark.parametrize(
     "silent, quorum",
-    [((), 3), ((1, 1), 3), ((1, 2, 3), 3), ((1, 2, 11), 3), ((1, 11, 12), 2), ((1, None, None), 2), ((11,) * 4, 1)],
+    [((), 4), ((1, 1), 4), ((1, 2, 3), 4), ((1, 2, 11), 3), ((1, 11, 12), 2), ((1, None, None), 2), ((11,) * 4, 1)],
 )
 def test_recently_silent_peer_counts_toward_quorum(silent, quorum):
     """A peer may be silent for the grace of a quarter of an epoch, 10 s; None stands for a ban."""
@@ -68,10 +68,18 @@ def test_recently_silent_peer_counts_toward_quorum(silent, quorum):
 
 def test_untrusted_peers_count_toward_quorum_only_among_themselves():
     trust, records = make_trust(*NAMES), make_records(*NAMES, *(b"new%d" % number for number in range(9)))
-    assert trust.count_quorum(records, min_epoch=4) == 3
+    assert trust.count_quorum(records, min_epoch=4) == 4
     trust.forget_groups()
-    assert trust.count_quorum(records, min_epoch=4) == 8
-    assert make_trust(*NAMES, epoch_seconds=0.0).count_quorum(records, min_epoch=4) == 3
+    assert trust.count_quorum(records, min_epoch=4) == 10
+    assert make_trust(*NAMES, epoch_seconds=0.0).count_quorum(records, min_epoch=4) == 4
+
+
+@pytest.mark.parametrize("peers, quorum", [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (7, 5), (8, 6), (9, 6)])
+def test_two_quorums_share_an_honest_peer(peers, quorum):
+    """From four peers on, a leader that is in both could otherwise make two groups of all others, each with a step."""
+    names = [b"%d" % number for number in range(peers - 1)]
+    assert make_trust(*names).count_quorum(make_records(*names), min_epoch=5) == quorum
+    assert 2 * quorum - peers > 1 or peers < 4
 
 
 @pytest.mark.parametrize("trainers, group_size", [(0, 3), (1, 3), (2, 3), (3, 3), (4, 4)])
@@ -403,7 +411,7 @@ def test_dht_without_an_answer_changes_nothing(tracker):
     for _ in range(2):
         tracker.apply_records(None, 0.0)
         assert set(tracker.others) == set(NAMES) and tracker.trust.excluded == {b"a"}
-        assert tracker.view.num_peers == 4 and tracker.quorum == 3
+        assert tracker.view.num_peers == 4 and tracker.quorum == 4
     tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
     tracker.apply_records(None, 0.0)
     assert not tracker.others and tracker.view.num_peers == 1
@@ -463,10 +471,10 @@ def test_group_without_most_contributors_is_recognized(tracker):
     tracker.others = make_records(*NAMES) | make_records(b"new") | make_records(b"behind", epoch=3)
     assert tracker.is_majority([]) and tracker.is_majority([b"new"]), "no contributor is known"
     tracker.trust.attested = {*NAMES, b"behind"}
-    groups = [b"new"], [b"a", b"new"], [b"a", b"b"], NAMES
-    assert [tracker.is_majority(group) for group in groups] == [False, False, True, True]
+    groups = [b"new"], [b"a", b"new"], [b"a", b"b"], [b"a", b"b", b"c"], NAMES
+    assert [tracker.is_majority(group) for group in groups] == [False, False, False, True, True]
     tracker.trust.mark_silent([b"c", b"d"])
-    assert [tracker.is_majority(group) for group in groups] == [False, True, True, True]
+    assert [tracker.is_majority(group) for group in groups] == [False, True, True, True, True]
 
 
 def test_records_of_new_keys_leave_peers_in_step(tracker):
@@ -481,7 +489,7 @@ def test_records_of_new_keys_leave_peers_in_step(tracker):
 
 def test_quorum_of_known_contributors_waits(tracker):
     new = make_records(*(b"new%d" % number for number in range(9)))
-    tracker.others = make_records(b"a", b"b") | make_records(b"c", b"d", ago=20.0) | new
+    tracker.others = make_records(b"a", b"b", b"c") | make_records(b"d", ago=20.0) | new
     tracker.trust.attested = {*NAMES}
     assert [tracker.has_quorum_reported(get_dht_time() + seconds) for seconds in (-10.0, 10.0)] == [True, False]
     tracker.others |= make_records(b"b", ago=20.0)
@@ -512,9 +520,9 @@ def test_aux_peer_excludes_unresponsive_peers(tracker):
 @pytest.mark.parametrize(
     "group, behind, is_step",
     [
-        ((b"a", b"b"), b"", True),
-        ((b"a",), b"", False),
-        ((b"a", b"new", b"newer"), b"", False),
+        ((b"a", b"b", b"c"), b"", True),
+        ((b"a", b"b"), b"", False),
+        ((b"a", b"b", b"new", b"newer"), b"", False),
         ((b"a",), b"bcd", True),
     ],
 )
