@@ -102,10 +102,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, excluded: Iterable[bytes] = ()) -> None:
-        """Set the ids of the peers with which a group starts at once, the number of them that it needs (this one
-        included; 1 to wait for all of them), and those of silent or banned peers, for which no group waits."""
-        if (expected := (frozenset(peer_ids), min_peers, frozenset(excluded))) != self._expected:
+    def set_expected_peers(
+        self, epochs: dict[bytes, float], min_peers: int = 1, excluded: Iterable[bytes] = ()
+    ) -> None:
+        """Set the peers with which a group starts at once, with the epochs of known contributors and infinity for other
+        peers; the number of them that it needs, this one included (1 to wait for all of them); and the silent or banned
+        peers, for which no group waits. A group of another leader needs two thirds of the contributors."""
+        if (expected := (epochs, min_peers, frozenset(excluded))) != self._expected:
             self._expected = expected
             self._send("_set_expected_peers", *expected)
 

@@ -18,7 +18,6 @@ MAX_WEIGHT = 4.0  # of a sender's gradient, relative to the median; its norm is 
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
 MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
 FAR_TOO_LONG = -math.inf  # the contribution in an average that cannot be one
-MIN_OWN_SHARE = 0.0  # in the part that this peer averages itself; with less, it may be the outlier
 CHUNK = 1024  # numbers; all chunks count the same, because the largest gradients, those of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by averaging: relative to their norm, and absolute for each number
 SKETCH_SIZE = 9
@@ -194,9 +193,8 @@ class VerifyingContainer(TensorPartContainer):
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios and own_weight else 1.0
 
     def estimate_contributions(self, own_weight: float) -> dict[int, float]:
-        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`, by
-        peer index: FAR_TOO_LONG if the norm is too large for an average. Only those if this peer's own average hardly
-        contains its gradient, because it may be the outlier; none without an own average."""
+        """Return the share of this peer's gradient in the average of each other peer, by index: FAR_TOO_LONG if that is
+        too long. Only those if this peer may be the outlier, by its own average; none without an own average."""
         own, average, _, _ = self.sums.T
         if not own[self.own_index]:
             return {}
@@ -204,7 +202,7 @@ class VerifyingContainer(TensorPartContainer):
         lengths = (average / own).sqrt()
         too_long = MAX_ANSWER * lengths[self.own_index].clamp(min=1.0)
         shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-        if self.estimate_contribution(own_weight, [self.own_index]) >= MIN_OWN_SHARE:
+        if self.estimate_contribution(own_weight, [self.own_index]) >= 0.0:
             shares = {index: self.estimate_contribution(own_weight, [index]) for index in others} | shares
         return shares
 

@@ -33,7 +33,6 @@ MAX_LOOKUP_INTERVAL = 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 MAX_REDIRECTS = 2  # in a row: leaders that redirect this peer to each other would keep it forever (note 97)
-MAX_SEARCHES_APART = 16  # without a leader that has begun no round; at first 1, then 4: it may have been cut off
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class EarlyStartMatchmaking(Matchmaking):
 
     def __init__(self, *args, rounds_with: Counter, **kwargs):
         """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
-        #: ids (bytes) of the other peers that should join, and of excluded peers; see `set_expected_peers`
-        self.expected = frozenset()
+        #: the other peers that should join (ids in bytes), and excluded ones; see `set_expected_peers`
+        self.expected: dict[bytes, float] = {}
         self.excluded = frozenset()
         #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
         self.min_peers = 1
@@ -125,10 +124,9 @@ class EarlyStartMatchmaking(Matchmaking):
         self.leader: PeerID | None = None  # of the last group
         self.group_id = b""  # of the last search, if it has found a group
         self.request_limit: asyncio.Timeout | None = None
-        self.num_searches = self.num_redirects = 0
-        #: for how many searches each leader that had begun no round was not asked, and the last of them
-        self.avoided: dict[PeerID, tuple[int, int]] = {}
-        self.silent: dict[PeerID, tuple[int, float]] = {}  # unanswered requests in a row, and when to ask again
+        self.num_redirects = 0
+        #: for each useless leader, the requests in a row that led to no round, and when to ask again
+        self.useless: dict[PeerID, tuple[int, float]] = {}
         self.rounds_with = rounds_with
         self.ask_unknown_at = 0.0  # when a leader with which there was no round may be asked again
         super().__init__(*args, **kwargs)
@@ -138,7 +136,6 @@ class EarlyStartMatchmaking(Matchmaking):
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network."""
         self.group_key_manager.lookup_interval = MIN_LOOKUP_INTERVAL
-        self.num_searches += 1
         self.leader = self.peer_id
         self.group_id = b""
         timeouts = self.group_key_manager.dht.uplink.timeouts
@@ -178,16 +175,15 @@ class EarlyStartMatchmaking(Matchmaking):
             if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))
 
-    def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, excluded: frozenset[bytes]) -> None:
+    def set_expected_peers(self, expected: dict[bytes, float], min_peers: int, excluded: frozenset[bytes]) -> None:
         """Set the peers that a group should contain, see VerifyingAverager; excluded ones are not asked to lead."""
         if excluded != self.excluded:
             self.potential_leaders.past_attempts.clear()  # leaders that were unreachable, or followed another peer
-        self.expected = peer_ids
+        self.expected = expected
         self.min_peers = min_peers
         self.excluded = excluded
         if self.requested_leader is not None and self.requested_leader.to_bytes() in excluded:
             self.request_limit.reschedule(0.0)
-            self.requested_leader = None
 
     # --- as a follower
 
@@ -198,10 +194,10 @@ class EarlyStartMatchmaking(Matchmaking):
         return max(expiration, get_dht_time() + timeouts.group_search) if self.client_mode else expiration
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask to join a leader's group; return None if it is excluded (note 70) or avoided, or if no group forms."""
+        """Ask to join a leader's group; return None if it is excluded (note 70) or useless, or if no group forms."""
         is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
         self.num_redirects = self.num_redirects + 1 if is_redirect else 0
-        num_unanswered, not_before = self.silent.get(leader, (0, 0.0))  # also if it has declared itself again
+        num_useless, not_before = self.useless.get(leader, (0, 0.0))  # also if it has declared itself again
         if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
             not_before = max(not_before, self.ask_unknown_at)
         loop = asyncio.get_running_loop()
@@ -209,12 +205,11 @@ class EarlyStartMatchmaking(Matchmaking):
         if started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
             return None
-        is_avoided = self.num_searches <= self.avoided.get(leader, (0, 0))[1]
-        if is_avoided or leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
+        if leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
-        self.silent.pop(leader, None)
+        self.useless.pop(leader, None)
         self.requested_leader = leader
-        is_silent = False
+        is_useless = False
         try:
             async with asyncio.timeout(None) as self.request_limit:
                 unanswered = loop.call_later(self.request_timeout, self.end_unanswered, self.request_limit)
@@ -222,8 +217,8 @@ class EarlyStartMatchmaking(Matchmaking):
                     return group
         except MaliciousPeersError:
             raise
-        except Exception:  # no answer in time, or one that cannot be decoded (note 104)
-            is_silent = self.requested_leader is not None  # otherwise, it was excluded, or is avoided
+        except Exception:  # no answer or round in time, no quorum, or an answer that cannot be decoded (note 104)
+            is_useless = True
         finally:
             unanswered.cancel()
             self.requested_leader = None
@@ -231,9 +226,9 @@ class EarlyStartMatchmaking(Matchmaking):
         now = time.monotonic()
         seconds = time.monotonic() - started
         pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
-        if is_silent:
-            pause *= 2 ** min(num_unanswered, 6)  # up to some minutes
-            self.silent[leader] = num_unanswered + 1, now + pause
+        if is_useless:  # up to some minutes, or 128 times the wait for a round
+            pause = max(pause, 2 * (seconds - self.request_timeout)) * 2 ** min(num_useless, 6)
+            self.useless[leader] = num_useless + 1, now + pause
         if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
             self.ask_unknown_at = now + min(2 * seconds, self.request_timeout)
         loop.call_later(pause, self.allow_to_ask, leader)
@@ -244,13 +239,10 @@ class EarlyStartMatchmaking(Matchmaking):
             request_limit.reschedule(0.0)
 
     def avoid_leader(self) -> None:
-        """Leave the leader, which should have begun by now, and do not ask it to lead in the next searches."""
-        if self.requested_leader is not None and (leader := self.current_leader):
+        """Leave the leader, which should have begun by now, and ask it less and less."""
+        if self.requested_leader is not None and self.current_leader:
             self.request_limit.reschedule(0.0)
-            self.requested_leader = None
-            count = min(4 * self.avoided.get(leader, (0, 0))[0] or 1, MAX_SEARCHES_APART)
-            self.avoided[leader] = count, self.num_searches + count
-            logger.info(f"peer {leader} has begun no round: not asking it to lead again (searches={count})")
+            logger.info(f"peer {self.current_leader} has begun no round: not asking it to lead for a while")
 
     def allow_to_ask(self, leader: PeerID) -> None:
         """Let the search ask this leader again: it was slow, or was asking another peer (note 83)."""
@@ -271,6 +263,10 @@ class EarlyStartMatchmaking(Matchmaking):
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
+        there = [p for p, state in states.items() if state and state.epoch >= self.expected.get(p.to_bytes(), math.inf)]
+        if 3 * (1 + len(there)) < 2 * (1 + sum(epoch < math.inf for epoch in self.expected.values())):
+            logger.info(f"peer {leader} leads a group without most known contributors: not joining it")
+            raise AllreduceException("most known contributors are not in the group")
         self.leader = leader
         return await super().follower_assemble_group(leader, message)
 

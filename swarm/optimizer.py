@@ -1,7 +1,5 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
-
-The docstrings of methods that change the state of the epoch (`swarm/epoch.py`) begin with the new state.
-"""
+The docstrings of methods that change the state of the epoch (`swarm/epoch.py`) begin with the new state."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
-"""The progress of the swarm: which peers are there, how far they are, and when their epoch will be over.
-
-Peers publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71).
-"""
+"""The progress of the swarm: which peers are there, how far they are, and when their epoch will be over. Peers
+publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71)."""
 
 import contextlib
 import math
@@ -22,7 +20,7 @@ from swarm import logger
 from swarm.attestation import MAX_ATTESTERS, request_in_dht
 from swarm.config import AveragingConfig
 from swarm.dht import ping_peers
-from swarm.trust import PeerTrust
+from swarm.trust import PeerTrust, Records
 from utils import find_peer_id
 
 PING_DELAY = 2.0  # seconds without a report until a peer is pinged
@@ -221,6 +219,12 @@ class PeerTracker:
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
     @property
+    def contributors_at_epoch(self) -> Records:
+        """The records of the known contributors that are there, and count toward the quorum."""
+        present = self.present.items()
+        return {p: record for p, record in present if self.trust.is_known(p) and record.epoch >= self._min_epoch}
+
+    @property
     def quorum(self) -> int:
         """The number of peers that a joint round takes, with this one."""
         return self.trust.count_quorum(self.others, self._min_epoch)
@@ -232,12 +236,10 @@ class PeerTracker:
 
     def has_quorum_reported(self, since: float) -> bool:
         """Return whether enough known contributors for a round have reported since this time of the DHT."""
-        known = [it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= self._min_epoch]
-        return 1 + sum(record.time > since for record in known) >= self.quorum
+        return 1 + sum(it.time > since for it in self.contributors_at_epoch.values()) >= self.quorum
 
     def is_majority(self, group: Collection[bytes], min_epoch: int | None = None) -> bool:
-        """Return whether this is two thirds of the known contributors, with this peer: a leader may omit any. Those
-        count that have reached `min_epoch`, by default that of the peers which rounds await."""
+        """Return whether this is two thirds of the known contributors at `min_epoch`, with this peer, or later."""
         min_epoch = self._min_epoch if min_epoch is None else min_epoch
         known = {p for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= min_epoch}
         return 3 * (1 + len(known.intersection(group))) >= 2 * (1 + len(known))

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -109,11 +110,13 @@ class Rounds:
         others = self.tracker.peers_at_epoch
         is_synchronous = self.is_synchronous()
         min_peers = max(self.tracker.quorum, 1 + len(others) if awaits_all else 1) if is_synchronous else 1
-        self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
+        known = {p: it.epoch for p, it in self.tracker.contributors_at_epoch.items() if is_synchronous}
+        epochs = known if known and not awaits_all else dict.fromkeys(others, math.inf) | known
+        self.grad_averager.set_expected_peers(epochs, min_peers, self.tracker.trust.excluded)
         if is_synchronous and not self.is_auxiliary:
             # a peer that makes the last step later, by download, has no part in its averaging of parameters
             others = self.stats.last_group & self.tracker.present.keys()
-        self.state_averager.set_expected_peers(others, excluded=self.tracker.trust.excluded)
+        self.state_averager.set_expected_peers(dict.fromkeys(others, math.inf), excluded=self.tracker.trust.excluded)
 
     def search_group(self) -> None:
         """Look for a group in the background."""

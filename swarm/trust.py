@@ -1,7 +1,4 @@
-"""Which peers a trainer believes, waits for and counts.
-
-These are the rules about reports of peers, and about their behavior in rounds; swarm/guard.py checks a round's data.
-"""
+"""The rules about which peers to believe, to wait for and to count; swarm/guard.py checks the data of a round."""
 
 import math
 from collections import Counter
@@ -222,10 +219,9 @@ class RoundTrust:
             raise MaliciousPeersError({peer: f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"})
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
-        """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average:
-        from 1 for all of it to -1 for the contrary, see swarm/guard.py. Its weight in the average is from 0 to 1. Raise
-        a MaliciousPeersError if some peers' averages have for some rounds not been what they should, and another
-        AllreduceException if an average points away from what was sent for it."""
+        """Record how much of this peer's gradient is in the average of each of the others, and in the whole one: from 1
+        for all of it to -1 for the contrary. Its weight in an average is from 0 to 1. Raise a MaliciousPeersError if
+        some peers have left it out for some rounds, and another AllreduceException if an average points away."""
         for peer, share in shares.items():
             score = self.scores.get(peer, max(self.first_score, SUSPICION_THRESHOLD))
             self.scores[peer] = score + TRUST_EMA_ALPHA * weight * (share - score)

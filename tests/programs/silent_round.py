@@ -85,7 +85,7 @@ with clean_end():
     facts["seconds"] = time.monotonic() - start
     controls[1].cancel()
     for number, averager in enumerate(averagers):
-        averager.set_expected_peers([], min_peers=2 + number)  # as the optimizer does: hivemind remembers the last call
+        averager.set_expected_peers({}, min_peers=2 + number)  # as the optimizer does: hivemind remembers the last call
     while runners.value and time.monotonic() < start + 30:
         time.sleep(0.1)
     print_facts(**facts, runners=runners.value)

@@ -315,7 +315,6 @@ def test_mute_leader_of_four_costs_one_wait(start):
     wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 5, 200, "five epochs of all")
     hostile = liar.json_lines()[0]["maddrs"][0].rpartition("/")[2]
     for peer in peers:
-        avoided = re.findall(r"peer (\w+) has begun no round: .* \(searches=(\d+)\)", peer.text)
-        assert avoided in ([(hostile, "1")], [(hostile, "1"), (hostile, "4")])
+        assert re.findall(r"peer (\w+) has begun no round", peer.text) in ([hostile], 2 * [hostile])
         assert "it took too long" not in peer.text and "no rounds with it" not in peer.text
     stop(*peers)

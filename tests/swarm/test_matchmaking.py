@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -18,10 +19,11 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.asyncio import as_aiter
 
+import swarm.matchmaking
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.averager import VerifyingAverager
-from swarm.guard import MaliciousPeersError
-from swarm.matchmaking import MAX_REDIRECTS, MAX_SEARCHES_APART, EarlyStartMatchmaking
+from swarm.guard import SKETCH_SIZE, MaliciousPeersError
+from swarm.matchmaking import MAX_REDIRECTS, EarlyStartMatchmaking, sign_round_state
 from swarm.uplink import Uplink
 
 LEADER = PeerID(b"leader")
@@ -34,7 +36,7 @@ class UselessLeader(ServicerBase):
     """
 
     def __init__(self, kind: str = ""):
-        self.kind, self.requests = kind, 0
+        self.kind, self.requests, self.group = kind, 0, {}
 
     def get_stub(self, *_, **__):
         return self
@@ -47,6 +49,10 @@ class UselessLeader(ServicerBase):
                 raise DecodeError
             if self.kind != "silent":
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            if self.kind == "begins":
+                ids = [peer.to_bytes() for peer in self.group]
+                code, gathered = averaging_pb2.BEGIN_ALLREDUCE, [*self.group.values()]
+                yield averaging_pb2.MessageFromLeader(code=code, ordered_peer_ids=ids, gathered=gathered)
             if self.kind == "redirects":
                 code = averaging_pb2.GROUP_DISBANDED
                 yield averaging_pb2.MessageFromLeader(code=code, suggested_leader=LEADER.to_bytes())
@@ -75,7 +81,6 @@ def make_step() -> SimpleNamespace:
 
 async def search(follower: EarlyStartMatchmaking, seconds: float = 0.0) -> None:
     """Ask the leader once in a search, and leave it after some seconds if it has not begun."""
-    follower.num_searches += 1
     async with follower.looking_for_group(make_step()):
         follower.potential_leaders.search_end_time = get_dht_time() + 30.0
         request = asyncio.create_task(follower._request_join_group(LEADER))
@@ -88,7 +93,7 @@ async def search(follower: EarlyStartMatchmaking, seconds: float = 0.0) -> None:
 async def search_quickly(leader: UselessLeader) -> AsyncIterator[EarlyStartMatchmaking]:
     """Yield a follower in its first search, which waits for half a second for each leader."""
     follower = make_matchmaking(leader)
-    follower.request_timeout, follower.num_searches = 0.5, 1
+    follower.request_timeout = 0.5
     async with follower.looking_for_group(make_step()):
         follower.potential_leaders.search_end_time = get_dht_time() + 30.0
         yield follower
@@ -112,17 +117,26 @@ async def test_leader_redirecting_to_itself_is_left():
 
 
 @run_async
-async def test_leader_without_round_is_avoided_for_some_searches():
-    """For more of them each time, but never for good, because an honest one may have been cut off."""
-    leader, asked_in = UselessLeader(), []
+async def test_leader_without_round_is_asked_less_and_less(monkeypatch):
+    """Each time after twice the pause, but never for good, because an honest one may have been cut off."""
+    leader, clock, asked_at = UselessLeader(), [1000.0], []
     follower = make_matchmaking(leader)
     follower.rounds_with[LEADER] = 1
-    for number in range(44):
-        requests = leader.requests
-        await search(follower, 0.05)
+    monkeypatch.setattr(swarm.matchmaking, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for _ in range(60):
+        requests, before = leader.requests, clock[0]
+        async with follower.looking_for_group(make_step()):
+            follower.potential_leaders.search_end_time = get_dht_time() + 30.0
+            request = asyncio.create_task(follower._request_join_group(LEADER))
+            await asyncio.sleep(0.01)
+            if leader.requests > requests:
+                clock[0] += 13.0  # the others have waited for a round
+                follower.avoid_leader()
+            assert await asyncio.wait_for(request, 10) is None and follower.current_leader is None
         if leader.requests > requests:
-            asked_in.append(number)
-    assert asked_in == [0, 2, 7, 24, 41] and MAX_SEARCHES_APART == 16
+            asked_at.append(before - 1000.0)
+        clock[0] = max(clock[0], before + 30.0)  # in the next epoch
+    assert asked_at == [0.0, 60.0, 120.0, 240.0, 420.0, 780.0, 1440.0]
 
 
 @pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
@@ -134,10 +148,10 @@ async def test_silent_leader_is_asked_less_and_less(kind):
         for number in range(1, 4):
             for _ in range(5):  # it has declared itself again
                 assert await follower._request_join_group(LEADER) is None
-            count, until = follower.silent[LEADER]
+            count, until = follower.useless[LEADER]
             assert leader.requests == count == number
             pauses.append(until - time.monotonic())
-            follower.silent[LEADER], follower.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
+            follower.useless[LEADER], follower.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
     assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
@@ -202,6 +216,41 @@ async def test_leader_is_in_its_group():
                 follower.current_leader = LEADER
                 await follower.follower_assemble_group(LEADER, message)
         follower.assembled_group = asyncio.Future()
+
+
+def make_data(epoch: int = 5) -> bytes:
+    """Return the group data of a peer, as it is with a state that has been signed."""
+    state = sign_round_state(epoch, True, "", [0.0] * SKETCH_SIZE)
+    return MSGPackSerializer.dumps([20.0, 0, MSGPackSerializer.dumps(state)])
+
+
+@pytest.mark.parametrize(
+    "epochs, others, is_joined",
+    [
+        ({b"leader": 5, b"b": 5, b"c": 5}, {b"leader": 5}, False),
+        ({b"leader": 5, b"b": 5, b"c": 5}, {b"leader": 5, b"b": 5}, True),
+        ({b"leader": 5, b"b": 5, b"c": 5}, {b"leader": 5, b"new": 5, b"newer": 5}, False),
+        ({b"leader": 5, b"b": 5, b"c": 5}, {b"leader": 5, b"b": 4}, False),  # as b has signed it an epoch ago
+        ({b"leader": 5, b"b": 5, b"c": 4, b"d": 4}, {b"leader": 5, b"b": 5, b"c": 4}, True),  # c replays the step
+        ({b"leader": 5, b"b": 5, b"c": 5, b"d": 5}, {b"leader": 5, b"b": 5}, False),
+        ({b"leader": math.inf, b"b": 5}, {b"leader": 5}, False),
+        ({b"leader": math.inf, b"b": math.inf, b"c": math.inf}, {b"leader": 5}, True),  # no contributor is known
+        ({b"leader": 5}, {b"leader": 5}, True),
+    ],
+)
+@run_async
+async def test_group_without_most_contributors_is_not_joined(monkeypatch, epochs, others, is_joined):
+    """A leader that begins a round with each peer alone would stop them all, as no such round leads to a step."""
+    monkeypatch.setattr(swarm.matchmaking.RoundState, "is_signed_by", lambda *_: True)
+    leader = UselessLeader("begins")
+    async with search_quickly(leader) as follower:
+        follower.step_control.data_for_gather = make_data()
+        leader.group = {PeerID(name): make_data(epoch) for name, epoch in others.items()}
+        leader.group[follower.peer_id] = follower.step_control.data_for_gather
+        follower.set_expected_peers(epochs, 1, frozenset())
+        group = await follower._request_join_group(LEADER)
+        assert (group is not None) == is_joined == (LEADER not in follower.useless)
+        assert is_joined or not follower.assembled_group.done(), "the search goes on"
 
 
 @run_async
