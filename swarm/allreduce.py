@@ -1,5 +1,4 @@
-"""An all-reduce that ends as soon as it cannot succeed, and reports the peer that caused the failure. Before it, all
-peers compute the same plan from the gathered data: what each peer sends and averages."""
+"""An all-reduce that ends as soon as it cannot succeed, and reports the cause; and the plan of what each peer sends."""
 
 import asyncio
 import contextlib

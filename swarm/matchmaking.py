@@ -109,8 +109,7 @@ class NonBlockingKeyManager(GroupKeyManager):
 
 
 class EarlyStartMatchmaking(Matchmaking):
-    """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined. Only
-    trainers count towards the group size (notes 11, 22 and 66)."""
+    """Matchmaking that starts once the leader's epoch is over, and all expected peers are there (notes 11 and 22)."""
 
     def __init__(self, *args, rounds_with: Counter, **kwargs):
         """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
@@ -338,7 +337,7 @@ class EarlyStartMatchmaking(Matchmaking):
 
     @property
     def target_group_size(self) -> int | None:
-        """The maximum group size: the maximum number of trainers plus the auxiliary peers that have joined."""
+        """The maximum group size: the maximum number of trainers, plus the auxiliary peers that joined (note 66)."""
         if self._max_trainers is None or self.step_control is None:
             return self._max_trainers
         gathered = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]

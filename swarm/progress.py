@@ -219,15 +219,26 @@ class PeerTracker:
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
     @property
+    def _quorum_epochs(self) -> tuple[int, float]:
+        """The first and the last epoch of the contributors that count toward the quorum."""
+        epoch = self.local_progress.epoch
+        known = [it.epoch for p, it in self.others.items() if self.trust.is_known(p) and it.epoch >= epoch - 1]
+        if len(known) < 2:  # of two peers, either may go on without the other
+            return self._min_epoch, math.inf
+        # a peer that made the last step with a hostile one alone must not go on: most others may have missed it
+        has_others = self.view.epoch <= epoch and sum(other <= epoch for other in known) > 1
+        return epoch - 1, epoch if has_others else math.inf  # those that are ahead do not make this epoch again
+
+    @property
     def contributors_at_epoch(self) -> Records:
         """The records of the known contributors that are there, and count toward the quorum."""
-        present = self.present.items()
-        return {p: record for p, record in present if self.trust.is_known(p) and record.epoch >= self._min_epoch}
+        first, last = self._quorum_epochs
+        return {p: it for p, it in self.present.items() if self.trust.is_known(p) and first <= it.epoch <= last}
 
     @property
     def quorum(self) -> int:
         """The number of peers that a joint round takes, with this one."""
-        return self.trust.count_quorum(self.others, self._min_epoch)
+        return self.trust.count_quorum(self.others, *self._quorum_epochs)
 
     @property
     def lacks_quorum(self) -> bool:
@@ -238,11 +249,10 @@ class PeerTracker:
         """Return whether enough known contributors for a round have reported since this time of the DHT."""
         return 1 + sum(it.time > since for it in self.contributors_at_epoch.values()) >= self.quorum
 
-    def is_majority(self, group: Collection[bytes], min_epoch: int | None = None) -> bool:
-        """Return whether this is two thirds of the known contributors at `min_epoch`, with this peer, or later."""
-        min_epoch = self._min_epoch if min_epoch is None else min_epoch
-        known = {p for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= min_epoch}
-        return 3 * (1 + len(known.intersection(group))) >= 2 * (1 + len(known))
+    def is_majority(self, group: Collection[bytes]) -> bool:
+        """Return whether this is two thirds of the known contributors, with this peer: a leader may omit any."""
+        known = self.contributors_at_epoch.keys()
+        return 3 * (1 + len(known & {*group})) >= 2 * (1 + len(known))
 
     def list_contributors(self) -> list[bytes]:
         """Return the known contributors, which choose the state: those that accept connections, or else the clients."""
@@ -254,10 +264,12 @@ class PeerTracker:
         return {PeerID(p): record.epoch for p, record in self.present.items() if record.client_mode}
 
     def stop_waiting_for_stragglers(self, epoch: int) -> None:
-        """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
+        """In this epoch, no longer wait for peers that are one epoch behind, unless the quorum needs them."""
         count = len(self.peers_at_epoch)
         self.impatient_epoch = epoch
-        if epoch >= self.patient_from and len(self.peers_at_epoch) < count:
+        if self.lacks_quorum:
+            self.impatient_epoch = -1
+        elif epoch >= self.patient_from and len(self.peers_at_epoch) < count:
             self.patient_from = epoch + WAIT_RETRY_EPOCHS
 
     def refresh_attested_peers(self) -> None:

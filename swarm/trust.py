@@ -115,12 +115,12 @@ class PeerTrust:
         """Return the records of the peers that count."""
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
-    def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: two thirds of the known contributors at this epoch,
+    def count_quorum(self, records: Records, min_epoch: int, max_epoch: float = math.inf) -> int:
+        """Return how many peers a round takes, this one included: two thirds of the known contributors at these epochs,
         and two trainers at least with an auxiliary peer. One that just fell silent counts: no smaller half may step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         absent = {p for p, it in list(self.absent.items()) if it.reason != SILENT or it.until < oldest}
-        members = {p: it for p, it in list(records.items()) if it.epoch >= min_epoch and p not in absent}
+        members = {p: it for p, it in list(records.items()) if min_epoch <= it.epoch <= max_epoch and p not in absent}
         known = len(self.select_known(members))
         # with a mere majority, one leader could hold a round with each half of the others
         return 1 + max(2, math.ceil(2 * known / 3)) if self.is_auxiliary else math.ceil(2 * (1 + known) / 3)
@@ -155,10 +155,10 @@ class PeerTrust:
         for peer_id, record in absent.items():
             # a peer that is behind may be replaying the missed step; a busy one reports nothing
             if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
-                self._count_missed_round(peer_id, f"has missed {MAX_MISSED_ROUNDS} rounds in a row")
+                self.count_missed_round(peer_id, f"has missed {MAX_MISSED_ROUNDS} rounds in a row")
 
-    def _count_missed_round(self, peer_id: bytes, fault: str) -> None:
-        """Count a round that a peer has missed although it reports; at the third one in a row, it is LATE."""
+    def count_missed_round(self, peer_id: bytes, fault: str) -> None:
+        """Count a round that a reporting peer has missed, or a state that it owes; at the third, it is LATE."""
         self.missed_rounds[peer_id] += 1
         if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
             del self.missed_rounds[peer_id]
@@ -183,7 +183,7 @@ class PeerTrust:
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
                 if record and absence.is_unreachable:  # it can reach the DHT, but perhaps not this peer
-                    self._count_missed_round(peer_id, UNREACHABLE)
+                    self.count_missed_round(peer_id, UNREACHABLE)
 
 
 class RoundTrust:

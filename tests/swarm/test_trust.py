@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 from types import SimpleNamespace
@@ -523,7 +524,8 @@ def test_aux_peer_excludes_unresponsive_peers(tracker):
         ((b"a", b"b", b"c"), b"", True),
         ((b"a", b"b"), b"", False),
         ((b"a", b"b", b"new", b"newer"), b"", False),
-        ((b"a",), b"bcd", True),
+        ((b"a",), b"bcd", False),
+        ((b"a", b"b", b"c"), b"d", True),
     ],
 )
 def test_step_needs_most_contributors(tracker, monkeypatch, group, behind, is_step):
@@ -559,6 +561,52 @@ def test_silence_in_each_round_is_a_fault():
     with pytest.raises(MaliciousPeersError) as caught:
         asyncio.run(fail())
     assert list(caught.value.args[0]) == [PeerID(b"silent")]
+
+
+def test_peer_in_split_round_waits_for_others(tracker):
+    """A hostile peer, here a, gave the averages of a round to this peer only, and now follows each of its steps."""
+    tracker.others, tracker.trust.attested = make_records(b"a") | make_records(b"b", b"c", epoch=4), {b"a", b"b", b"c"}
+    tracker.stop_waiting_for_stragglers(5)
+    assert {*tracker.peers_at_epoch} == {*tracker.contributors_at_epoch} == {b"a", b"b", b"c"} and tracker.quorum == 3
+    assert not tracker.is_majority([b"a"]) and tracker.is_majority([b"a", b"b"])
+    tracker.others |= make_records(b"c", b"b")  # they have loaded the step
+    tracker.others |= make_records(b"d", epoch=4)
+    tracker.trust.attested |= {b"d"}
+    tracker.stop_waiting_for_stragglers(5)
+    assert {*tracker.peers_at_epoch} == {b"a", b"b", b"c"} and tracker.quorum == 4, "d is one of five"
+
+
+@pytest.mark.parametrize("ahead, view_epoch, quorum", [(b"ad", 5, 2), (b"ad", 6, 4), (b"a", 5, 3), (b"abcd", 6, 4)])
+def test_minority_that_is_ahead_is_not_needed(tracker, ahead, view_epoch, quorum):
+    """The others of a split round could otherwise make no epoch, because those that are ahead do not make it again."""
+    tracker.others, tracker.trust.attested = make_records(*NAMES), {*NAMES}
+    tracker.others |= make_records(*map(bytes, zip(ahead)), epoch=6)
+    tracker.view = dataclasses.replace(tracker.view, epoch=view_epoch)
+    assert tracker.quorum == quorum
+    # of a group with a leader that is ahead, no state is loaded
+    assert not tracker.is_majority([b"a"])
+
+
+def test_one_of_two_goes_on_without_the_other(tracker):
+    """It may be at the last epoch for long, and neither is a majority."""
+    tracker.others, tracker.trust.attested = make_records(b"a", epoch=4), {b"a"}
+    assert tracker.quorum == 2
+    tracker.stop_waiting_for_stragglers(5)
+    assert tracker.quorum == 1 and not tracker.peers_at_epoch and tracker.is_majority([])
+
+
+def test_peers_ahead_without_state_are_late(tracker):
+    """Otherwise, two of four would wait forever for the state of a hostile peer and its partner in the last step."""
+    tracker.others = {b"a": make_record(b"a", 6), b"b": make_record(b"b", 6), b"c": make_record(b"c")}
+    tracker.trust.attested = {b"a", b"b", b"c"}
+    tracker.apply_records(None, 0.0)
+    assert tracker.view.epoch == 6
+    for _ in range(MAX_MISSED_ROUNDS):
+        for peer_id in (b"a", b"b"):
+            tracker.trust.count_missed_round(peer_id, "is ahead")
+    tracker.view = dataclasses.replace(tracker.view, epoch=5)
+    assert tracker.trust.find_swarm_epoch(tracker.present, 5) == 5 and not tracker.trust.excluded
+    assert tracker.quorum == 2 and tracker.peers_at_epoch == [b"c"]
 
 
 def test_straggler_is_awaited_again_some_epochs_later(tracker):
