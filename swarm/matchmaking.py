@@ -24,7 +24,7 @@ from swarm import logger
 from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.log_records import Number, Signature, compute_hash, get_signed_part, pack, unpack
-from utils import find_peer_id
+from utils import MAX_WORKERS, find_peer_id
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 # Seconds between two lookups of peers in the DHT; each pause is 10 % longer. Later peers ask the first one themselves.
@@ -257,7 +257,8 @@ class EarlyStartMatchmaking(Matchmaking):
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
         is_own = leader in data_by_peer and data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
-        is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
+        max_size = (self._max_trainers or 0) + MAX_WORKERS  # with auxiliary peers; the plan of a group takes seconds
+        is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids) <= max_size
         if is_valid and states[self.peer_id]:
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:

@@ -156,8 +156,7 @@ class CollaborativeOptimizer:
             self.load_state_from_peers()
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients, a mean over these samples. In local steps, apply them to this peer's model.
-        Average and step once the swarm has enough samples."""
+        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough of them."""
         self.state_averager.step()
         if self.log_steps:
             self.log_steps.follow()

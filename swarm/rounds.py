@@ -154,7 +154,6 @@ class Rounds:
             group = wait.run()
             result = next(iter(group.values()))
             self.tracker.ban(result.violations)
-            # the others would follow two that step
             if self.is_synchronous() and not self.tracker.is_majority([*map(PeerID.to_bytes, group)]):
                 raise AllreduceException("most known contributors were not in it")
         except (Exception, asyncio.CancelledError) as e:

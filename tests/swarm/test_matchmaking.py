@@ -25,6 +25,7 @@ from swarm.averager import VerifyingAverager
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
 from swarm.matchmaking import MAX_REDIRECTS, EarlyStartMatchmaking, sign_round_state
 from swarm.uplink import Uplink
+from utils import MAX_WORKERS
 
 LEADER = PeerID(b"leader")
 
@@ -251,6 +252,20 @@ async def test_group_without_most_contributors_is_not_joined(monkeypatch, epochs
         group = await follower._request_join_group(LEADER)
         assert (group is not None) == is_joined == (LEADER not in follower.useless)
         assert is_joined or not follower.assembled_group.done(), "the search goes on"
+
+
+@pytest.mark.parametrize("invented, is_refused", [(MAX_WORKERS + 1, False), (MAX_WORKERS + 2, True)])
+@run_async
+async def test_group_with_invented_members_is_refused(monkeypatch, invented, is_refused):
+    """The plan of a round with thousands of them takes minutes and gigabytes. Auxiliary peers come on top."""
+    monkeypatch.setattr(swarm.matchmaking.RoundState, "is_signed_by", lambda *_: True)
+    leader, data = UselessLeader("begins"), make_data()
+    async with search_quickly(leader) as follower:
+        follower.step_control.data_for_gather, follower.target_group_size = data, 3
+        leader.group = {peer: data for peer in (LEADER, follower.peer_id)}
+        leader.group |= {PeerID(b"invented%d" % number): data for number in range(invented)}
+        with pytest.raises(MaliciousPeersError) if is_refused else contextlib.nullcontext():
+            assert await follower._request_join_group(LEADER)
 
 
 @run_async
