@@ -172,6 +172,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
             if message.code != averaging_pb2.AVERAGED_PART:
                 await self.check_blame(message, peer_id)
             elif not message.tensor_part.buffer and number < len(parts):
+                if not self.settings.are_parameters:  # it would leave this peer its own gradient for an average
+                    raise ProtocolViolation("sent no average")
                 message.tensor_part.CopyFrom(serialize_torch_tensor(torch.zeros_like(parts[number][0])))
             yield message
 

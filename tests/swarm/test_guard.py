@@ -94,6 +94,26 @@ def test_silent_peer_is_banned_if_it_owes_gradients(num_parts, arrived, is_banne
     assert cause == silent and violations.keys() == ({silent} if is_banned else set())
 
 
+@pytest.mark.parametrize("are_parameters", [False, True])
+def test_empty_average_of_gradients_is_violation(are_parameters):
+    """With no difference, this peer would take its own gradient for the average. Of parameters, few are requested."""
+    own, part = PeerID(b"own"), torch.ones(3)
+    runner = SimpleNamespace(ordered_peer_ids=[own], settings=guard.RoundSettings(are_parameters))
+    runner.tensor_part_container = SimpleNamespace(input_parts=[[(part, None)]])
+    runner.record_activity = lambda messages, _: messages
+
+    async def read() -> torch.Tensor:
+        messages = as_aiter(averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART))
+        [message] = [it async for it in FailFastAllReduceRunner.read_averages(runner, messages, own)]
+        return deserialize_torch_tensor(message.tensor_part)
+
+    if are_parameters:
+        assert not asyncio.run(read()).any()
+    else:
+        with pytest.raises(ProtocolViolation, match="no average"):
+            asyncio.run(read())
+
+
 def test_clip_keeps_honest_gradients():
     for seed in range(200):
         torch.manual_seed(seed)
