@@ -10,6 +10,7 @@ line of JSON for each act.
 import asyncio
 import dataclasses
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ import hostile_log
 import hostile_strangers
 import paced_trainer
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.compression import serialize_torch_tensor
-from hivemind.p2p import PeerID
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from hostile_strangers import note
 
@@ -33,13 +36,15 @@ import swarm.averager
 import swarm.dht
 import swarm.patches
 from swarm.allreduce import PLAUSIBLE_MBITS
-from swarm.averager import FailFastAllReduceRunner
+from swarm.averager import FailFastAllReduceRunner, Parts
 from swarm.gradients import GradientAverager
 from swarm.guard import RoundSettings
-from swarm.log_records import compute_hash, pack
+from swarm.log_records import compute_hash, get_signed_part, pack
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.optimizer_state import StateAverager, list_params
+from swarm.progress import PeerTracker
 from swarm.state_server import STATE, StateSnapshot
+from utils import find_peer_id
 
 # --- false parts and false averages in rounds -------------------------------------------------------------------------
 
@@ -250,6 +255,127 @@ class MuteLeader(HostileLeader):
         await asyncio.sleep(3600)
 
 
+class PairLeader(HostileLeader):
+    """A leader that starts first, and begins a round with each follower alone, as an auxiliary peer that averages
+    nothing."""
+
+    async def rpc_join_group(self, request, context):
+        if self.step_control is None:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+            return
+        note("begins a round with one follower alone")
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        mbits, _, content = MSGPackSerializer.loads(self.step_control.data_for_gather)
+        gathered = [MSGPackSerializer.dumps([mbits, AveragingMode.AUX.value, content]), request.gather]
+        members = dict(ordered_peer_ids=[peer.to_bytes() for peer in (self.peer_id, context.remote_id)])
+        members |= dict(group_id=os.urandom(20), gathered=gathered)
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, **members)
+
+
+def lead_pairs() -> None:
+    async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
+        async for message in stream:
+            part = serialize_torch_tensor(torch.zeros_like(deserialize_torch_tensor(message.tensor_part)))
+            yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=part)
+
+    GradientAverager.rpc_aggregate_part = rpc_aggregate_part
+    lead_as(PairLeader)
+
+
+class HalvesLeader(HostileLeader):
+    """A leader that starts first, and holds two rounds in each epoch, with another half of the others each time."""
+
+    attempt = 0
+
+    def list_half(self) -> list[PeerID]:
+        others = sorted(self.expected)
+        half = others[: (len(others) + 1) // 2]
+        return [PeerID(peer) for peer in (half if self.attempt % 2 == 0 else sorted({*others} - {*half}))]
+
+    def is_complete(self) -> bool:
+        return self.current_followers.keys() >= {*self.list_half()}
+
+    async def leader_assemble_group(self):
+        if not self.step_control.triggered or not self.is_complete():
+            return None
+        for follower in self.current_followers.keys() - {*self.list_half()}:
+            del self.current_followers[follower]
+        self.attempt += 1
+        note(f"begins a round with {len(self.current_followers)} followers")
+        return await Matchmaking.leader_assemble_group(self)
+
+
+def lead_halves() -> None:
+    """Make no step after the first round in an epoch, to be in the second one as well."""
+    epochs = set()
+
+    def is_second(self, *_) -> bool:
+        epoch = self.local_progress.epoch
+        is_known = epoch in epochs
+        epochs.add(epoch)
+        return is_known
+
+    PeerTracker.is_majority = is_second
+    lead_as(HalvesLeader)
+
+
+class CrowdLeader(HostileLeader):
+    """A leader that starts first, and shows its followers a group with invented members."""
+
+    keys: list[RSAPrivateKey]
+
+    async def leader_assemble_group(self):
+        return await EarlyStartMatchmaking.leader_assemble_group(self)
+
+    async def rpc_join_group(self, request, context):
+        async for message in super().rpc_join_group(request, context):
+            if message.code == averaging_pb2.BEGIN_ALLREDUCE:
+                note(f"invents {len(self.keys)} members")
+                own = parse_gathered(message.gathered[0]).state
+                for key in self.keys:
+                    owner = b"[owner:%s]" % key.get_public_key().to_bytes()
+                    state = dataclasses.replace(own, owner=owner, signature=b"")
+                    state = dataclasses.replace(state, signature=key.sign(get_signed_part(state)))
+                    message.ordered_peer_ids.append(find_peer_id(owner))
+                    data = [20.0, AveragingMode.NODE.value, MSGPackSerializer.dumps(pack(state))]
+                    message.gathered.append(MSGPackSerializer.dumps(data))
+            yield message
+
+
+def lead_crowd(size: int = 400) -> None:
+    CrowdLeader.keys = [RSAPrivateKey() for _ in range(size)]
+    lead_as(CrowdLeader)
+
+
+class RoundSplitter(FailFastAllReduceRunner):
+    """A runner that keeps the last average from all others but one, from the third round on."""
+
+    rounds = 0
+
+    def __init__(self, *args, settings: RoundSettings, **kwargs):
+        super().__init__(*args, settings=settings, **kwargs)
+        RoundSplitter.rounds += not settings.are_parameters
+        others = {*self.ordered_peer_ids} - {self.peer_id}
+        self.victims = others - {min(others, key=PeerID.to_bytes)} if RoundSplitter.rounds > 2 else set()
+
+    async def rpc_aggregate_part(self, stream, context):
+        last = None
+        async for message in super().rpc_aggregate_part(stream, context):
+            if last is not None:
+                yield last
+            last = message
+        if context.remote_id in self.victims and not self.settings.are_parameters:
+            note("keeps the last average from a peer")
+            await asyncio.sleep(3)
+        elif last is not None:
+            yield last
+
+
+def split_rounds() -> None:
+    swarm.averager.FailFastAllReduceRunner = RoundSplitter
+    poison_state()
+
+
 def lead_as(kind: type[HostileLeader]) -> None:
     swarm.patches.EarlyStartMatchmaking = kind
 
@@ -364,8 +490,12 @@ TRAINERS = {
     "parameters": lambda: send("flip", content="parameters"),
     **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip", "skew")},
     "free_rider": ride_free,
+    "split_round": split_rounds,
     "leader": lead,
+    "leader_crowd": lead_crowd,
+    "leader_halves": lead_halves,
     "leader_mute": lambda: lead_as(MuteLeader),
+    "leader_pairs": lead_pairs,
     "leader_views": lambda: lead_as(TwoFacedLeader),
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
