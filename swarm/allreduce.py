@@ -123,6 +123,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken: set[PeerID] = set()
+        self.foreign: set[PeerID] = set()  # the peers to which the leader may have shown another group
         self.arrived = Counter()  # the number of messages of each other peer
         self.late: list[PeerID] = []  # the senders that were late, see RoundSettings
 
@@ -244,10 +245,11 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
         """Record the peer that another one blames, and wait until this peer sees one fail: a claim is no proof."""
-        is_foreign = message.code == averaging_pb2.BAD_GROUP_ID  # perhaps the leader has shown it another group
+        is_foreign = message.code == averaging_pb2.BAD_GROUP_ID
         blamed = self.leader if is_foreign else PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
             self.blamed[peer_id] = blamed
+            self.foreign |= {peer_id} if is_foreign else set()
             deadline = time.monotonic() + (0.0 if is_foreign else CONFIRM_TIMEOUT)
             while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
                 await asyncio.sleep(CONFIRM_INTERVAL)

@@ -268,7 +268,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         # silent peers, or the one that broke it, or two peers if one blames the other and this peer saw neither fail
         suspects = set(map(PeerID, runner.silent)) or set(runner.cause or ()) - {self.peer_id}
         if 2 * len(runner.silent) < runner.group_size:  # otherwise, this peer's own connection may have failed
-            self._trust.record_broken_round(list(suspects & runner.broken or suspects))
+            suspects = suspects & runner.broken or suspects
+            self._trust.record_broken_round(suspects, dict.fromkeys(suspects & runner.foreign, runner.leader))
         if runner.silent:
             raise PeersSilentError(runner.silent)
 

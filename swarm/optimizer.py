@@ -372,8 +372,7 @@ class AveragingHelper(CollaborativeOptimizer):
         return min(max_seconds, max(left, 0.05 if len(self.tracker.peers_at_epoch) > 1 else 0.25))
 
     def _follow_trainers(self) -> None:
-        """Go to the highest epoch that more than half of the trainers have reached: forward if they have stepped
-        without this peer; back if a round failed for them that succeeded here."""
+        """Go to the highest epoch that most trainers have reached: also back, if a round failed for them alone."""
         records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
         if len(records) < 2:
             return

@@ -86,9 +86,8 @@ class PeerTrust:
         return believable | {peer: records[peer] for peer in records.keys() & self.attested if self.active}
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the highest epoch that this peer or more than half of the known contributors have reached; without a
-        log, that of most peers if this one is alone far ahead of them, as after a cut. New peers, at epoch 0, have no
-        say. A single peer, which could serve an invented state, cannot raise it."""
+        """Return the highest epoch that this peer or more than half of the known contributors have reached, without new
+        ones, at epoch 0; with no log, that of most peers if this one is alone far ahead of them, as after a cut."""
         others = [record.epoch for record in self.select_known(present).values() if record.epoch]
         middle = sorted([own_epoch, *others], reverse=True)[len(others) // 2]
         return middle if own_epoch > middle + MAX_LEAD and not self.active else max(own_epoch, middle)
@@ -132,8 +131,7 @@ class PeerTrust:
         self.absent |= dict.fromkeys(peer_ids, Absence(SILENT, get_dht_time(), is_unreachable))
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
-        """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
-        last one, unless FORGIVEN_AFTER times its duration has passed since it ended."""
+        """Do no rounds with these peers for a while, and log it: each time four times as long, see FORGIVEN_AFTER."""
         for peer, violation in violations.items():
             peer_id = peer.to_bytes()
             now = get_dht_time()
@@ -207,16 +205,19 @@ class RoundTrust:
             self.broken_rounds[peer] = min(broken, MAX_BROKEN_ROUNDS)
         return {peer: "delays all rounds" for peer in late if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS}
 
-    def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
+    def record_broken_round(self, suspects: Collection[PeerID], foreign: Mapping[PeerID, PeerID]) -> None:
         """Record a round that has failed, which may be chance; raise MaliciousPeersError after several of them. Of two
-        suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other."""
-        if not suspects:
-            return
-        peer = min(suspects, key=lambda peer: self.rounds[peer])
-        self.broken_rounds[peer] += 1
-        if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS:
+        suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other. With its
+        first leader (values of `foreign`), a peer that does not know the group never counts: was it shown?"""
+        for peer, leader in foreign.items():
+            is_first = self.leaders.setdefault(peer, leader) == leader
+            suspects = [leader] * (2 * self.rounds[peer] >= self.rounds[leader]) if is_first else [peer]
+        fewest = min((self.rounds[peer] for peer in suspects), default=0)
+        counted = [peer for peer in suspects if self.rounds[peer] == fewest]
+        self.broken_rounds.update(counted)
+        if banned := [peer for peer in counted if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS]:
             self.broken_rounds.clear()
-            raise MaliciousPeersError({peer: f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"})
+            raise MaliciousPeersError(dict.fromkeys(banned, f"has broken or delayed {MAX_BROKEN_ROUNDS} rounds"))
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
         """Record how much of this peer's gradient is in the average of each of the others, and in the whole one: from 1

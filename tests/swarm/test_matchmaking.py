@@ -286,10 +286,10 @@ async def test_leader_of_different_groups_is_suspect(code, suspect):
     """It may have shown the peer another group. A claim of the peer about a third one does not change that."""
     own, peer, other = (PeerID(name) for name in (b"own", b"peer", b"other"))
     runner = SimpleNamespace(ordered_peer_ids=[own, peer, other, LEADER], peer_id=own, leader=LEADER)
-    runner.blamed, runner.broken = {}, {peer}
+    runner.blamed, runner.broken, runner.foreign = {}, {peer}, set()
     message = averaging_pb2.AveragingData(code=averaging_pb2.MessageCode.Value(code), peer_id=other.to_bytes())
     await FailFastAllReduceRunner.check_blame(runner, message, peer)
-    assert runner.blamed == {peer: PeerID(suspect)}
+    assert runner.blamed == {peer: PeerID(suspect)} and runner.foreign == ({peer} if suspect == b"leader" else set())
 
 
 @run_async

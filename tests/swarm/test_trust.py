@@ -193,13 +193,45 @@ def test_peer_breaking_rounds_is_banned():
     trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
     trust.record_round([old], [])
     for _ in range(MAX_BROKEN_ROUNDS - 1):
-        trust.record_broken_round([old, new])  # one blames the other
+        trust.record_broken_round([old, new], {})  # one blames the other
     trust.record_round([new], [])  # one in time makes up for one broken round
-    trust.record_broken_round([new])
+    trust.record_broken_round([new], {})
     with pytest.raises(MaliciousPeersError) as caught:
-        trust.record_broken_round([new])
+        trust.record_broken_round([new], {})
     assert list(caught.value.args[0]) == [new]
-    trust.record_broken_round([new])  # counted from the start again
+    trust.record_broken_round([new], {})  # counted from the start again
+
+
+def count_broken(trust: RoundTrust, rounds: list[tuple]) -> set[PeerID]:
+    """Return the peers that are banned after these broken rounds: the leader, and the peer that did not know it."""
+    for leader, peer in rounds:
+        try:
+            trust.record_broken_round([leader, peer], {peer: leader})
+        except MaliciousPeersError as e:
+            return {*e.args[0]}
+    return set()
+
+
+def test_leader_that_hides_its_group_is_banned():
+    """It has one round more than its victim, because it has led one without it."""
+    hostile, victim, third = map(PeerID, (b"hostile", b"victim", b"third"))
+    trust = RoundTrust()
+    trust.rounds.update({hostile: 9, victim: 8, third: 9})
+    assert count_broken(trust, MAX_BROKEN_ROUNDS * [(hostile, victim)]) == {hostile}
+    trust.record_round([victim], [])  # it knows the group again
+    # a peer that refuses the groups of several leaders is to blame itself
+    assert count_broken(trust, [(third, victim), *MAX_BROKEN_ROUNDS * [(hostile, victim)]]) == {victim}
+    new = PeerID(b"new")
+    assert not count_broken(RoundTrust(), []) and not count_broken(trust, 9 * [(third, new)]), "keys cost nothing"
+
+
+def test_of_two_equal_suspects_both_count():
+    """An attacker that names another victim each time is banned more often, and so for longer, than each of these."""
+    trust, peers = RoundTrust(), [PeerID(b"a"), PeerID(b"b")]
+    with pytest.raises(MaliciousPeersError) as caught:
+        for _ in range(MAX_BROKEN_ROUNDS):
+            trust.record_broken_round(peers, {})
+    assert [*caught.value.args[0]] == peers
 
 
 def test_peer_that_delays_rounds_in_a_row_is_named():
@@ -208,7 +240,7 @@ def test_peer_that_delays_rounds_in_a_row_is_named():
     named = [[*trust.record_round([slow, other], each)] for each in late]
     assert named == [[]] * (len(late) - 1) + [[slow]]
     with pytest.raises(MaliciousPeersError):
-        trust.record_broken_round([slow])  # it has not been in time since
+        trust.record_broken_round([slow], {})  # it has not been in time since
     for _ in range(9):
         trust.record_round([slow, other], [other])
     assert not trust.record_round([slow, other], [])  # not for a round in time
@@ -260,7 +292,7 @@ def test_round_counts_for_auxiliary_peer():
     runner.late, runner.violations, runner.leader = [], {}, own
     for _ in range(2 * MAX_BROKEN_ROUNDS):
         VerifyingAverager._check_round(averager, runner)
-        averager._trust.record_broken_round([aux])
+        averager._trust.record_broken_round([aux], {})
         VerifyingAverager._check_round(averager, runner)
     assert averager._trust.rounds[aux] == averager._trust.rounds[peer] and not runner.violations
 
@@ -547,6 +579,7 @@ def test_silence_in_each_round_is_a_fault():
     done, own = SimpleNamespace(uplink=Uplink()), PeerID(b"own")
     averager = SimpleNamespace(_trust=RoundTrust(), peer_id=own, dht=done)
     runner = SimpleNamespace(violations={}, silent=[b"silent"], cause=(PeerID(b"silent"), own), broken=set())
+    runner.foreign, runner.leader = set(), own
     runner.group_size = 4
 
     async def fail() -> None:
