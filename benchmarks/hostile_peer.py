@@ -9,6 +9,7 @@ line of JSON for each act.
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ import hostile_log
 import hostile_strangers
 import paced_trainer
 import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
@@ -342,8 +344,24 @@ class CrowdLeader(HostileLeader):
             yield message
 
 
+def make_keys(count: int, public_exponent: int = 65537) -> list[RSAPrivateKey]:
+    """Make keys of shared primes: others would take a minute."""
+    numbers = [rsa.generate_private_key(public_exponent, 2048).private_numbers() for _ in range(15)]
+    pairs = itertools.combinations([prime for each in numbers for prime in (each.p, each.q)], 2)
+    keys = []
+    for p, q in itertools.islice(pairs, count):
+        d = pow(public_exponent, -1, (p - 1) * (q - 1))
+        rest = rsa.rsa_crt_dmp1(d, p), rsa.rsa_crt_dmq1(d, q), rsa.rsa_crt_iqmp(p, q)
+        public = rsa.RSAPublicNumbers(public_exponent, p * q)
+        keys.append(RSAPrivateKey.__new__(RSAPrivateKey))
+        keys[-1]._private_key = rsa.RSAPrivateNumbers(p, q, d, *rest, public).private_key(
+            unsafe_skip_rsa_key_validation=True
+        )
+    return keys
+
+
 def lead_crowd(size: int = 400) -> None:
-    CrowdLeader.keys = [RSAPrivateKey() for _ in range(size)]
+    CrowdLeader.keys = make_keys(size)
     lead_as(CrowdLeader)
 
 
