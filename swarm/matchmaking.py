@@ -257,8 +257,8 @@ class EarlyStartMatchmaking(Matchmaking):
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
         is_own = leader in data_by_peer and data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
-        max_size = (self._max_trainers or 0) + MAX_WORKERS  # with auxiliary peers; the plan of a group takes seconds
-        is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids) <= max_size
+        is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
+        is_valid = is_valid and len(data_by_peer) <= (self._max_trainers or 0) + MAX_WORKERS  # for auxiliary peers
         if is_valid and states[self.peer_id]:
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:
