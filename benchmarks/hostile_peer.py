@@ -284,7 +284,7 @@ def lead_pairs() -> None:
     lead_as(PairLeader)
 
 
-class HalvesLeader(HostileLeader):
+class HalvesLeader(TwoFacedLeader):
     """A leader that starts first, and holds two rounds in each epoch, with another half of the others each time."""
 
     attempt = 0
@@ -305,6 +305,9 @@ class HalvesLeader(HostileLeader):
         self.attempt += 1
         note(f"begins a round with {len(self.current_followers)} followers")
         return await Matchmaking.leader_assemble_group(self)
+
+    def rpc_join_group(self, request, context):
+        return EarlyStartMatchmaking.rpc_join_group(self, request, context)
 
 
 def lead_halves() -> None:
