@@ -285,22 +285,36 @@ def lead_pairs() -> None:
 
 
 class HalvesLeader(TwoFacedLeader):
-    """A leader that starts first, and holds two rounds in each epoch, with another half of the others each time."""
+    """A leader that works honestly for two rounds. Then it starts first, and holds two rounds in each epoch, with
+    another half of the others each time."""
 
     attempt = 0
 
-    def list_half(self) -> list[PeerID]:
+    @property
+    def is_honest(self) -> bool:
+        return max(self.rounds_with.values(), default=0) < 2
+
+    def list_half(self) -> set[PeerID]:
         others = sorted(self.expected)
-        half = others[: (len(others) + 1) // 2]
-        return [PeerID(peer) for peer in (half if self.attempt % 2 == 0 else sorted({*others} - {*half}))]
+        first = (len(others) + 1) // 2
+        return {*map(PeerID, others[first:] if self.attempt % 2 else others[:first])}
+
+    async def look_for_group(self, step):
+        search = EarlyStartMatchmaking if self.is_honest else TwoFacedLeader
+        return await search.look_for_group(self, step)
+
+    async def _request_join_group(self, leader):
+        return await EarlyStartMatchmaking._request_join_group(self, leader) if self.is_honest else None
 
     def is_complete(self) -> bool:
-        return self.current_followers.keys() >= {*self.list_half()}
+        return super().is_complete() if self.is_honest else self.current_followers.keys() >= self.list_half()
 
     async def leader_assemble_group(self):
+        if self.is_honest:
+            return await EarlyStartMatchmaking.leader_assemble_group(self)
         if not self.step_control.triggered or not self.is_complete():
             return None
-        for follower in self.current_followers.keys() - {*self.list_half()}:
+        for follower in self.current_followers.keys() - self.list_half():
             del self.current_followers[follower]
         self.attempt += 1
         note(f"begins a round with {len(self.current_followers)} followers")
@@ -312,13 +326,11 @@ class HalvesLeader(TwoFacedLeader):
 
 def lead_halves() -> None:
     """Make no step after the first round in an epoch, to be in the second one as well."""
-    epochs = set()
+    epochs = []
 
     def is_second(self, *_) -> bool:
-        epoch = self.local_progress.epoch
-        is_known = epoch in epochs
-        epochs.add(epoch)
-        return is_known
+        epochs.append(self.local_progress.epoch)
+        return len(epochs) <= 2 or epochs.count(epochs[-1]) > 1
 
     PeerTracker.is_majority = is_second
     lead_as(HalvesLeader)
