@@ -41,8 +41,12 @@ class StateSync:
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
         if not STOP_REQUESTED.is_set():
-            ahead = [p for p, record in self.tracker.present.items() if record.epoch > self.state_averager.local_epoch]
+            known = self.tracker.trust.select_known(self.tracker.present)
+            ahead = [peer_id for peer_id, record in known.items() if record.epoch > self.state_averager.local_epoch]
             logger.warning("no peer sent its state: continuing with the local one")
+            if is_synchronous and len(ahead) < len(known):  # a hostile one may have made a step with a part of them
+                for peer_id in ahead:
+                    self.tracker.trust.count_missed_round(peer_id, "its state is not that of most peers ahead")
             self.tracker.ping_quiet_peers(ahead)
             self.backoff.not_before = time.monotonic() + SYNC_RETRY_PERIOD
         return None

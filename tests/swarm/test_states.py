@@ -617,6 +617,21 @@ def test_state_of_zeros_is_compared_with_swarm():
     assert sync.backoff.min_epoch == 8
 
 
+@pytest.mark.parametrize(
+    "epochs, is_synchronous, ahead", [((6, 6, 5), True, "ab"), ((6, 6, 6), True, ""), ((6, 5), False, "")]
+)
+def test_peers_ahead_without_common_state_do_not_stop_others(epochs, is_synchronous, ahead):
+    """A hostile peer has made a step with one peer alone, and serves another state than it."""
+    records = {bytes([97 + i]): SimpleNamespace(epoch=epoch) for i, epoch in enumerate(epochs)}
+    missed = []
+    trust = SimpleNamespace(select_known=dict, count_missed_round=lambda peer, _: missed.append(peer.decode()))
+    tracker = SimpleNamespace(trust=trust, present=records, ping_quiet_peers=lambda _: None)
+    sync = StateSync(tracker, SimpleNamespace(local_epoch=5))
+    sync.download = lambda *_, **__: None
+    assert sync.load(6, (), is_synchronous, can_replay=False) is None
+    assert "".join(missed) == ahead and sync.backoff.not_before > time.monotonic()
+
+
 def digest_all(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([digest(block) for block in tensor.view(-1).split(BLOCK)])
 
