@@ -173,6 +173,7 @@ async def call_whole_stream_handler(self: P2P, peer_id: PeerID, name: str, reque
             raise P2PHandlerError(f"`{name}` of {peer_id} failed: {error.message}")
 
     writing = asyncio.create_task(write())
+    writing.add_done_callback(lambda it: it.cancelled() or it.exception())  # no caller may read it
     return read()
 
 

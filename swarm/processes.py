@@ -27,7 +27,7 @@ def filter_hivemind_log(record: logging.LogRecord) -> bool:
     # A new identity is normal, as is a caller that breaks off. The optimizer reports failed rounds in the background,
     # and `Swarm.join` tests later, and waits longer, whether others reach this peer.
     usual = "Generating new identity", "Exception while receiving", "Aborted StateAverager.step", "a round has failed"
-    usual += "Matchmaking._request_join_potential_leaders()", "can't access this node"
+    usual += "Matchmaking._request_join_potential_leaders()", "can't access this node", "Checking that identity"
     return not (STOPPING.value or any(text in str(record.msg) for text in usual))
 
 
