@@ -289,7 +289,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         first = {peer: self._trust.leaders.setdefault(peer, runner.leader) for peer in runner.banned_senders}
         too_late = [peer for peer in first if first[peer] != runner.leader and 2 * len(first) < len(peers)]
         late = set() if self.are_parameters else {*runner.late, *too_late}
-        runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late)
+        runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late, runner.leader)
         members = tuple(map(PeerID.to_bytes, runner.sender_peer_ids))
         turn = runner.settings.num_partitions, runner.settings.partition_index
         return dict.fromkeys(averaged, RoundResult(runner.group_id, members, turn, runner.violations))

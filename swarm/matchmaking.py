@@ -183,6 +183,7 @@ class EarlyStartMatchmaking(Matchmaking):
         self.excluded = excluded
         if self.requested_leader is not None and self.requested_leader.to_bytes() in excluded:
             self.request_limit.reschedule(0.0)
+            self.requested_leader = None
 
     # --- as a follower
 
@@ -217,7 +218,7 @@ class EarlyStartMatchmaking(Matchmaking):
         except MaliciousPeersError:
             raise
         except Exception:  # no answer or round in time, no quorum, or an answer that cannot be decoded (note 104)
-            is_useless = True
+            is_useless = self.requested_leader is not None  # otherwise, it was excluded
         finally:
             unanswered.cancel()
             self.requested_leader = None

@@ -222,7 +222,8 @@ class PeerTracker:
     def _quorum_epochs(self) -> tuple[int, float]:
         """The first and the last epoch of the contributors that count toward the quorum."""
         epoch = self.local_progress.epoch
-        known = [it.epoch for p, it in self.others.items() if self.trust.is_known(p) and it.epoch >= epoch - 1]
+        counted = self.trust.select_counted(self.others)
+        known = [it.epoch for p, it in counted.items() if self.trust.is_known(p) and it.epoch >= epoch - 1]
         if len(known) < 2:  # of two peers, either may go on without the other
             return self._min_epoch, math.inf
         # a peer that made the last step with a hostile one alone must not go on: most others may have missed it
@@ -251,8 +252,10 @@ class PeerTracker:
 
     def is_majority(self, group: Collection[bytes]) -> bool:
         """Return whether this is two thirds of the known contributors, with this peer: a leader may omit any."""
-        known = self.contributors_at_epoch.keys()
-        return 3 * (1 + len(known & {*group})) >= 2 * (1 + len(known))
+        first, _ = self._quorum_epochs
+        known = {p: it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= first}
+        members = known.keys() & group  # some may be ahead by now
+        return 3 * (1 + len(members)) >= 2 * (1 + len(self.contributors_at_epoch.keys() | members))
 
     def list_contributors(self) -> list[bytes]:
         """Return the known contributors, which choose the state: those that accept connections, or else the clients."""

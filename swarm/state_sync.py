@@ -44,7 +44,8 @@ class StateSync:
             known = self.tracker.trust.select_known(self.tracker.present)
             ahead = [peer_id for peer_id, record in known.items() if record.epoch > self.state_averager.local_epoch]
             logger.warning("no peer sent its state: continuing with the local one")
-            if is_synchronous and len(ahead) < len(known):  # a hostile one may have made a step with a part of them
+            # a hostile peer may have made a step with a part of them; two thirds are the swarm
+            if is_synchronous and len(ahead) < len(known) and 3 * len(ahead) < 2 * (1 + len(known)):
                 for peer_id in ahead:
                     self.tracker.trust.count_missed_round(peer_id, "its state is not that of most peers ahead")
             self.tracker.ping_quiet_peers(ahead)

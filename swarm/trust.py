@@ -114,12 +114,16 @@ class PeerTrust:
         """Return the records of the peers that count."""
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
+    def select_counted(self, records: Records) -> Records:
+        """Return the records of the peers that are there, or have just fallen silent."""
+        oldest = get_dht_time() - self.uplink.timeouts.partition_grace
+        absent = {p for p, it in list(self.absent.items()) if it.reason != SILENT or it.until < oldest}
+        return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in absent}
+
     def count_quorum(self, records: Records, min_epoch: int, max_epoch: float = math.inf) -> int:
         """Return how many peers a round takes, this one included: two thirds of the known contributors at these epochs,
         and two trainers at least with an auxiliary peer. One that just fell silent counts: no smaller half may step."""
-        oldest = get_dht_time() - self.uplink.timeouts.partition_grace
-        absent = {p for p, it in list(self.absent.items()) if it.reason != SILENT or it.until < oldest}
-        members = {p: it for p, it in list(records.items()) if min_epoch <= it.epoch <= max_epoch and p not in absent}
+        members = {p: it for p, it in self.select_counted(records).items() if min_epoch <= it.epoch <= max_epoch}
         known = len(self.select_known(members))
         # with a mere majority, one leader could hold a round with each half of the others
         return 1 + max(2, math.ceil(2 * known / 3)) if self.is_auxiliary else math.ceil(2 * (1 + known) / 3)
@@ -196,9 +200,10 @@ class RoundTrust:
         self.rounds = Counter()
         self.leaders: dict[PeerID, PeerID] = {}  # of the first round in which a peer sent nothing, since it was in time
 
-    def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID]) -> dict[PeerID, str]:
+    def record_round(self, peers: Iterable[PeerID], late: Collection[PeerID], leader: PeerID) -> dict[PeerID, str]:
         """Record a round that has succeeded, though some were late. Return those that were so too often."""
-        self.leaders = {peer: leader for peer, leader in self.leaders.items() if peer in late or peer not in peers}
+        in_time = {*peers}.difference(late)  # with another leader, they may still have broken the first one's rounds
+        self.leaders = {peer: first for peer, first in self.leaders.items() if peer not in in_time or first != leader}
         for peer in peers:
             self.rounds[peer] += peer not in late
             broken = max(0, self.broken_rounds[peer] + (1 if peer in late else -1))

@@ -618,7 +618,8 @@ def test_state_of_zeros_is_compared_with_swarm():
 
 
 @pytest.mark.parametrize(
-    "epochs, is_synchronous, ahead", [((6, 6, 5), True, "ab"), ((6, 6, 6), True, ""), ((6, 5), False, "")]
+    "epochs, is_synchronous, ahead",
+    [((6, 6, 5), True, "ab"), ((6, 6, 6), True, ""), ((6, 5), False, ""), ((6, 6, 6, 6, 6, 6, 5), True, "")],
 )
 def test_peers_ahead_without_common_state_do_not_stop_others(epochs, is_synchronous, ahead):
     """A hostile peer has made a step with one peer alone, and serves another state than it."""

@@ -191,10 +191,10 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
 
 def test_peer_breaking_rounds_is_banned():
     trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
-    trust.record_round([old], [])
+    trust.record_round([old], [], old)
     for _ in range(MAX_BROKEN_ROUNDS - 1):
         trust.record_broken_round([old, new], {})  # one blames the other
-    trust.record_round([new], [])  # one in time makes up for one broken round
+    trust.record_round([new], [], old)  # one in time makes up for one broken round
     trust.record_broken_round([new], {})
     with pytest.raises(MaliciousPeersError) as caught:
         trust.record_broken_round([new], {})
@@ -218,11 +218,21 @@ def test_leader_that_hides_its_group_is_banned():
     trust = RoundTrust()
     trust.rounds.update({hostile: 9, victim: 8, third: 9})
     assert count_broken(trust, MAX_BROKEN_ROUNDS * [(hostile, victim)]) == {hostile}
-    trust.record_round([victim], [])  # it knows the group again
+    trust.record_round([victim], [], hostile)  # it knows the group again
     # a peer that refuses the groups of several leaders is to blame itself
     assert count_broken(trust, [(third, victim), *MAX_BROKEN_ROUNDS * [(hostile, victim)]]) == {victim}
     new = PeerID(b"new")
     assert not count_broken(RoundTrust(), []) and not count_broken(trust, 9 * [(third, new)]), "keys cost nothing"
+
+
+def test_peer_that_refuses_groups_blames_one_leader_at_most():
+    """A round in time with another leader does not make it innocent: it would turn all others against each other."""
+    hostile, first, second = map(PeerID, (b"hostile", b"first", b"second"))
+    trust = RoundTrust()
+    trust.rounds.update({hostile: 9, first: 9, second: 9})
+    assert count_broken(trust, MAX_BROKEN_ROUNDS * [(first, hostile)]) == {first}
+    trust.record_round([hostile, second], [], second)
+    assert count_broken(trust, (MAX_BROKEN_ROUNDS + 1) * [(second, hostile)]) == {hostile}
 
 
 def test_of_two_equal_suspects_both_count():
@@ -237,14 +247,14 @@ def test_of_two_equal_suspects_both_count():
 def test_peer_that_delays_rounds_in_a_row_is_named():
     trust, slow, other = RoundTrust(), PeerID(b"slow"), PeerID(b"other")
     late = [[slow]] * (MAX_BROKEN_ROUNDS - 1) + [[other]] + [[slow]] * 2
-    named = [[*trust.record_round([slow, other], each)] for each in late]
+    named = [[*trust.record_round([slow, other], each, other)] for each in late]
     assert named == [[]] * (len(late) - 1) + [[slow]]
     with pytest.raises(MaliciousPeersError):
         trust.record_broken_round([slow], {})  # it has not been in time since
     for _ in range(9):
-        trust.record_round([slow, other], [other])
-    assert not trust.record_round([slow, other], [])  # not for a round in time
-    assert not trust.record_round([slow, other], []) and trust.broken_rounds[other] == MAX_BROKEN_ROUNDS - 2
+        trust.record_round([slow, other], [other], slow)
+    assert not trust.record_round([slow, other], [], slow)  # not for a round in time
+    assert not trust.record_round([slow, other], [], slow) and trust.broken_rounds[other] == MAX_BROKEN_ROUNDS - 2
 
 
 @pytest.mark.parametrize("are_parameters", [False, True])
@@ -302,7 +312,7 @@ def test_new_keys_are_judged_together():
     trust, old = RoundTrust(), PeerID(b"old")
     used = 0
     for _ in range(MAX_BROKEN_ROUNDS):
-        trust.record_round([old], [])
+        trust.record_round([old], [], old)
     for number in range(30):
         new = PeerID(b"new%d" % number)
         with contextlib.suppress(AllreduceException):
@@ -321,7 +331,7 @@ def test_new_peer_after_hostile_keys_is_not_banned():
     assert trust.first_score < -0.5
     for share in (0.2, 0.8, 0.8, 0.8, 0.2):
         trust.record_averages({honest: share}, 0.8, weight=1 / 3)
-        trust.record_round([honest], [])
+        trust.record_round([honest], [], honest)
     assert trust.scores[honest] > 0.25
 
 
@@ -626,6 +636,22 @@ def test_one_of_two_goes_on_without_the_other(tracker):
     assert tracker.quorum == 2
     tracker.stop_waiting_for_stragglers(5)
     assert tracker.quorum == 1 and not tracker.peers_at_epoch and tracker.is_majority([])
+
+
+def test_round_counts_members_that_have_reported_next_epoch(tracker):
+    """A fast member of the round may have stepped before this peer looks."""
+    names = [*NAMES, b"e"]
+    tracker.others, tracker.trust.attested = make_records(*names), {*names}
+    for fast in ((), (b"a",), (b"a", b"b")):
+        tracker.others |= make_records(*fast, epoch=6)
+        assert tracker.is_majority([b"a", b"b", b"c"]) and not tracker.is_majority([b"a", b"b"])
+
+
+def test_banned_third_peer_is_not_awaited(tracker):
+    tracker.others, tracker.trust.attested = make_records(b"a", epoch=4) | make_records(b"b"), {b"a", b"b"}
+    tracker.trust.ban({PeerID(b"b"): "has lied"})
+    tracker.stop_waiting_for_stragglers(5)
+    assert tracker.quorum == 1 and tracker.is_majority([])
 
 
 def test_peers_ahead_without_state_are_late(tracker):
