@@ -249,7 +249,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         blamed = self.leader if is_foreign else PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
             self.blamed[peer_id] = blamed
-            self.foreign |= {peer_id} if is_foreign else set()
+            if is_foreign:
+                self.foreign.add(peer_id)
             deadline = time.monotonic() + (0.0 if is_foreign else CONFIRM_TIMEOUT)
             while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
                 await asyncio.sleep(CONFIRM_INTERVAL)

@@ -132,7 +132,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             running.result().end(self.peer_id, AllreduceException("this peer has given up the round"))
 
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
-        """Serve a group, but refuse one that no leader has shown in time: it, not this peer, is to blame (note 105)."""
+        """Serve a group like hivemind, but refuse one that no leader has shown to this peer in time (note 105): without
+        an answer, the others would ban this peer instead of the leader."""
         request = await anext(stream)
         if request.group_id not in self._running_groups:
             with contextlib.suppress(TimeoutError):

@@ -85,7 +85,8 @@ class Epoch:
         self.state = state
 
     def has_missed_step(self, swarm_epoch: int, is_synchronous: bool) -> bool:
-        """Return whether the others have stepped without this peer, which would diverge if it then stepped alone."""
+        """Return whether the others have stepped without this peer. If it then stepped with its own gradients alone, it
+        would diverge from them: the averaging of parameters does not average the optimizer's moments."""
         return is_synchronous and swarm_epoch > self.number
 
     def compare_with_swarm(self, view: SwarmView, is_synchronous: bool, backoff: SyncBackoff, now: float) -> bool:

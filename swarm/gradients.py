@@ -130,8 +130,9 @@ class GradientAverager(VerifyingAverager):
         return [update + rest for update, rest in zip(self.local.measure(), self.unsent, strict=True)], self.samples
 
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
-        """Return the members with the epoch and lineage of most: the rest, as after a partition, must load that state.
-        Of three or more, `find_outliers` are excluded too. Auxiliary peers average the gradients of any state."""
+        """Return the members with the same epoch and lineage as most others, which differ after a partition, or on a
+        peer that stepped alone; the rest must load that state. Of three or more peers, one with other parameters is
+        excluded too, see `find_outliers`. Auxiliary peers can average the gradients of any state."""
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]

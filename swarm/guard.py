@@ -1,5 +1,6 @@
-"""Checks of the data of other peers in a round. A part that no correct peer can send is a violation; its sender is
-banned. Long gradients are clipped. Of three or more, one that points away from the sum of the others does not count."""
+"""Checks of all data that other peers send in a round. A part that no correct peer can send is a protocol violation:
+its sender is banned. An outlier may come from a correct peer: a gradient longer than the median is clipped to that
+length, and of three or more, one that points away from the sum of the others is not counted."""
 
 import dataclasses
 import math
@@ -186,13 +187,15 @@ class VerifyingContainer(TensorPartContainer):
         super().register_processed_part(peer_index, part_index, part)
 
     def estimate_contribution(self, own_weight: float, peer_indices: Iterable[int]) -> float:
-        """Return this peer's share in the averages of these peers, of the expected one: from 1 for all of it to -1."""
+        """Return the share of this peer's gradient in the averages of these peers, relative to its expected weight: 1
+        for at least this share, 0 for none, -1 for the reversed gradient."""
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios and own_weight else 1.0
 
     def estimate_contributions(self, own_weight: float) -> dict[int, float]:
-        """Return the share of this peer's gradient in the average of each other peer, by index: FAR_TOO_LONG if that is
-        too long. Only those if this peer may be the outlier, by its own average; none without an own average."""
+        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`, by
+        peer index: FAR_TOO_LONG if the norm is too large for an average. Only those if this peer's own average points
+        away from its gradient, because it may be the outlier; none without an own average."""
         own, average, _, _ = self.sums.T
         if not own[self.own_index]:
             return {}

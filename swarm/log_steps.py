@@ -9,6 +9,7 @@ Otherwise, it comes back through the residual. A peer without the log, or with a
 
 import contextlib
 import hashlib
+import itertools
 import math
 import statistics
 import time
@@ -75,8 +76,8 @@ class LogSteps:
         self._silent: set[bytes] = set()
         self._late: tuple[State, bytes] | None = None
         self._next_join = self._next_offer = self._stuck_deadline = 0.0
-        self._quorum_at = self._stepped_at = math.inf  # when most voters were last there; when the last step ended
-        self._step_seconds = -math.inf
+        self._quorum_at = math.inf  # when most voters were last there
+        self._step_ends: deque[float] = deque(maxlen=3)
         self._patience = 1.0  # a factor of the time until missing updates count as lost
         self.had_weight: dict[bytes, deque[bool]] = {}  # whether each of an owner's last updates had any weight
 
@@ -136,7 +137,7 @@ class LogSteps:
         # the leader sends it once, and those that can be called pass it on to all others
         relays = sum(map(rounds.can_call, state.voters)) - 1 if rounds.can_call(leader) else len(rounds.helpers)
         num_bytes = 4 * anchor.total * (1 + len(state.voters) // max(1, min(relays, anchor.num_blocks)))
-        seconds = max(self.tracker.dht.uplink.compute_transfer_timeout(num_bytes), 8e-6 * num_bytes / SLOW_MBITS)
+        seconds = self.tracker.dht.uplink.compute_state_timeout(num_bytes)
         fetching = rounds.fetch_anchor(state.parent, leader, state.voters)
         start = time.monotonic()
         pause = 2 * max(MIN_GENESIS_TIMEOUT, 8e-6 * 4 * BLOCK * len(state.voters) / SLOW_MBITS)  # a block for each
@@ -280,8 +281,8 @@ class LogSteps:
         for offer in self.rounds.close():
             self._take_back(offer)
         self._next_join = self._stuck_deadline = 0.0
-        self._quorum_at = self._stepped_at = math.inf
-        self._step_seconds = -math.inf
+        self._quorum_at = math.inf
+        self._step_ends.clear()
         self._patience = 1.0
 
     def _load_state(self, reason: str) -> None:
@@ -313,17 +314,18 @@ class LogSteps:
         """Offer the pending update if the epoch is over, or will be over for longer than others wait at the end of the
         next step. The loop continues with local steps until the commit comes."""
         head = self.head
-        last = self._step_seconds
-        self._step_seconds = time.monotonic() - self._stepped_at
-        self._stepped_at = time.monotonic()
+        self._step_ends.append(time.monotonic())
         if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
         has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
         # just after a commit, `seconds_left` is not known
         left = min(self.tracker.seconds_left, self.tracker.dht.uplink.timeouts.epoch_seconds or math.inf)
-        # an evaluation makes one step longer, not two; a single voter does not wait
-        will_be_late = len(log.state.voters) > 1 and left + log.patience < min(last, self._step_seconds)
+        # an evaluation makes one step longer, not two
+        steps = [end - start for start, end in itertools.pairwise(self._step_ends)]
+        seconds = min(steps) if len(steps) == 2 else 0.0
+        # a single voter does not wait
+        will_be_late = len(log.state.voters) > 1 and left + log.patience < seconds
         if self.tracker.ready_to_update_epoch or has_most_offers or will_be_late:
             started = time.monotonic()
             with self.tracker.performance_ema.pause():

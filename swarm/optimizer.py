@@ -1,5 +1,7 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
-The docstrings of methods that change the state of the epoch (`swarm/epoch.py`) begin with the new state."""
+
+The docstrings of methods that change the state of the epoch (`swarm/epoch.py`) begin with the new state.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,10 +35,11 @@ MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop tha
 class CollaborativeOptimizer:
     """An optimizer that steps with the average of all peers' gradients once the swarm has gathered a batch.
 
-    Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group,
-    and the optimizer steps on a copy of the parameters in host memory. After a failed round the epoch stays (in the
-    background it does not), and a later `step` tries again. With `local_steps` N above 1, each `step` also moves this
-    peer's model, an epoch takes N times the samples, and commits of the log replace rounds, see swarm/log_steps.py.
+    Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
+    of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
+    round the epoch stays (in the background it does not), and a later `step` tries again. With `local_steps` N above 1,
+    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and commits of the
+    log take the place of rounds, see swarm/log_steps.py.
     """
 
     is_auxiliary = False
@@ -139,7 +142,8 @@ class CollaborativeOptimizer:
         return self.state_averager.dump_state() | {"total_samples": self.stats.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:
-        """Load a state that `training_state` returned. Raise a ValueError, and change nothing, if its shapes differ."""
+        """Load a state that `training_state` returned, here or in another process. Raise a ValueError, and change
+        nothing, if its tensors have other shapes than this optimizer's."""
         self.state_averager.restore_state(state)
         self.stats.total_samples = state["total_samples"]
         self.begin_epoch()
@@ -156,7 +160,8 @@ class CollaborativeOptimizer:
             self.load_state_from_peers()
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough of them."""
+        """Add the model's gradients, a mean over these samples; average and step once the swarm has enough samples.
+        In local steps, apply them to this peer's model at once."""
         self.state_averager.step()
         if self.log_steps:
             self.log_steps.follow()

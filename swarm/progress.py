@@ -1,5 +1,7 @@
-"""The progress of the swarm: which peers are there, how far they are, and when their epoch will be over. Peers
-publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71)."""
+"""The progress of the swarm: which peers are there, how far they are, and when their epoch will be over.
+
+Peers publish hivemind's records, so that plain hivemind peers read them as well (see notes 12, 22 and 71).
+"""
 
 import contextlib
 import math

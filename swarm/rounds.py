@@ -83,7 +83,8 @@ class Rounds:
         return self.averaging.overlap and self.averaging.local_steps == 1
 
     def is_synchronous(self) -> bool:
-        """Return whether all peers step together. With several groups or overlap, peers an epoch apart are usual."""
+        """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
+        be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
         trust = self.tracker.trust
         trainers = self.tracker.peers_at_epoch
         if trust.partners or len(trust.attested) < MAX_WORKERS:  # otherwise, many contributors may be unknown
@@ -127,7 +128,8 @@ class Rounds:
     # --- a round of gradients
 
     def average(self) -> Callable[[], None] | None:
-        """Average the pending gradients: now, or with overlap, in the returned function; or raise AveragingError."""
+        """Average the pending gradients: now, or if rounds overlap with computation, in the returned function. Raise an
+        AveragingError if the round fails; then its gradients go into the next one."""
         self._ban_malicious_peers(self.gradient_round)
         self._ban_malicious_peers(self.parameter_round)
         if self.parameter_round is not None and self.parameter_round.done():

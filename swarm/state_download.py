@@ -27,7 +27,6 @@ from swarm import logger, state_server
 from swarm.dht import ping_peers
 from swarm.state_server import NUM_SUMS, StateRequest, StateServer, allocate_flat, describe_tensors, digest, list_blocks
 from swarm.trust import MAX_LEAD
-from swarm.uplink import SLOW_MBITS
 
 MIN_TIMEOUT = 600.0  # seconds for a whole state
 DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
@@ -310,10 +309,8 @@ class StateDownload:
     async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
         download = BlockDownload(group, self.averager, self.record_failure)
-        # not only by this peer's uplink: the donors' may be slower
         num_bytes = sum(tensor.nbytes for tensor in download.tensors)
-        own_seconds = self.averager.dht.uplink.compute_transfer_timeout(num_bytes)
-        timeout = max(MIN_TIMEOUT, own_seconds, 8e-6 * num_bytes / SLOW_MBITS)
+        timeout = max(MIN_TIMEOUT, self.averager.dht.uplink.compute_state_timeout(num_bytes))
         await download.run(timeout)
         if not download.missing:
             return download.tensors

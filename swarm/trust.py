@@ -1,4 +1,7 @@
-"""The rules about which peers to believe, to wait for and to count; swarm/guard.py checks the data of a round."""
+"""Which peers a trainer believes, waits for and counts.
+
+These are the rules about reports of peers, and about their behavior in rounds; swarm/guard.py checks a round's data.
+"""
 
 import math
 from collections import Counter
@@ -86,8 +89,9 @@ class PeerTrust:
         return believable | {peer: records[peer] for peer in records.keys() & self.attested if self.active}
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the highest epoch that this peer or more than half of the known contributors have reached, without new
-        ones, at epoch 0; with no log, that of most peers if this one is alone far ahead of them, as after a cut."""
+        """Return the highest epoch that this peer or more than half of the known contributors have reached; without a
+        log, that of most peers if this one is alone far ahead of them, as after a cut. New peers, at epoch 0, have no
+        say. A single peer, which could serve an invented state, cannot raise it."""
         others = [record.epoch for record in self.select_known(present).values() if record.epoch]
         middle = sorted([own_epoch, *others], reverse=True)[len(others) // 2]
         return middle if own_epoch > middle + MAX_LEAD and not self.active else max(own_epoch, middle)
@@ -135,7 +139,8 @@ class PeerTrust:
         self.absent |= dict.fromkeys(peer_ids, Absence(SILENT, get_dht_time(), is_unreachable))
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
-        """Do no rounds with these peers for a while, and log it: each time four times as long, see FORGIVEN_AFTER."""
+        """Do no rounds with these peers for a while, and log their violations. Each ban takes four times as long as the
+        last one, unless FORGIVEN_AFTER times its duration has passed since it ended."""
         for peer, violation in violations.items():
             peer_id = peer.to_bytes()
             now = get_dht_time()
@@ -212,11 +217,14 @@ class RoundTrust:
 
     def record_broken_round(self, suspects: Collection[PeerID], foreign: Mapping[PeerID, PeerID]) -> None:
         """Record a round that has failed, which may be chance; raise MaliciousPeersError after several of them. Of two
-        suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other. With its
-        first leader (values of `foreign`), a peer that does not know the group never counts: was it shown?"""
+        suspects, the one with fewer rounds counts: a new attacker cannot turn honest peers against each other. The
+        first leader (values of `foreign`) counts instead of a peer that does not know the group: it may have hidden it,
+        unless it has more than twice as many rounds."""
         for peer, leader in foreign.items():
             is_first = self.leaders.setdefault(peer, leader) == leader
-            suspects = [leader] * (2 * self.rounds[peer] >= self.rounds[leader]) if is_first else [peer]
+            suspects = [leader] if is_first else [peer]
+            if is_first and 2 * self.rounds[peer] < self.rounds[leader]:
+                suspects = []
         fewest = min((self.rounds[peer] for peer in suspects), default=0)
         counted = [peer for peer in suspects if self.rounds[peer] == fewest]
         self.broken_rounds.update(counted)
@@ -226,8 +234,9 @@ class RoundTrust:
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
         """Record how much of this peer's gradient is in the average of each of the others, and in the whole one: from 1
-        for all of it to -1 for the contrary. Its weight in an average is from 0 to 1. Raise a MaliciousPeersError if
-        some peers have left it out for some rounds, and another AllreduceException if an average points away."""
+        for all of it to -1 for the contrary, see swarm/guard.py. Its weight in the average is from 0 to 1. Raise a
+        MaliciousPeersError if some peers have left it out for some rounds, and another AllreduceException if an average
+        points away from what was sent for it."""
         for peer, share in shares.items():
             score = self.scores.get(peer, max(self.first_score, SUSPICION_THRESHOLD))
             self.scores[peer] = score + TRUST_EMA_ALPHA * weight * (share - score)

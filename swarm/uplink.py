@@ -156,6 +156,10 @@ class Uplink:
         """Return the seconds that this many bytes take at a tenth of the rate; 0 if that is unknown."""
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
+    def compute_state_timeout(self, size: int) -> float:
+        """Return the same for a state, which a peer of SLOW_MBITS may send or pass on, if that takes longer."""
+        return max(self.compute_transfer_timeout(size), 8e-6 * size / SLOW_MBITS)
+
     def reserve(self, size: int, is_urgent: bool) -> float:
         """Reserve the uplink's next free time for this many bytes, and return the seconds until then. If these are
         negative, it is not their turn: call again after that many seconds."""

@@ -69,7 +69,7 @@ def test_copied_key_of_running_peer_is_refused(start, tmp_path):
     copied.write_bytes(key.read_bytes())
     result = run_python("-c", KEEPER, prefix, copied, *addresses, expect=2)
     assert "a running peer" in result.stderr and "signing_key" in result.stderr
-    # a dead address next to one that answers is no reason not to start
+    # one dead address of two does not stop the start
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{PeerID(bytes([0x12, 0x20]) + bytes(32))}"
     assert explain_failed_start(SwarmConfig(prefix, [dead, *addresses]), "", None) is None
     assert dead in explain_failed_start(SwarmConfig(prefix, [dead]), "", None)

@@ -202,7 +202,7 @@ def test_peer_with_long_steps_offers_before_end(monkeypatch, steps_before, left,
     ema = SimpleNamespace(pause=contextlib.nullcontext)
     tracker = SimpleNamespace(dht=SimpleNamespace(uplink=uplink), performance_ema=ema, ready_to_update_epoch=left == 0)
     steps.tracker, steps._make_offer = tracker, made.append
-    steps._stepped_at, steps._step_seconds = math.inf, -math.inf
+    steps._step_ends = deque(maxlen=3)
     tracker.seconds_left = 100.0
     for step in steps_before:
         assert not made or left == 0.0
