@@ -83,7 +83,7 @@ class LocalMetrics(BaseModel):
     epoch_seconds: Amount  # time since this peer finished its previous epoch
     waiting_seconds: Amount  # part of epoch_seconds spent in matchmaking
     averaging_seconds: Amount  # part of epoch_seconds spent in all-reduce
-    bytes_sent: Total  # during epoch_seconds, for rounds and states only
+    bytes_sent: Total  # during epoch_seconds, by rounds, states and the log
     bytes_received: Total
     client_mode: StrictBool  # accepts no incoming connections
     username: constr(strict=True, regex=rf"\A{USERNAME}\Z") | None = None  # in a closed run that of its credential

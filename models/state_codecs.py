@@ -105,7 +105,7 @@ LOAD_STATE_COMPRESSIONS = {
 
 
 def keep_parameters_exact(codec: CompressionBase) -> CompressionBase:
-    """Return this state codec without compression of parameters, for runs in which all peers have the same bits."""
+    """Return a codec of LOAD_STATE_COMPRESSIONS with exact parameters, for runs whose peers all have the same bits."""
     if isinstance(codec, RoleAdaptiveCompression):
         codec = copy.copy(codec)
         codec.role_compressions = codec.role_compressions | {TensorRole.PARAMETER: NoCompression()}

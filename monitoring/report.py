@@ -331,7 +331,7 @@ def check_flags(role: str, swarm_args: SwarmArguments, archive_args: ArchiveArgu
 
 
 def require_reachable(swarm: Swarm) -> None:
-    """Leave the swarm and raise a UserError if others cannot reach this peer: hivemind loads no states for a client."""
+    """Leave the swarm and raise a UserError if others cannot reach this peer, which they need."""
     if swarm.dht.client_mode:
         swarm.leave()
         raise UserError(

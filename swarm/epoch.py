@@ -28,7 +28,7 @@ TRANSITIONS = {
         EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs
         EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer
         EpochState.STEPPING,  # the log has a commit: `LogSteps.follow`
-        EpochState.SYNCING,  # the swarm is ahead: `compare_with_swarm`, or `has_missed_step` once the epoch is over
+        EpochState.SYNCING,  # the swarm's epoch is another: `compare_with_swarm`, `has_missed_step`, or `LogSteps`
     },
     EpochState.AVERAGING: {
         EpochState.STEPPING,  # the round has succeeded, runs in the background, or there is no other peer

@@ -213,8 +213,8 @@ class Action(NamedTuple):
 
     `send`: the message to `peers` (as the response if the peer has just called), or if there are none, to all peers;
     `gossip`: to these, or to some random ones. `save`: write the memory to disk before any later action. `fetch`: the
-    blob of an offer, first from `peers` and then from any participant, then call `receive` again. It comes again after
-    a commit, with other `peers`, or once `Log.fetching` lacks it.
+    blob of an offer, first from `peers` and then from voters and helpers, then call `receive` again. It comes again
+    after a commit, with other `peers`, or once `Log.fetching` lacks it.
     """
 
     kind: str
@@ -675,8 +675,8 @@ class Log:
     def list_promises(self, attempt: int) -> tuple[Vote, ...]:
         """Return the promises with which this peer may lead an attempt. If a list was chosen, each quorum names it.
 
-        So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. It may also
-        ignore those of a list that omits most offers, if a quorum denies a vote for it.
+        So it may ignore those of a Byzantine voter, which name a list that does not exist or lacks a blob. Those of a
+        list that `is_fair` rejects count only if the voters had time to deny it, and the others are no quorum.
         """
         lists = self.list_proposals()
         promises = [it for it in self.select(Vote) if it.attempt == attempt - 1]

@@ -6,7 +6,7 @@ thread. `swarm/log.py` decides, `swarm/exchange.py` transports, and this module 
 - Peers that accept connections are called when the log has a message for them. A client, which cannot be called, calls
   others regularly, and their messages are in the answers.
 - Auxiliary peers are in the DHT's list of donors. They hold the newest blobs, and clients get records of others there.
-- Each message names its sender's log by the hash of its first commit. Two swarms that meet have two logs. The one with
+- Each message names its sender's log by the head of its first state. Two swarms that meet have two logs. The one with
   more peers stays, see `LogRounds.has_fewer_peers`.
 - A peer without the log asks known contributors for the log's state after its own model's commit, see `choose_log`.
 """
@@ -66,7 +66,7 @@ STOP_LINGER = 2.0  # the same after a stop request
 class Envelope:
     """Messages of the log, a question for its state (also in an answer, by a peer without the log), or that state."""
 
-    log: Annotated[bytes, 0, 32]  # the first commit of the sender's log; empty without a log
+    log: Annotated[bytes, 0, 32]  # the head of its first state; empty without a log
     epoch: Number  # of the sender's model
     mbits: Annotated[float, 0.0, 1e9] = 0.0  # of its uplink
     request: Annotated[bytes, 0, 32] = b""  # the commit after which the sender wants the log's state; empty for none

@@ -211,7 +211,7 @@ class PeerTracker:
 
     @property
     def peers_at_epoch(self) -> list[bytes]:
-        """The ids of the other peers that are there and at this peer's epoch, or about to be."""
+        """The ids of the other peers that are there and at most one epoch behind this one."""
         return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._min_epoch]
 
     @property

@@ -90,8 +90,8 @@ class PeerTrust:
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
         """Return the highest epoch that this peer or more than half of the known contributors have reached; without a
-        log, that of most peers if this one is alone far ahead of them, as after a cut. New peers, at epoch 0, have no
-        say. A single peer, which could serve an invented state, cannot raise it."""
+        log, that of most peers if this one is more than MAX_LEAD ahead of it, as after a cut. New peers, at epoch 0,
+        have no say. A single peer, which could serve an invented state, cannot raise it."""
         others = [record.epoch for record in self.select_known(present).values() if record.epoch]
         middle = sorted([own_epoch, *others], reverse=True)[len(others) // 2]
         return middle if own_epoch > middle + MAX_LEAD and not self.active else max(own_epoch, middle)

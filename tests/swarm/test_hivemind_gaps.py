@@ -1,5 +1,5 @@
-"""Faults of hivemind 1.1.12 that swarm/ works around, see docs/hivemind.md for the notes by number. A failure here is
-good news: hivemind has fixed one of them, and the workaround that the test names can go."""
+"""Faults of hivemind 1.1.12 that swarm/ works around, and some of these workarounds; docs/hivemind.md has the notes by
+number. If a fault is gone, hivemind has fixed it, and the workaround that the test names can go."""
 
 import asyncio
 import contextlib
