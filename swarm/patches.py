@@ -69,6 +69,13 @@ class CancellableStep(StepControl):
         return is_cancelled
 
 
+def abort_unclosed(writer: asyncio.StreamWriter) -> None:
+    """Close the connection of a writer that is deleted, as Python does from 3.11.5 on (note 106)."""
+    if not writer.transport.is_closing():
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            writer.transport.abort()
+
+
 def decode_extension(cls: type, code: int, data: bytes) -> object:
     """Decode hivemind's own types, which crash the process if a peer nests hundreds (note 93); refuse all others."""
     NESTING.depth = getattr(NESTING, "depth", 0) + 1
@@ -189,6 +196,8 @@ def install() -> None:
     P2P.receive_raw_data = staticmethod(receive_limited)
     P2P._add_protobuf_stream_handler = add_whole_stream_handler
     P2P.iterate_protobuf_handler = call_whole_stream_handler
+    if not hasattr(asyncio.StreamWriter, "__del__"):
+        asyncio.StreamWriter.__del__ = abort_unclosed
     averager.StepControl = CancellableStep
     dht.CompositeValidator = CachingValidator
 

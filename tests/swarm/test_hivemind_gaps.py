@@ -47,7 +47,7 @@ from swarm import patches
 from swarm.config import AveragingConfig
 from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
-from swarm.patches import CachingValidator, CancellableStep, ResilientControlClient, install
+from swarm.patches import CachingValidator, CancellableStep, ResilientControlClient, abort_unclosed, install
 from swarm.processes import filter_hivemind_log
 from swarm.state_server import NOTHING, STATE, StateServer
 from swarm.uplink import RoundTimeouts
@@ -501,6 +501,36 @@ async def count_cancelled(client: ControlClient, requests: int) -> int:
 def test_hivemind_keeps_cancelled_requests(kind, kept):
     """Note 96; ResilientControlClient in swarm/patches.py."""
     assert asyncio.run(count_cancelled(kind(None, _initialized_with_create=True), 20)) == kept
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_unclosed_stream_is_closed(monkeypatch, is_installed):
+    """Note 106; abort_unclosed in swarm/patches.py. Without it, Python 3.11.4 leaves the connection open."""
+    monkeypatch.setattr(asyncio.StreamWriter, "__del__", lambda self: None, raising=False)
+    monkeypatch.delattr(asyncio.StreamWriter, "__del__")
+    if is_installed:
+        install()
+
+    async def is_closed() -> bool:
+        ended = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            ended.set()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            streams = await asyncio.open_connection(*server.sockets[0].getsockname())
+            other = weakref.ref(streams[1].transport)
+            del streams
+            gc.collect()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 60 if is_installed else 0.5)
+            other() and other().abort()
+            return ended.is_set()
+
+    assert asyncio.run(is_closed()) is is_installed
+    monkeypatch.setattr(asyncio.StreamWriter, "__del__", abort_unclosed, raising=False)  # monkeypatch removes it
 
 
 def test_hivemind_crashes_by_nested_tuples():
