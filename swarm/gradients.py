@@ -35,6 +35,7 @@ class GradientAverager(VerifyingAverager):
         #: the pending gradients: for each parameter, the sum of gradient times samples; in local steps, the residual
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         self.samples = 0  # the samples of the pending gradients that have not been in a round
+        self.old_samples = 0  # those among them that have ended an epoch before
         # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
         self._behind = [0]
         self._next_partition = 0
@@ -75,7 +76,7 @@ class GradientAverager(VerifyingAverager):
             self._in_flight = self.unsent, self.samples
             samples = self.samples + self._behind[self._next_partition]
             self.unsent = [torch.zeros_like(tensor) for tensor in self.unsent]
-            self.samples = 0
+            self.samples = self.old_samples = 0
         self._in_mean = max(1, samples)
         with self.get_tensors() as averaged:  # a round that was cancelled may still write to them
             self.residual.zero_()
@@ -118,7 +119,7 @@ class GradientAverager(VerifyingAverager):
         with self._lock:
             for tensor in self.unsent:
                 tensor.zero_()
-            self.samples = 0
+            self.samples = self.old_samples = 0
             self._behind = [0]
             self._next_partition = 0
         if self.local:

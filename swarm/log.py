@@ -57,7 +57,7 @@ MIN_COUNTED = 4  # of the last WINDOW commits that have an owner's offer, for it
 MIN_AWAITED = 7  # the same, for voters that others wait for
 LATE_INTERVAL = 4  # epochs in which others wait once for a voter with a late offer
 NEW_VOTER_INTERVALS = (32, 1), (16, 2), (8, 4), (4, 8), (0, 4)  # (minimum of voters, commits per new voter)
-MAX_COMMITS = 1000  # that a peer keeps
+MAX_COMMITS = 256  # that a peer keeps; 12 voters need 18 KB for one, and a peer that lacks more loads a state
 MAX_UNASKED = 4  # commits that each peer sends to one that is behind, which then asks the first of them for more
 SLOT = 15.0  # seconds of an attempt, the same on all peers
 STATUS_INTERVAL = 5.0  # seconds between two statuses
@@ -79,10 +79,32 @@ class State:
     banned: Annotated[tuple, 0, 4096, log_records.Peer]
 
     @property
+    def places(self) -> int:
+        """The places of voters in the next commit. Others may take some if they had some in the head."""
+        others = {*self.owners[-1]} - {*self.voters}
+        return MAX_OFFERS - min(len(others), MAX_OFFERS - RESERVED_OFFERS)
+
+    def list_turns(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the voters that have a turn in the next commit, as many as there are places, because they have not
+        counted for longest; and those that have missed a turn. They may be gone, so they take none of these places."""
+        last = {peer: number for number, peers in enumerate(self.owners) for peer in peers}
+        cycle = math.ceil(len(self.voters) / self.places)  # commits from turn to turn
+        missed = [peer for peer in self.voters if last.get(peer, -1) < WINDOW - cycle]
+        usual = sorted({*self.voters} - {*missed}, key=lambda peer: (last[peer], compute_hash(self.head, peer)))
+        return usual[: self.places], missed
+
+    @property
+    def in_turn(self) -> set[bytes]:
+        """The voters that make an offer for the next commit: all, if there are places for all."""
+        return {peer for peers in self.list_turns() for peer in peers}
+
+    @property
     def awaited(self) -> set[bytes]:
-        """The voters with offers in at least MIN_AWAITED of the last commits. Lists wait for the next ones. If that in
-        the head came late, its voter is awaited in each LATE_INTERVAL-th epoch only: it may be late on purpose."""
+        """The voters for whose offers lists wait: those that have a turn, or with places for all, those with offers in
+        at least MIN_AWAITED of the last commits. If the one in the head came late, its voter is awaited in each
+        LATE_INTERVAL-th epoch only: it may be late on purpose."""
         usual = {peer for peer in self.voters if sum(peer in peers for peers in self.owners) >= MIN_AWAITED}
+        usual = usual if len(self.voters) <= self.places else {*self.list_turns()[0]}
         late = {key[len(self.parent) :] for key in self.counted if not key.startswith(self.parent)}
         return usual - late if self.epoch % LATE_INTERVAL else usual
 
@@ -114,15 +136,16 @@ class State:
         digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
-    def is_quorum(self, peers: Iterable[bytes]) -> bool:
-        """Return whether these are more than half of the voters. The first commit takes two thirds (two of three): the
-        leader may have shown each half of the others another first state, and vote with both."""
+    def is_quorum(self, peers: Iterable[bytes], limit: int = log_records.MAX_VOTERS) -> bool:
+        """Return whether these are more than half of the voters, or of `limit` voters if there are more. The first
+        commit takes two thirds (two of three): the leader may have shown each half of the others another first state,
+        and vote with both."""
         least = 1 / 2 if self.counted else 0.66
-        return len({*peers} & {*self.voters}) > least * len(self.voters)
+        return len({*peers} & {*self.voters}) > least * min(len(self.voters), limit)
 
-    def has_quorum(self, records: Iterable[Vote | Offer]) -> bool:
-        """Return whether a quorum has one of these records."""
-        return self.is_quorum(record.peer for record in records)
+    def has_quorum(self, records: Iterable[Vote | Offer], limit: int = log_records.MAX_VOTERS) -> bool:
+        """Return whether a quorum has one of these records; see `is_quorum`."""
+        return self.is_quorum((record.peer for record in records), limit)
 
     def has_most_voters(self, commit: Commit) -> bool:
         """Return whether most voters have an offer in this list, or leave. Weights depend on the list alone, so the few
@@ -464,8 +487,13 @@ class Log:
         return {entry.state.head: entry for entry in reversed(entries)}
 
     def list_entries(self, epoch: int) -> list[Entry]:
-        """Return the commits after an epoch."""
-        return [entry for entry in self.list_path().values() if entry.commit and entry.state.epoch > epoch]
+        """Return the commits after an epoch. Each step of the trainer calls this, so it walks no older ones."""
+        entries = []
+        entry = self.chain[self.state.head]
+        while entry and entry.commit and entry.state.epoch > epoch:
+            entries.append(entry)
+            entry = self.chain.get(entry.state.parent)
+        return entries[::-1]
 
     def start_choice(self, state: State) -> None:
         """Start the choice of the commit after a state. The order matters: turns come from the records before it."""
@@ -528,8 +556,9 @@ class Log:
 
     def list_unapplied(self) -> list[Commit]:
         """Return the commits that the model lacks; none if it has another branch, or commits that are not known yet."""
-        own = self.list_path().get(self.model)
-        return [entry.commit for entry in self.list_entries(own.state.epoch)] if own else []
+        own = self.chain.get(self.model)
+        commits = [entry.commit for entry in self.list_entries(own.state.epoch)] if own else []
+        return commits if commits and commits[0].parent == self.model else []
 
     def find_next(self) -> Commit | None:
         """Return the commit that the model needs next, if all blobs are here."""
@@ -608,6 +637,12 @@ class Log:
         """The seconds for which an awaited update may be later than those of most voters."""
         return self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
 
+    def has_turn(self) -> bool:
+        """Return whether this peer should make an offer now. Voters wait for their turn, unless too few others come."""
+        is_back = self.me in {leave.peer for leave in self.select_leaves()}  # without an offer, it would lose its vote
+        is_needed = self.first_time + self.patience < self.now < self.most_time
+        return self.me not in self.state.voters or self.me in self.state.in_turn or is_back or is_needed
+
     def update_ready_time(self) -> None:
         """Set `ready_time`, from which this peer proposes or votes in attempt 0: once it has the updates of most voters
         and of all awaited ones, or at a deadline. A list waits for no leaving peer, and no update without a place."""
@@ -617,9 +652,9 @@ class Log:
         if current and self.now < self.first_time:
             self.first_time = self.now
             self.owed = {it.key for it in self.select(Offer) if it.base == self.state.parent and self.holds(it.blob)}
-        if 2 * len(current) >= len(self.state.voters):
+        if 2 * len(current) >= min(len(self.state.voters), MAX_OFFERS):
             self.half_tick = min(self.half_tick, self.num_ticks)
-        if self.state.has_quorum(settled):
+        if self.state.has_quorum(settled, MAX_OFFERS):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
         if has_all or self.now >= self.most_time + self.patience:

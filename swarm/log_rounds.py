@@ -195,12 +195,13 @@ class LogRounds:
             return (commit, self.log.chain[head].state) if commit else None
 
     def count_pending(self) -> int:
-        """Return the samples of this peer's offers that the model lacks."""
+        """Return the samples of this peer's offers that the model lacks, and that have not ended an epoch before."""
         with self._lock:
             if (log := self.log) is None:
                 return 0
-            offers = [*log.own.values(), *log.returned, *(it for one in log.list_unapplied() for it in one.offers)]
-            return sum(offer.samples for offer in offers if offer.peer == log.me)
+            offers = [offer for offer in log.own.values() if offer.base == log.state.head]
+            offers += [offer for commit in log.list_unapplied() for offer in commit.offers if offer.peer == log.me]
+            return sum(offer.samples for offer in offers)
 
     def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
         """Store and publish an update of this peer."""
@@ -292,7 +293,8 @@ class LogRounds:
     def select_seen(self, peers: Collection[bytes]) -> dict[bytes, tuple[bytes, int]]:
         """Return the log and the epoch of each of these peers that has told them lately."""
         oldest = time.monotonic() - RECENT
-        return {it: (log, epoch) for it, (log, epoch, at) in self._seen.items() if at > oldest and it in peers}
+        seen = list(self._seen.items())  # the training loop calls this without the lock
+        return {it: (log, epoch) for it, (log, epoch, at) in seen if at > oldest and it in peers}
 
     def shutdown(self) -> None:
         """Stop the threads."""

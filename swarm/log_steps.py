@@ -26,7 +26,7 @@ from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import list_momenta
 from swarm.log import State, make_genesis
-from swarm.log_records import Commit, Leave, Offer
+from swarm.log_records import MAX_OFFERS, Commit, Leave, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
@@ -69,6 +69,7 @@ class LogSteps:
         self.tracker = optimizer.tracker
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._offered = b"", b""  # the base of the last offer, and the digest of the state there
+        self._passed = b"", 0  # the commit after which this peer had no turn, and its samples at the end of that epoch
         self.exists = False  # whether this peer takes part in a log, or other peers do
         self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
         self._leader = b""  # of the log that this peer has begun with others
@@ -249,7 +250,7 @@ class LogSteps:
         left = self.tracker.withdrawn | {leave.peer for leave in log.select(Leave)}
         left -= {*self.tracker.others, log.me}  # some have come back, perhaps this peer
         if not newest.counted and (log.num_ticks - log.half_tick) * TICK > max(SILENCE_TIMEOUT, expected):
-            left |= {*newest.voters} - {it.peer for it in log.select_current()}  # an epoch later than half of them
+            left |= newest.in_turn - {it.peer for it in log.select_current()}  # an epoch later than half of them
         here = {log.me, *self.tracker.others, *self.rounds.select_seen(newest.voters)}
         # a peer that sees no other may be cut off
         has_quorum = newest.is_quorum({*newest.voters} & here) or not self.tracker.present
@@ -299,6 +300,7 @@ class LogSteps:
         with contextlib.suppress(KeyError):  # the disk has lost it
             restore(list(self.rounds.store.open(offer.blob)), Numbers(self.optimizer.grad_averager.unsent))
             self.optimizer.grad_averager.samples += offer.samples
+            self.optimizer.grad_averager.old_samples += offer.samples
 
     def _wait(self, look: Callable[[], object], seconds: float) -> object:
         """Wait at most these seconds for a true result, report that this peer is there, and return the last result."""
@@ -318,7 +320,7 @@ class LogSteps:
         if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
-        has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current())
+        has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current(), MAX_OFFERS)
         # just after a commit, `seconds_left` is not known
         left = min(self.tracker.seconds_left, self.tracker.dht.uplink.timeouts.epoch_seconds or math.inf)
         # an evaluation makes one step longer, not two
@@ -326,7 +328,10 @@ class LogSteps:
         seconds = min(steps) if len(steps) == 2 else 0.0
         # a single voter does not wait
         will_be_late = len(log.state.voters) > 1 and left + log.patience < seconds
-        if self.tracker.ready_to_update_epoch or has_most_offers or will_be_late:
+        is_over = self.tracker.ready_to_update_epoch or has_most_offers or will_be_late
+        if is_over and not log.has_turn():
+            self._passed = self._passed if self._passed[0] == head else (head, self.optimizer.grad_averager.samples)
+        elif is_over:
             started = time.monotonic()
             with self.tracker.performance_ema.pause():
                 self._make_offer(head)
@@ -347,7 +352,8 @@ class LogSteps:
         try:
             self.rounds.add_offer(head, digest, grad_averager.samples, blocks)
             self._offered = head, digest
-            grad_averager.samples = 0
+            self._passed = b"", 0
+            grad_averager.samples = grad_averager.old_samples = 0
         except OSError as e:
             logger.warning(f"cannot store an update ({e.strerror}): free some space for `output_dir`")
             self._next_offer = time.monotonic() + OFFER_PAUSE
@@ -387,6 +393,8 @@ class LogSteps:
                     averager.set_epoch(optimizer.local_epoch + 1)
                     averager.lineage = commit.hash.hex()
                 optimizer.local.move_anchor(list_params(opt))
+                if self._passed[0] == commit.parent:
+                    optimizer.grad_averager.old_samples = self._passed[1]
                 self.tracker.update_epoch(optimizer.local_epoch, optimizer.pending_samples - own_samples)
         except Exception as e:  # a block has just gone, or memory is full: the anchor may be half changed
             averager.lineage = ""

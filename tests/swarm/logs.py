@@ -205,7 +205,7 @@ class Network:
             for trainer in self.trainers.values():
                 if trainer.is_alive:
                     is_time = trainer.offer_time is not None and self.now >= trainer.offer_time
-                    if is_time and not trainer.log.is_leaving:
+                    if is_time and not trainer.log.is_leaving and trainer.log.has_turn():
                         trainer.make_offer()
                     trainer.run(trainer.log.tick(self.now))
 

@@ -103,6 +103,51 @@ def test_voter_without_offer_leads_few_attempts():
     assert PEERS[0] in advance(state, PEERS[:4]).awaited
 
 
+@pytest.mark.parametrize("num_voters", [16, 20, 30, 40, 64])
+def test_voters_above_places_take_turns(num_voters):
+    """All counted equally often, and no offer is made in vain. Silent ones take no place after they missed a turn."""
+    state = make_genesis("run", 0, DIGEST, tuple(name_peer(index) for index in range(num_voters)))
+    counts = Counter()
+    for _ in range(4 * WINDOW):
+        assert len(state.in_turn) == 16 and state.in_turn == state.awaited
+        counts.update(state.in_turn)
+        state = advance(state, state.in_turn)
+    assert len(state.voters) == num_voters and max(counts.values()) < 1.6 * min(counts.values())
+    if num_voters > 16:
+        gone = {*state.voters[:3]}
+        for _ in range(math.ceil(num_voters / 16)):  # until each has missed its turn
+            state = advance(state, state.in_turn - gone)
+        assert len(state.in_turn - gone) == 16 and not state.awaited & gone
+        others = [b"other%d" % number for number in range(4)]
+        state = advance(state, [*sorted(state.in_turn - gone)[:12], *others])
+        assert len(state.list_turns()[0]) == 12, "others had four places"
+
+
+def test_list_waits_for_all_voters_in_turn():
+    """Of 30 voters, a leader proposed as soon as it held nine updates, and others refused its list as unfair. If too
+    few peers come that have a turn, the others make offers, too."""
+    state = make_genesis("run", 0, DIGEST, tuple(PEERS[:30]))
+    state = advance(advance(state, state.in_turn), PEERS[14:30])
+    turns = sorted(state.in_turn)
+    log = make_log(state=state, index=int(turns[0][4:]))
+    for peer in turns[1:]:
+        log.receive(1e6, peer, encode(make_offer(peer, state.head)))
+        assert log.ready_time == math.inf
+    log.add_offer(1e6 + 1, make_offer(turns[0], state.head))
+    assert log.ready_time == 1e6 + 1
+    waiting = make_log(state=state, index=next(i for i in range(30) if PEERS[i] not in turns))
+    for number, seconds, has_turn in (
+        (1, 0, False),
+        (4, TIMEOUT, False),
+        (4, TIMEOUT + 1, True),
+        (9, TIMEOUT + 1, False),
+    ):
+        for peer in turns[:number]:
+            waiting.receive(1e6, peer, encode(make_offer(peer, state.head)))
+        waiting.tick(1e6 + seconds)
+        assert waiting.has_turn() is has_turn, number
+
+
 def test_clients_lead_if_reachable_voter_does_not():
     """The only voter that accepts connections would otherwise lead every attempt, also after its end."""
     network = Network(8, 5, clients=(1, 2, 3), members=4)

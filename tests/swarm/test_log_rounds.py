@@ -138,6 +138,9 @@ def test_log_ends_if_third_of_members_is_silent():
         ended.clear()
 
 
+OFFERS = (3, b"head", NAMES[0]), (5, b"parent", NAMES[0]), (11, b"parent", NAMES[1])
+
+
 def test_log_ends_when_most_voters_are_gone(monkeypatch):
     """They have left no record. Five epochs of two hours are only for voters that are there. A peer that sees no other
     may be cut off. A commit whose updates are on their way ends no log."""
@@ -198,7 +201,7 @@ def test_peer_with_long_steps_offers_before_end(monkeypatch, steps_before, left,
     steps.optimizer = SimpleNamespace(grad_averager=averager, stats=SimpleNamespace(averaging_seconds=0.0))
     steps.averager, steps._offered, steps._next_offer = SimpleNamespace(lineage="ab"), (b"", b""), 0.0
     state = SimpleNamespace(head=b"other", voters=NAMES[:num_voters])
-    steps.rounds = SimpleNamespace(log=SimpleNamespace(state=state, patience=12.0))
+    steps.rounds = SimpleNamespace(log=SimpleNamespace(state=state, patience=12.0, has_turn=lambda: True))
     ema = SimpleNamespace(pause=contextlib.nullcontext)
     tracker = SimpleNamespace(dht=SimpleNamespace(uplink=uplink), performance_ema=ema, ready_to_update_epoch=left == 0)
     steps.tracker, steps._make_offer = tracker, made.append
@@ -211,6 +214,43 @@ def test_peer_with_long_steps_offers_before_end(monkeypatch, steps_before, left,
     tracker.seconds_left = left
     steps.offer()
     assert (len(made) > 0) is is_offered
+
+
+def test_samples_end_one_epoch_only(monkeypatch):
+    """Those of a peer without a turn, and of updates that no commit contains. Otherwise, epochs of 30 voters ended
+    after a third of their samples."""
+    made = []
+    steps = LogSteps.__new__(LogSteps)
+    averager = SimpleNamespace(samples=25, old_samples=0, unsent=[])
+    steps.optimizer = SimpleNamespace(grad_averager=averager, stats=SimpleNamespace(averaging_seconds=0.0))
+    steps.averager, steps._offered, steps._next_offer = SimpleNamespace(lineage="ab" * 32), (b"", b""), 0.0
+    steps._passed, steps._step_ends, steps._make_offer = (b"", 0), deque(maxlen=3), made.append
+    tracker = SimpleNamespace(dht=SimpleNamespace(uplink=Uplink()), ready_to_update_epoch=True, seconds_left=0.0)
+    tracker.performance_ema = SimpleNamespace(pause=contextlib.nullcontext)
+    steps.tracker = tracker
+    log = SimpleNamespace(state=SimpleNamespace(head=b"other", voters=NAMES), patience=12.0, has_turn=lambda: False)
+    steps.rounds = SimpleNamespace(log=log, store=SimpleNamespace(open=lambda blob: []))
+    steps.offer()
+    averager.samples = 30  # some more, before the commit
+    steps.offer()
+    assert not made and steps._passed == (steps.head, 25)
+    monkeypatch.setattr("swarm.log_steps.restore", lambda blocks, numbers: None)
+    steps._take_back(SimpleNamespace(blob=b"", samples=7))
+    assert (averager.samples, averager.old_samples) == (37, 7)
+    log.has_turn = lambda: True
+    steps.offer()
+    assert made == [steps.head]
+
+
+def test_pending_samples_have_ended_no_epoch_before():
+    """An offer on the last commit but one, or that no commit contains, does not count toward the next epoch."""
+    rounds = LogRounds.__new__(LogRounds)
+    rounds._lock = threading.RLock()
+    now, late, other = (SimpleNamespace(samples=it, base=base, peer=peer) for it, base, peer in OFFERS)
+    rounds.log = SimpleNamespace(me=NAMES[0], own={b"1": now, b"2": late}, returned=[late])
+    rounds.log.state = SimpleNamespace(head=b"head")
+    rounds.log.list_unapplied = lambda: [SimpleNamespace(offers=[late, other])]
+    assert rounds.count_pending() == now.samples + late.samples
 
 
 def test_peer_without_updates_loads_fewer_and_fewer_states():
