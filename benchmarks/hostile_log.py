@@ -108,7 +108,9 @@ def copy_offer() -> None:
             others = [it for it in others if it.peer != me]
         if others and not is_done:
             other = max(others, key=lambda it: it.samples)
-            self.rounds.add_offer(self.head, other.digest, other.samples, list(self.rounds.store.open(other.blob)))
+            self.rounds.add_offer(
+                self.head, other.digest, other.samples, list(self.rounds.store.open(other.blob)), set()
+            )
             self.optimizer.grad_averager.samples = 0
             note("offers a copy", of=str(PeerID(other.peer))[-6:])
 
@@ -277,7 +279,7 @@ def offer_noise(steps: LogSteps, identity: Identity, seed: int, digest: bytes | 
     digest, blob = digest or swarm.log_steps.compute_digest(*state), rounds.store.add(blocks)
     with rounds._lock:
         rounds.identity.public_keys |= identity.public_keys
-        offer = Offer(steps.head, digest, identity.peer, 100, blob, sum(map(len, blocks)), True, 1000.0, b"")
+        offer = Offer(steps.head, digest, identity.peer, 100, blob, sum(map(len, blocks)), (), True, 1000.0, b"")
         offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
         for peer in rounds._list_members():
             rounds._outbox[peer].append(encode_message(offer))
@@ -310,7 +312,7 @@ def offer_phantoms(count: int = 280) -> None:
 
 def make_phantom(head: bytes, identity: Identity) -> bytes:
     """Return a message that makes a peer ask for a key, learn it, and accept an offer of it."""
-    offer = Offer(head, bytes(32), identity.peer, 100, os.urandom(32), 10**4, True, 1000.0, b"")
+    offer = Offer(head, bytes(32), identity.peer, 100, os.urandom(32), 10**4, (), True, 1000.0, b"")
     offer = replace(offer, signature=identity.sign(get_signed_part(offer)))
     return encode_message(offer, Key(identity.peer, identity.public_keys[identity.peer]), offer)
 

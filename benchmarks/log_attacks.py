@@ -11,11 +11,14 @@ except for `keys`: there, 13 peers that are not voters make one offer each. Colu
     kept     progress kept: (loss at the start - loss) / (the same without attackers)
     cosine   median of the cosines of an offer with all others: the lowest and the mean of honest offers, then of others
     share    of the weight of all offers that the attackers' offers have, in the last ten rounds; and of one honest peer
+    suspended  offers of honest peers, and of attackers, that did not count because most peers opposed earlier ones
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,10 +34,14 @@ from swarm.aggregation import (
     compute_cosines,
     encode,
     find_agreement,
+    find_opposed,
     summarize,
 )
+from swarm.log_records import WINDOW
+from swarm.sparse import TopKCompression
 
 MANY_SAMPLES = 2**40
+DENSITY = 0.03
 
 
 def make_direction(update: torch.Tensor, number: int = 0) -> torch.Tensor:
@@ -43,10 +50,20 @@ def make_direction(update: torch.Tensor, number: int = 0) -> torch.Tensor:
     return fixed * (update.norm() / fixed.norm())
 
 
+def avoid_others(updates: list[torch.Tensor], number: int) -> torch.Tensor:
+    """Return the reverse of the mean update, without the positions that honest offers have: their cosine is 0."""
+    reverse = -torch.stack(updates).mean(0)
+    for update in updates:
+        reverse[TopKCompression(DENSITY).choose(update)] = 0
+    reverse[torch.arange(len(reverse)) % 2 == number] /= 2  # two attackers send different positions
+    return reverse
+
+
 # for each kind, the update of an attacker, given those of the honest peers, the momentum and the attacker's number
 ATTACKS = {
     "flip": lambda updates, momentum, number: -10 * torch.stack(updates).mean(0),
     "direction": lambda updates, momentum, number: make_direction(updates[0]),
+    "avoid": lambda updates, momentum, number: avoid_others(updates, number),
     "shuffle": lambda updates, momentum, number: updates[0][torch.randperm(len(updates[0]))],
     "momentum": lambda updates, momentum, number: momentum,
     "copy": lambda updates, momentum, number: updates[0],
@@ -62,6 +79,9 @@ class AttackedRun(Run):
         self.kind, self.attackers = kind, 0 if kind is None else 13 if kind == "keys" else attackers
         self.shares: list[list[float]] = []
         self.cosines: list[list[float]] = []
+        self.previous: list[list[bytes]] = []  # the blobs of the last round
+        self.opposed: list[set[int]] = []  # in each round, those of the last one that most peers oppose
+        self.suspended = [0, 0]  # offers of honest peers and of others that did not count for that reason
 
     def aggregate(self, codec, unsent, samples, late) -> int:
         zeros = torch.zeros_like(self.anchor)
@@ -72,6 +92,13 @@ class AttackedRun(Run):
             update = ATTACKS[self.kind](updates, self.velocity, number).clone()
             blob = blobs[0] if self.kind == "copy" else encode(Numbers([zeros]), Numbers([update]), codec)
             offers.append(Contribution(bytes([100 + number]), MANY_SAMPLES, 0, blob, is_voter=self.kind != "keys"))
+        judged = (find_opposed(Numbers([it]), blob, self.previous) for it, blob in zip(unsent, blobs, strict=True))
+        votes = Counter(index for opposed in judged for index in opposed)
+        self.opposed.append({index for index in votes if 2 * votes[index] > len(blobs) + self.attackers})
+        for index in set().union(*self.opposed[-WINDOW:]):
+            offers[index] = dataclasses.replace(offers[index], samples=0)
+            self.suspended[index >= len(blobs)] += 1
+        self.previous = [offer.blocks for offer in offers]
         self.anchor, momentum = self.anchor.clone(), Numbers([self.velocity])
         cosines = compute_cosines([summarize(it.blocks, momentum, b"")[1] for it in offers])
         self.cosines.append([find_agreement(cosines, i, range(len(offers))) for i in range(len(offers))])
@@ -96,13 +123,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     steps = args.local * args.rounds
-    setting = Setting(local=args.local, steps=steps, batch=args.batch, peers=args.honest, density=0.03)
+    setting = Setting(local=args.local, steps=steps, batch=args.batch, peers=args.honest, density=DENSITY)
     worker = Worker(args, 0, args.batch)
     start, expected = worker.evaluate(worker.initial.clone()), None
     print(
         f"{args.honest} honest peers, {args.attackers} attackers, {args.rounds} rounds; loss at the start {start:.3f}"
     )
-    print("| attack | loss | kept | cosine | share of the attackers, of an honest peer |\n|---|---|---|---|---|")
+    print(
+        "| attack | loss | kept | cosine | share of the attackers, of an honest peer | suspended |\n" + 6 * "|---" + "|"
+    )
     for kind in (None, *args.kinds):
         worker.shuffle(0, args.honest)
         run = AttackedRun(worker, setting, kind, args.attackers)
@@ -115,7 +144,8 @@ def main() -> None:
         sides = [it for of_round in run.cosines for it in of_round[: args.honest]], []
         sides[1].extend(it for of_round in run.cosines for it in of_round[args.honest :])
         cosine = "; ".join(f"{min(side):.3f}, {statistics.fmean(side):.3f}" for side in sides if side)
-        print(f"| {kind or 'none'} | {loss:.3f} | {kept:.1%} | {cosine} | {hostile:.1%}, {honest:.1%} |", flush=True)
+        shares = f"{hostile:.1%}, {honest:.1%} | {run.suspended}"
+        print(f"| {kind or 'none'} | {loss:.3f} | {kept:.1%} | {cosine} | {shares} |", flush=True)
 
 
 if __name__ == "__main__":

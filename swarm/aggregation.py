@@ -9,10 +9,12 @@ updates go to all peers, as in SparseLoCo, arXiv 2508.15706). Machines differ in
 - norms come from counts of equal numbers and `math.fsum`, cosines from integers, weights from Python's floats;
 - numbers below TINY become 0, because some programs make the processor treat numbers below 1.2e-38 as 0.
 
-Each weight depends on all offers, so each update is measured first, and decoded again when it is applied.
+Each weight depends on all offers, so each update is measured first, and decoded again when it is applied. Each peer
+also compares the last updates with its own one before compression, and tells the others (`find_opposed`).
 Limits: a peer evades the rule against copies by changing a tenth of the entries, and half of the peers can do anything.
 """
 
+import contextlib
 import hashlib
 import math
 import statistics
@@ -117,7 +119,7 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[f
     sketch holds the sum of the numbers in each bucket, where a hash of the position chooses the bucket, and whether the
     number counts as negative (count sketch, Charikar et al., 2002). It is rounded, relative to the norm.
 
-    :param seed: of the hash. No owner knows it in time, or it could place numbers that hide the direction of the rest
+    :param seed: of the hash. No owner but the leader knows it in time: numbers could hide the direction of the rest
     """
     squares = []
     sketch = np.zeros(2 * BUCKETS)
@@ -130,9 +132,36 @@ def summarize(blocks: Sequence[bytes], numbers: Numbers, seed: bytes) -> tuple[f
         of_kind = np.bincount(kinds, minlength=len(values))
         squares.append(math.fsum((of_kind * np.square(values, dtype=np.float64)).tolist()))
         hashes = (positions.astype(np.uint64) + np.uint64(block * BLOCK) + offset) * (factor | np.uint64(1))
+        # a product alone is linear: a leader could find a seed with which certain positions cancel each other
+        hashes = (hashes ^ hashes >> np.uint64(32)) * (factor | np.uint64(1))
         sketch += np.bincount((hashes >> np.uint64(47)).astype(np.int64), values[kinds], 2 * BUCKETS)
     norm = math.sqrt(math.fsum(squares))
     return norm, np.rint((sketch[:BUCKETS] - sketch[BUCKETS:]) * (SKETCH_SCALE / norm if norm else 0.0))
+
+
+def find_opposed(residual: Numbers, own: Sequence[bytes], others: Sequence[Sequence[bytes]]) -> list[int]:
+    """Return the indices of the other peers' updates that point away from this peer's, before compression.
+
+    Compressed updates share few positions, so one may avoid those of all others, and look like noise to them. No update
+    can avoid the positions of one that is whole.
+
+    :param residual: the rest of this peer's update, which its blocks lack
+    """
+    products = np.zeros(len(others))
+    squares = np.zeros(len(others))
+    square = 0.0
+    for block in range(residual.num_blocks):
+        whole = residual.read(block).numpy()
+        positions, kinds, values = decode(own[block], len(whole))
+        whole[positions] += values[kinds]
+        square += float(np.dot(whole, whole))
+        for index, blocks in enumerate(others):
+            with contextlib.suppress(ValueError, IndexError):  # an invalid update does not count anyway
+                positions, kinds, values = decode(blocks[block], len(whole))
+                entries = values[kinds].astype(np.float64)
+                products[index] += entries @ whole[positions]
+                squares[index] += entries @ entries
+    return np.flatnonzero(products < MIN_COSINE * np.sqrt(square * squares)).tolist()
 
 
 def compute_cosines(sketches: Sequence[np.ndarray]) -> list[list[float]]:

@@ -74,6 +74,7 @@ class State:
     parent: log_records.Hash  # or of the first state, the blob of its anchor
     voters: Annotated[tuple, 1, log_records.MAX_VOTERS, log_records.Peer]
     owners: Annotated[tuple, WINDOW, WINDOW, log_records.Peers]  # of offers in each of the last commits
+    opposed: Annotated[tuple, WINDOW, WINDOW, log_records.Peers]  # those that most voters have opposed in each of them
     counted: Annotated[tuple, 0, MAX_OFFERS, Annotated[bytes, 33, 96]]  # the keys of the head's offers, if it has any
     clients: Annotated[tuple, 0, 1024, log_records.Peer]  # peers that accept no connections
     banned: Annotated[tuple, 0, 4096, log_records.Peer]
@@ -114,6 +115,11 @@ class State:
         they are not most voters, all voters do: a few must not decide which state the others load."""
         active = {*self.voters} & {*self.owners[-2], *self.owners[-1]}
         return active if 2 * len(active) > len(self.voters) else {*self.voters}
+
+    @property
+    def suspended(self) -> set[bytes]:
+        """The owners whose updates do not count, because most voters have opposed one of the last of them."""
+        return {peer for peers in self.opposed for peer in peers}
 
     @property
     def participants(self) -> set[bytes]:
@@ -199,6 +205,9 @@ class State:
         out = {leave.peer for leave in commit.leaves}
         current = {offer.peer for offer in commit.offers}
         owners = tuple(tuple(sorted(set(peers) - out)) for peers in (*self.owners[1:], current))
+        judges = [it for it in commit.offers if it.base == self.head and it.peer in self.voters]
+        votes = Counter(peer for judge in judges for peer in {*judge.opposed} & {*self.owners[-1]})
+        opposed = sorted(peer for peer in votes if 2 * votes[peer] > min(len(self.voters), MAX_OFFERS))
         counts = Counter(peer for peers in owners for peer in peers)
         present = [peer for peer in self.voters if peer not in banned | out]
         # a log without voters would end, so the last ones stay
@@ -217,6 +226,7 @@ class State:
             parent=self.head,
             voters=tuple(sorted((*voters, *new))),
             owners=owners,
+            opposed=(*self.opposed[1:], tuple(opposed)),
             counted=tuple(offer.key for offer in commit.offers),
             clients=tuple(sorted(clients & {*counts, *voters})),
             banned=tuple(sorted(banned)),
@@ -228,7 +238,7 @@ def make_genesis(run: str, epoch: int, blob: bytes, members: Sequence[bytes]) ->
     owners of offers in the commits before. The parent is the blob of one member's anchor. The momentum is zero."""
     voters = tuple(sorted(set(members)))[: log_records.MAX_VOTERS]
     head = compute_hash("genesis", (run, epoch, blob, voters))
-    return State(epoch, head, blob, voters, (voters,) * WINDOW, (), (), ())
+    return State(epoch, head, blob, voters, (voters,) * WINDOW, ((),) * WINDOW, (), (), ())
 
 
 class Action(NamedTuple):

@@ -77,6 +77,7 @@ class Offer:
     samples: Annotated[int, 1, 2**48]
     blob: Hash
     num_bytes: Annotated[int, 1, 2**48]
+    opposed: Annotated[tuple, 0, MAX_OFFERS, Peer]  # owners in the base whose updates oppose the peer's own one
     accepts_connections: Annotated[bool, 0, 1]
     mbits: Annotated[float, 0.0, 1e9]
     signature: Signature

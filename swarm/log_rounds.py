@@ -203,15 +203,15 @@ class LogRounds:
             offers += [offer for commit in log.list_unapplied() for offer in commit.offers if offer.peer == log.me]
             return sum(offer.samples for offer in offers)
 
-    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes]) -> None:
-        """Store and publish an update of this peer."""
+    def add_offer(self, base: bytes, digest: bytes, samples: int, blocks: list[bytes], opposed: set[bytes]) -> None:
+        """Store and publish an update of this peer. It opposes the updates of these peers in the base."""
         blob = self.store.add(blocks)
         num_bytes = sum(map(len, blocks))
         mbits = self.dht.uplink.mbits or 0.0
         with self._lock:
             self.log.timeout = self._compute_timeout(self.log.state)
-            fields = base, digest, self.log.me, samples, blob, num_bytes, self.accepts_connections, mbits
-            offer = self.log.sign(Offer, *fields)
+            fields = base, digest, self.log.me, samples, blob, num_bytes, tuple(sorted(opposed))
+            offer = self.log.sign(Offer, *fields, self.accepts_connections, mbits)
             self._perform(self.log.add_offer(self._now(), offer))
 
     def find(self, peers: Sequence[bytes], head: bytes) -> tuple[bytes, State | None]:

@@ -21,7 +21,7 @@ import torch
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, compute_digest, encode, restore
+from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, compute_digest, encode, find_opposed, restore
 from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import list_momenta
@@ -350,7 +350,7 @@ class LogSteps:
         optimizer.local.mark_offered(update, grad_averager.unsent)
         digest = compute_digest(Numbers(list_params(optimizer.opt)), Numbers(list_momenta(optimizer.opt)))
         try:
-            self.rounds.add_offer(head, digest, grad_averager.samples, blocks)
+            self.rounds.add_offer(head, digest, grad_averager.samples, blocks, self._find_opposed(head, blocks))
             self._offered = head, digest
             self._passed = b"", 0
             grad_averager.samples = grad_averager.old_samples = 0
@@ -359,6 +359,17 @@ class LogSteps:
             self._next_offer = time.monotonic() + OFFER_PAUSE
             restore(blocks, Numbers(grad_averager.unsent))
             optimizer.local.move_anchor(optimizer.local.anchor)  # the update is in `unsent` now
+
+    def _find_opposed(self, head: bytes, blocks: list[bytes]) -> set[bytes]:
+        """Return the owners in a commit whose updates oppose this peer's update, which is in these blocks and its rest
+        in the residual."""
+        entry = self.rounds.log.chain.get(head)
+        offers = [it for it in entry.commit.offers if it.peer != self.rounds.log.me] if entry and entry.commit else []
+        with contextlib.suppress(KeyError):  # the disk has lost one
+            blobs = [self.rounds.store.open(it.blob) for it in offers]
+            opposed = find_opposed(Numbers(self.optimizer.grad_averager.unsent), blocks, blobs)
+            return {offers[index].peer for index in opposed}
+        return set()
 
     def _apply(self, commit: Commit, before: State) -> bool:
         """STEPPING: make the outer step of a commit, given the log's state before; return whether that was possible."""
@@ -376,8 +387,10 @@ class LogSteps:
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
+        suspended = before.advance(commit).suspended
+        samples = {it.peer: it.samples for it in commit.offers if it.peer not in suspended}
         contributions = [
-            Contribution(it.peer, it.samples, it.base != commit.parent, blob, it.peer in before.voters)
+            Contribution(it.peer, samples.get(it.peer, 0), it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)
         ]
         opt = optimizer.opt

@@ -89,7 +89,7 @@ class Trainer:
         self.store.add(blob)
         self.offer_time = None
         accepts = self.peer not in network.clients
-        offer = self.log.sign(Offer, self.state, DIGEST, self.peer, len(samples), blob, 1000, accepts, 20.0)
+        offer = self.log.sign(Offer, self.state, DIGEST, self.peer, len(samples), blob, 1000, (), accepts, 20.0)
         self.run(self.log.add_offer(network.now, offer))
 
     def run(self, actions: list[Action]) -> None:

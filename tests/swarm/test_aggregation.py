@@ -18,7 +18,20 @@ from hypothesis import strategies as st
 from processes import ROOT
 
 import swarm.aggregation
-from swarm.aggregation import BLOCK, Contribution, Numbers, aggregate, check_block, encode, restore, summarize
+from swarm.aggregation import (
+    BLOCK,
+    MIN_COSINE,
+    Contribution,
+    Numbers,
+    aggregate,
+    check_block,
+    compute_cosines,
+    encode,
+    find_agreement,
+    find_opposed,
+    restore,
+    summarize,
+)
 from swarm.sparse import CHUNK, HEADER, TINY, TopKCompression, decode
 
 CODEC = TopKCompression(0.03, 2)
@@ -195,3 +208,23 @@ def test_any_bytes_raise_or_stay_finite(size, data):
         changed = dataclasses.replace(offer, peer=b"x", samples=10**12, blocks=[bytes(block)])
         anchor = apply([*offers, changed], (size,))[1]
         assert anchor.isfinite().all() and not ((anchor != 0) & (anchor.abs() < TINY)).any()
+
+
+def test_update_that_avoids_positions_of_others_is_opposed():
+    """It looks like noise to compressed updates: with it, one of four peers made a simulated run diverge."""
+    generator = torch.Generator().manual_seed(0)
+    codec = TopKCompression(0.03)
+    common = torch.randn(50_000, generator=generator)
+    wholes = [common + 2 * torch.randn(50_000, generator=generator) for _ in range(4)]
+    rests = [whole.clone() for whole in wholes]
+    blobs = [encode(Numbers([torch.zeros(50_000)]), Numbers([rest]), codec) for rest in rests]
+    reverse = -common
+    for whole in wholes[:3]:
+        reverse[codec.choose(whole)] = 0
+    noise = torch.randn(50_000, generator=generator)
+    hostile = [encode(Numbers([torch.zeros(50_000)]), Numbers([it]), codec) for it in (reverse, noise)]
+    sketches = [summarize(blob, Numbers([common]), b"")[1] for blob in [*blobs[:3], hostile[0]]]
+    assert find_agreement(compute_cosines(sketches), 3, [0, 1, 2]) > MIN_COSINE
+    for index in range(3):
+        others = [*blobs, *hostile, [], [b"invalid"]]
+        assert find_opposed(Numbers([rests[index]]), blobs[index], others) == [4]

@@ -35,8 +35,8 @@ def sign(record: object) -> object:
     return replace(record, signature=FakeIdentity(record.peer).sign(log_records.get_signed_part(record)))
 
 
-def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool = True) -> Offer:
-    return sign(Offer(base, DIGEST, peer, 8, blob, 100, accepts, 20.0, b""))
+def make_offer(peer: bytes, base: bytes, blob: bytes = bytes(32), accepts: bool = True, opposed=()) -> Offer:
+    return sign(Offer(base, DIGEST, peer, 8, blob, 100, opposed, accepts, 20.0, b""))
 
 
 def make_vote(attempt: int, last: int, proposal: bytes, peer: bytes = PEERS[1], parent: bytes = bytes(32)) -> Vote:
@@ -146,6 +146,31 @@ def test_list_waits_for_all_voters_in_turn():
             waiting.receive(1e6, peer, encode(make_offer(peer, state.head)))
         waiting.tick(1e6 + seconds)
         assert waiting.has_turn() is has_turn, number
+
+
+def test_owner_that_most_voters_oppose_is_suspended():
+    """No minority can do that, nor peers without a vote, nor late offers, nor offers that name a peer twice."""
+    state = advance(make_state(5), [PEERS[0], *PEERS[2:6]])
+    victim = PEERS[4]
+    late = Offer(state.parent, DIGEST, PEERS[1], 8, bytes(32), 100, (victim,), True, 20.0, b"")
+    for judges, others, is_suspended in (
+        (PEERS[:3], (), True),
+        (PEERS[:2], (), False),
+        ((*PEERS[:2], PEERS[5]), (), False),
+        ((PEERS[0], PEERS[2]), (late,), False),
+    ):
+        offers = [make_offer(peer, state.head, opposed=(victim,) if peer in judges else ()) for peer in PEERS[:6]]
+        offers = [it for it in offers if it.peer not in {other.peer for other in others}]
+        commit = replace(make_commit(state, ()), offers=tuple(sorted([*offers, *others], key=lambda it: it.key)))
+        assert state.accepts(commit, lambda record: True)
+        assert (state.advance(commit).suspended == {victim}) is is_suspended
+    double = make_offer(PEERS[0], state.head, opposed=(victim, victim, victim, PEERS[7]))
+    commit = make_commit(state, PEERS[1:5])
+    assert not state.advance(replace(commit, offers=(double, *commit.offers))).suspended
+    offers = [make_offer(peer, state.head, opposed=(victim,)) for peer in PEERS[:3]]
+    after = state.advance(replace(make_commit(state, ()), offers=tuple(offers)))
+    assert [advance(after, PEERS[:5], times=n).suspended for n in (WINDOW - 1, WINDOW)] == [{victim}, set()]
+    assert victim in after.voters
 
 
 def test_clients_lead_if_reachable_voter_does_not():

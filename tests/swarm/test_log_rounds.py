@@ -446,7 +446,7 @@ def test_new_offers_end_no_wanted_download(tmp_path):
         rounds.open(state.head, state)
         for number in range(300):
             owner = number.to_bytes(34) if number else peer
-            rounds.log.add_record(Offer(state.head, bytes(32), owner, 8, owner[-32:], 100, True, 20.0, b""))
+            rounds.log.add_record(Offer(state.head, bytes(32), owner, 8, owner[-32:], 100, (), True, 20.0, b""))
             rounds._perform(rounds.log.finish())
             while number and (old := [it for it in rounds.log.select(Offer) if it.peer != peer][:-4]):
                 del rounds.log.records[compute_hash(old[0])[:8]]  # as `take_offer` does
@@ -460,7 +460,7 @@ def test_full_disk_requests_update_after_next_commit(tmp_path):
     with run_rounds(tmp_path, say_nothing) as (rounds, [peer], _), rounds._lock:
         state, blob = make_genesis("run", 3, bytes(32), (rounds.identity.peer, peer)), bytes([1]) * 32
         rounds.open(state.head, state)
-        offer = Offer(state.head, bytes(32), peer, 8, blob, 100, True, 20.0, b"")
+        offer = Offer(state.head, bytes(32), peer, 8, blob, 100, (), True, 20.0, b"")
         rounds.log.add_record(offer)
         results = []
         for error in (SwarmError("the disk is full"), TimeoutError()):
