@@ -18,7 +18,7 @@ from hostile_strangers import note
 import swarm.exchange
 import swarm.log_rounds
 import swarm.log_steps
-from swarm.aggregation import Numbers
+from swarm.aggregation import BLOCK, Numbers
 from swarm.exchange import Exchange
 from swarm.local_steps import list_momenta
 from swarm.log import Action, Log
@@ -27,6 +27,7 @@ from swarm.log_records import encode as encode_message
 from swarm.log_rounds import MAX_QUEUE, Envelope, Identity
 from swarm.log_steps import LogSteps
 from swarm.optimizer_state import list_params
+from swarm.sparse import decode
 
 HONEST_EPOCHS = 3
 DRIP_SECONDS = 0.5  # for each piece
@@ -66,6 +67,36 @@ def spoil(what: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         return encode(update, residual, codec)
 
     swarm.log_steps.encode = encode_spoiled
+
+
+def avoid_others() -> None:
+    """Offer the reversed update once those of most voters are here, without the positions of these: no cosine shows
+    it. And claim many samples."""
+
+    def list_others() -> list[Offer]:
+        steps = PEERS[0]
+        with steps.rounds._lock:
+            log = steps.rounds.log
+            offers = [it for it in log.select(Offer) if it.base == steps.head and steps.rounds.store.has(it.blob)]
+            return [it for it in offers if it.peer != log.me]
+
+    def reverse_rest(update: torch.Tensor) -> torch.Tensor:
+        reverse = -update
+        for offer in list_others():
+            for block, data in enumerate(PEERS[0].rounds.store.open(offer.blob)):
+                part = reverse[block * BLOCK : (block + 1) * BLOCK]
+                part[torch.from_numpy(decode(data, len(part))[0])] = 0
+        return reverse
+
+    offer = LogSteps.offer
+
+    def offer_last(self) -> None:
+        if not is_time() or 2 * len(list_others()) >= len(self.rounds.log.state.voters):
+            offer(self)
+
+    LogSteps.offer = offer_last
+    spoil("the reversed update where no other has a number", reverse_rest)
+    change_offer(samples=lambda _: 2**40)
 
 
 def read_momentum(_: torch.Tensor) -> torch.Tensor:
@@ -337,6 +368,7 @@ ATTACKS = {
     "log_momentum": lambda: spoil("the momentum", read_momentum),
     "log_shuffle": lambda: spoil("a shuffled update", lambda update: update[torch.randperm(len(update))]),
     "log_direction": lambda: spoil("a fixed direction", make_fixed),
+    "log_avoid": avoid_others,
     "log_copy": copy_offer,
     "log_samples": lambda: change_offer(samples=lambda _: 2**40),
     "log_none": lambda: None,
