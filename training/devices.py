@@ -155,7 +155,9 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
 def measure_memory(device: torch.device) -> float:
     """Return the used share of the device's memory. On a GPU, torch's cached memory counts as used."""
     if device.type != "cpu":
-        free, total = torch.accelerator.get_memory_info(device)
+        # notebooks keep their torch, and torch.accelerator of 2.9 lacks this function
+        get_memory = torch.cuda.mem_get_info if device.type == "cuda" else torch.accelerator.get_memory_info
+        free, total = get_memory(device)
         return 1 - free / total  # includes memory of other programs
     return psutil.virtual_memory().percent / 100
 
@@ -232,7 +234,7 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
         finally:
             model.zero_grad(set_to_none=False)
             if device.type != "cpu":
-                torch.accelerator.empty_cache()
+                torch.get_device_module(device).empty_cache()
 
 
 def find_batch_size(

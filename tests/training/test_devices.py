@@ -292,6 +292,13 @@ def test_batch_size_search_leaves_nothing(trial, caplog):
     assert size == 1 and "2 samples: too much for this device's memory" in caplog.text
 
 
+def test_gpu_memory_is_read_by_old_torch(monkeypatch):
+    """A notebook keeps its torch: that of 2.9 has no torch.accelerator.get_memory_info."""
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 4))
+    assert devices.measure_memory(torch.device("cuda", 0)) == 0.75
+
+
 def test_failing_compiler_is_one_line(trial):
     model, batch = trial
     broken = torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler"), "force_disable_caches": True})
