@@ -227,7 +227,7 @@ def time_pass(model: torch.nn.Module, batch: Batch, autocast: AbstractContextMan
 
 @contextlib.contextmanager
 def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the random state and zero the gradients after trial passes."""
+    """Restore the random state, zero the gradients and forget the peak of memory after trial passes."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
@@ -235,6 +235,8 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
             model.zero_grad(set_to_none=False)
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
+            if device.type == "cuda":  # `peak_memory_bytes` would be that of a trial batch
+                torch.cuda.reset_peak_memory_stats(device)
 
 
 def find_batch_size(
