@@ -88,17 +88,17 @@ class GradientAverager(VerifyingAverager):
     def finish(self, result: RoundResult | None) -> int:
         """Remove the gradients that a round, or a step of this peer alone (None), used; return their new samples."""
         num_partitions, partition_index = result.turn if result else (1, 0)
-        samples = self._in_flight[1]
+        sums, samples = self._in_flight
+        if result:  # keep the part that did not reach the other peers, in used memory, because a GPU may have no other
+            residuals = self.residual.split([param.numel() for param in self.parameters])
+            with self._lock:
+                for tensor, used, residual in zip(self.unsent, sums, residuals, strict=True):
+                    tensor.add_(used.copy_(residual.view(tensor.shape)), alpha=self._in_mean)
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
         self._behind[partition_index] = 0
         self._next_partition = (partition_index + 1) % num_partitions
-        if result:  # keep the part of the averaged tensors that did not reach the other peers
-            residuals = self.residual.split([param.numel() for param in self.parameters])
-            with self._lock:
-                for tensor, residual in zip(self.unsent, residuals, strict=True):
-                    tensor.add_(residual.view(tensor.shape).to(tensor.device), alpha=self._in_mean)
         self._in_flight = [], 0
         return samples
 

@@ -156,10 +156,10 @@ class Rounds:
             self.tracker.ban(result.violations)
             if self.is_synchronous() and not self.tracker.is_majority([*map(PeerID.to_bytes, group)]):
                 raise AllreduceException("most known contributors were not in it")
+            self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
         self.stats.members = result.members
         self.state_averager.group_id = result.group_id
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}

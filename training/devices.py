@@ -347,8 +347,9 @@ def tune_to_device(
         compile_model(model, batch, device, autocast)
     if is_auto:
         largest_step = averaging.target_batch_size // (8 * num_devices)
-        # the pending gradients; with local steps, also the anchor and two moments, of which loading makes new ones
-        copies = 6 if averaging.local_steps > 1 else 1
+        # the pending gradients, with --overlap also those of the round in the background; with local steps, also the
+        # anchor and two moments, of which loading makes new ones
+        copies = 6 if averaging.local_steps > 1 else 1 + averaging.overlap
         size, count = find_batch_size(model, batch, device, autocast, largest_step, num_devices, copies)
         logger.info(f"--per_device_train_batch_size {size} --gradient_accumulation_steps {count} suit this device")
         args = dataclasses.replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=count)

@@ -1,20 +1,29 @@
 """Rounds with known gradients: the average, and the gradients after a failed round."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.p2p import PeerID
+from hivemind.utils import MPFuture
 from processes import ROOT, make_prefix, run_python, wait_until
 from programs.bad_donor import KINDS
+from records import run_dhts, run_trackers
 from swarms import epochs, list_joint_rounds, start_peer, stop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.allreduce import choose_fractions
+from swarm.averager import RoundResult
+from swarm.gradients import GradientAverager
+from swarm.rounds import AveragingError, Rounds
 
 SLOW = pytest.mark.slow
 
@@ -59,6 +68,54 @@ def test_average_is_weighted_by_samples(start, prefix):
     joint = wait_until(lambda: joint_epochs(first, joining), 60, "an epoch with the joining peer")
     assert [epochs(peer)[joint[0]]["others"] for peer in (first, joining)] == [1, 1]
     stop(first, joining)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_failed_end_of_round_loses_no_gradients(monkeypatch, fails):
+    """With --overlap, a GPU may have no memory left when a round ends. Twelve samples are pending in both cases."""
+    result = RoundResult(b"group", (), (2, 0), {})  # this peer sends a half of its gradients in each round
+    monkeypatch.setattr("swarm.rounds.RoundWait.run", lambda _: {PeerID(b"a"): result, PeerID(b"b"): result})
+    with run_dhts([]) as (dht,), run_trackers([dht], 40, overlap=True) as [tracker]:
+        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 3)]
+        averager = GradientAverager(parameters, dht=dht, prefix=make_prefix(), start=False)
+        rounds = Rounds(tracker, SimpleNamespace(), averager)
+
+        def accumulate(gradient: float, samples: int) -> None:
+            for param in parameters:
+                param.grad = torch.full_like(param, gradient)
+            averager.accumulate(samples)
+
+        accumulate(1.0, 8)
+        assert averager.take_pending() == 8
+        accumulate(3.0, 4)  # while the round goes on
+        averager.residual.fill_(0.5)  # of the mean
+        if fails:
+            averager.residual = averager.residual[:-1]
+        with pytest.raises(AveragingError) if fails else contextlib.nullcontext():
+            rounds._finish(MPFuture(), 5)
+        expected = 8 * 1.0 + 4 * 3.0 if fails else 8 * 0.5 + 4 * 3.0
+        assert [tensor.tolist() for tensor in averager.unsent] == [[expected] * 2, [expected] * 3]
+        assert averager.take_pending() == 12
+        assert (rounds.stats.failed, rounds.stats.total_samples) == ((1, 0) if fails else (0, 8))
+
+
+def test_end_of_round_takes_no_device_memory():
+    """With --overlap, a forward pass may have left none. The pending gradients are on another device than the rest."""
+    operations = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            operations.append(operation.overloadpacket)
+            return operation(*args, **kwargs or {})
+
+    parameters = [torch.zeros(size) for size in (2, 3)]
+    unsent, sums = ([torch.zeros(size, device="meta") for size in (2, 3)] for _ in range(2))
+    averager = SimpleNamespace(parameters=parameters, residual=torch.zeros(5), unsent=unsent, _in_flight=(sums, 8))
+    averager._lock, averager._behind, averager._in_mean = contextlib.nullcontext(), [0], 8
+    with Recorder():
+        GradientAverager.finish(averager, RoundResult(b"group", (), (1, 0), {}))
+    aten = torch.ops.aten
+    assert operations == [aten.split_with_sizes, *2 * [aten.view, aten.copy_, aten.add_]]  # views, or in place
 
 
 @pytest.mark.slow
