@@ -121,7 +121,8 @@ class RankGroup:
             self.require_others()
             time.sleep(0.1)
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")  # no connections from other machines
         with self.exchange():
             dist.init_process_group("gloo", store=store, rank=self.number, world_size=self.count, timeout=NO_TIMEOUT)
             if self.device.type == "cuda":
