@@ -119,7 +119,7 @@ def main(*groups) -> None:
             loss = ranks.average_gradients(model, loss)
             if ranks.is_main:
                 scaler.unscale_(optimizer)
-                # The host waits for the device only here, because non-finite gradients must not be contributed.
+                # The host waits for the device here, else only for masks, because non-finite gradients must not spread.
                 loss = read_loss(loss, list_gradients(model))
                 optimizer.step(batch_size=state.samples_per_step if math.isfinite(loss) else 0)
                 scaler.update()
