@@ -19,12 +19,12 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the programs would ignore it as well, and so fail a test
 
 # Seconds that the quick tests of test_*.py take on two cores, next to four other parts; of files that are not named, 3.
-# The longest files are taken first, so that the parts end together.
+# The longest files are taken first, so that few of them are left at the end.
 # fmt: off
 SECONDS = {
-    "averaging": 150, "checkpoint": 100, "devices": 90, "states": 80, "archive": 80, "swarm": 60, "aux_peer": 50,
-    "fetch": 50, "monitor": 45, "streaming": 45, "page": 45, "preflight": 40, "uplink": 40, "tokenize": 40,
-    "log_steps": 40, "families": 40, "local_steps": 30, "forerunners": 30, "guard": 25, "storage": 25,
+    "averaging": 250, "states": 170, "checkpoint": 100, "devices": 90, "archive": 80, "swarm": 60, "aux_peer": 50,
+    "fetch": 50, "monitor": 45, "streaming": 45, "page": 45, "preflight": 40, "tokenize": 40,
+    "log_steps": 40, "families": 40, "local_steps": 30, "forerunners": 30, "guard": 25, "storage": 25, "uplink": 25,
     "membership": 25, "evaluation": 25, "new_experiment": 45, "finetune": 20, "lean_albert": 20,
     "attestation": 20, "metrics": 20, "aggregation": 15, "trainer": 15, "batches": 15, "arguments": 10,
     "conventions": 10, "hivemind_gaps": 10, "processes": 10, "fuzz": 10, "exchange": 10, "trust": 10, "optimizer": 10,
@@ -35,7 +35,7 @@ SECONDS = {
 
 def pytest_addoption(parser):
     parser.addoption("--real-starts", action="store_true", help="let each program import its libraries itself")
-    parser.addoption("--claims", type=Path, help="a folder that several runs share: each file is run by one of them")
+    parser.addoption("--claims", type=Path, help="a folder that several runs share: each test is run by one of them")
 
 
 def pytest_configure(config):
@@ -46,19 +46,26 @@ def pytest_configure(config):
 
 
 def pytest_runtestloop(session):
-    """Run each file unless another run has claimed it."""
+    """Run the files that no other run has claimed, and then the tests that other runs have not begun yet."""
     folder, items = session.config.getoption("--claims"), {}
     if folder is None or session.testsfailed or session.config.option.collectonly:
         return None  # pytest does as it always does
+
+    def claim(name: str) -> bool:
+        try:
+            (folder / name).mkdir()
+        except FileExistsError:  # another run has it
+            return False
+        return True
+
     for item in session.items:
         items.setdefault(item.path, []).append(item)
-    for path in sorted(items, key=lambda path: SECONDS.get(path.stem.removeprefix("test_"), 3), reverse=True):
-        try:
-            (folder / path.stem).mkdir()
-        except FileExistsError:  # another run has claimed this file
-            continue
+    files = sorted(items, key=lambda path: SECONDS.get(path.stem.removeprefix("test_"), 3), reverse=True)
+    own_files = (path for path in files if claim(path.stem))
+    for path in itertools.chain(own_files, files):
+        own = (item for place, item in enumerate(items[path]) if claim(f"{path.stem}/{place}"))
         # keep fixtures of the session after a file, because the next file is not known yet
-        for item, following in itertools.pairwise([*items[path], session]):
+        for item, following in itertools.pairwise(itertools.chain(own, [session])):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     return True
 

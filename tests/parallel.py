@@ -1,5 +1,5 @@
-"""Run pytest in several parts at a time, because a swarm mostly waits. A part takes the next file that is free, and its
-output appears when it ends. `make test` runs this:
+"""Run pytest in several parts at a time, because a swarm mostly waits. A part takes the next file that is free, at last
+the tests that are left of other parts' files, and its output appears when it ends. `make test` runs this:
 
     python tests/parallel.py 5 -m "not slow"
 
