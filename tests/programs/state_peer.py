@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from hivemind.p2p import PeerID
 
 from common.console import clean_end, handle_stop_signals, setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
+from swarm import state_download
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
+from swarm.state_server import parse_epochs
 from tests.programs.peers import join, list_maddrs, make_state_averager, print_facts, shut_down
 
 
@@ -35,8 +38,15 @@ def list_tensors(averager):
     return params + [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
 
 
+def select_of_all(groups, witnesses, *more, select=state_download.select_agreed):
+    """Select no state before all donors have described theirs: on busy cores, one needs a second more than another."""
+    return select(groups, witnesses, *more) if sum(map(len, groups)) >= options["donors"] else []
+
+
 with clean_end():
     options = json.loads(sys.argv[1])
+    if "donors" in options:  # before the averager's process is forked
+        state_download.select_agreed = select_of_all
     setup_logging("peer")
     dht = join(options["prefix"], options.get("maddrs", ()), options.get("ip", "127.0.0.1")).dht
     averager = make_state_averager(
@@ -73,8 +83,10 @@ with clean_end():
                         averager.set_epoch(averager.local_epoch + 1)
                         averager.lineage = f"common {averager.local_epoch}"
     else:
-        time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
+        read_declarations = partial(dht.get, f"{options['prefix']}_state_averager.all_averagers", latest=True)
+        while len(parse_epochs(read_declarations(), dht.peer_id.to_bytes())) < options.get("donors", len(known)):
+            time.sleep(0.1)
         own, started = {name: options[name] for name in ("is_synchronous",) if name in options}, time.monotonic()
         future = averager.start_download(min_epoch=3, contributors=known, **own)
         while not future.done():

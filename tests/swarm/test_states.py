@@ -62,12 +62,15 @@ class Donors:
         self.start, self.prefix, self.all = start, make_prefix(), []
         for number, options in enumerate(each):
             self.all.append(self.add(f"donor{number}", role="donor", **options))
-            self.all[-1].wait_for('"maddrs"')
+            self.all[0].wait_for('"maddrs"')  # the others join through it, at the same time
+        for donor in self.all:
+            donor.wait_for('"maddrs"')
         self.ids = [donor.json_lines()[0]["maddrs"][0].rpartition("/")[2] for donor in self.all]
 
     def add(self, name: str = "taker", role: str = "taker", **options) -> Script:
         maddrs = self.all[0].json_lines()[0]["maddrs"] if self.all else []
-        options = {"prefix": self.prefix, "maddrs": maddrs, "mbits": MBITS, "role": role, **options}
+        own = {"prefix": self.prefix, "maddrs": maddrs, "donors": len(self.all), "mbits": MBITS, "role": role}
+        options = {**own, **options}
         return self.start(name, "-m", "tests.programs.state_peer", json.dumps(options))
 
 
@@ -129,7 +132,8 @@ def test_known_contributors_state_wins(start):
 def test_similar_states_confirm_each_other(start):
     """Peers that do not step together have a lineage each. A fourth contributor has a later state of its own."""
     each = [{"lineage": f"group {number}", "epoch": 3 + number, "noise": 0.01} for number in range(3)]
-    donors = Donors(start, *each, {"lineage": "lie", "epoch": 5, "lie": 1})
+    each.append({"lineage": "lie", "epoch": 5, "lie": 1})
+    donors = Donors(start, *({"mbits": 40.0, **options} for options in each))
     facts = read_facts(donors.add(known=donors.ids, is_synchronous=False))
     assert len(facts["donors"]) == 1 and facts["donors"][0] in donors.ids[:3]
     assert (facts["epoch"], facts["lineage"]) in [(3 + number, f"group {number}") for number in range(3)]
