@@ -1,5 +1,5 @@
 """Three steps of SGD on the same 12 batches, by two ranks of each kind, and then by rank 0 alone. In each of the first
-ones rank 0 takes a nap, as in a long round, and the other one waits for it.
+ones rank 0 takes a nap, as in a long round, once the other one waits for it.
 
     python -m tests.programs.steps_of_ranks TOKENIZER DATASET FOLDER CONFIG KIND ...  (KIND: whole or sharded)
 """
@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,7 @@ def train(ranks: RankGroup, model: torch.nn.Module, is_sharded: bool) -> dict:
             param.data.zero_()
     feed, optimizer = iter(batches[ranks.number :: ranks.count]), torch.optim.SGD(model.parameters(), lr=0.1)
     worker = ranks.distribute(model)
+    waiting = Path(folder) / "waiting"
     told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
     args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
     epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
@@ -51,8 +53,13 @@ def train(ranks: RankGroup, model: torch.nn.Module, is_sharded: bool) -> dict:
         losses.append(loss.item())
         if ranks.number == 0:
             optimizer.step()
+            while not waiting.exists():
+                time.sleep(0.01)
+            waiting.unlink()
             time.sleep(1)
         before, cpu = time.monotonic(), time.process_time()
+        if ranks.number:
+            waiting.touch()
         epoch = ranks.broadcast_state(model, epoch + 1, scaler)
         waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
         model.zero_grad(set_to_none=False)
