@@ -72,13 +72,15 @@ def test_digest_same_for_threads_and_instructions(tmp_path):
     path = tmp_path / "offers.json"
     offers = [[make_offer(seed, scale=seed * scale).blocks for seed in range(1, 5)] for scale in (1e-3, 1e-3, 1e-29)]
     path.write_text(json.dumps([[[block.hex() for block in blocks] for blocks in epoch] for epoch in offers]))
-    outputs = {compute_digests(path)}
+    processes = []
     for threads, capability, flush in ((1, "default", False), (2, "avx2", True)):
         program = "import sys, torch; sys.path[:0] = ['tests', 'tests/swarm']; import test_aggregation as t; "
         program += f"torch.set_num_threads({threads}); torch.set_flush_denormal({flush}); "
         program += f"print(t.compute_digests({str(path)!r}), end='')"
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-        outputs.add(subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True))
+        options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        processes.append(subprocess.Popen([sys.executable, "-c", program], **options))
+    outputs = {compute_digests(path), *(process.communicate()[0] for process in processes)}
     assert len(outputs) == 1 and len(set(outputs.pop().split())) == 3
 
 

@@ -300,7 +300,7 @@ def test_request_ends_with_its_stream(exchanges, monkeypatch):
 
 def test_stream_ends_without_reader(exchanges, monkeypatch):
     """Otherwise each stream of a peer that does not read would keep a file open. The daemon holds up to 16 MB."""
-    monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 2.0)
+    monkeypatch.setattr("swarm.exchange.FETCH_TIMEOUT", 0.5)
     server, _, client = exchanges
     blob = server.stores[0].add([os.urandom(5 * 10**6) for _ in range(NUM_BLOCKS)])
     count, numbers = count_files(), struct.pack(f"<{NUM_BLOCKS}I", *range(NUM_BLOCKS))
