@@ -219,11 +219,12 @@ def test_peer_dying_between_answers_leaves_no_difference(start):
     one_id = one.json_lines()[0]["maddrs"][0].rpartition("/")[2]
     dying = start_peer(start, "dying", prefix, 6.0, 16, [one], (*flags, "--dies_for_all_but", one_id))
     joint = wait_for_joint_epochs(one, two, 2, 90)
-    broken = joint[0] - 2  # the last epoch of three
-    assert broken - 1 <= max(epochs(dying)) <= broken and epochs(one)[broken]["averaged_with"] == 3
-    assert epochs(two)[broken]["averaged_with"] == 1
+    broken = max(epoch for epoch, line in epochs(one).items() if line["averaged_with"] == 3)
+    loaded = min(epoch for epoch in epochs(two) if epoch >= broken)
+    assert broken - 1 <= max(epochs(dying)) <= broken
+    assert loaded <= broken + 1 and epochs(two)[loaded]["averaged_with"] == 1
     # its gradients are in that step, and not once more in the next one
-    one_step, next_step = (epochs(two)[epoch] for epoch in (broken, broken + 1))
+    one_step, next_step = (epochs(two)[epoch] for epoch in (loaded, loaded + 1))
     assert next_step["samples"] == 16 * (next_step["steps"] - one_step["steps"])
     for epoch in epochs(one).keys() & epochs(two).keys():
         assert epochs(one)[epoch]["parameter"] == pytest.approx(epochs(two)[epoch]["parameter"], rel=1e-6)
@@ -253,7 +254,7 @@ def test_overlap_averages_and_confirms_states(start):
     wait_until(has_averaged, 90, "four epochs with the same parameters and four joint steps")
     epoch = max(epochs(one))
     # the state of an epoch is there some time after its beginning
-    wait_until(lambda: max(epochs(one)) > epoch + 1, 30, "two epochs more")
+    wait_until(lambda: max(epochs(one)) > epoch + 1, 60, "two epochs more")
     known = [peer.json_lines()[0]["maddrs"][0].rpartition("/")[2] for peer in (one, two)]
     three = start_peer(start, "three", prefix, 2.0, 32, [one], (*flags, "--known", *known))
     three.wait_for("loaded the state of epoch", 60)
@@ -345,8 +346,8 @@ def test_invalid_state_is_refused_and_retried(start, prefix):
         assert line["values"] == [-line["epoch"]] * 3
     # kill -9 of the trainer alone, by the system that runs out of memory: no orphan keeps taking part (note 21)
     os.kill(good.process.pid, signal.SIGKILL)
-    good.process.wait(10)
-    wait_until(lambda: not good.left_processes(), 15, "no process left")
+    good.process.wait(60)
+    wait_until(lambda: not good.left_processes(), 60, "no process left")
     # with the bad donor alone, nothing is taken over, and it takes bounded time
     alone = start_peer(start, "alone", prefix, 0.0, 0, [bad], ("--takes", 1))
     alone.assert_clean_end(120)
@@ -354,8 +355,8 @@ def test_invalid_state_is_refused_and_retried(start, prefix):
     # a peer ends if its daemon dies: otherwise it would be alone from then on, and never say so
     [daemon] = [it for it in psutil.Process(bad.process.pid).children(recursive=True) if it.name().startswith("p2pd")]
     daemon.kill()
-    assert bad.wait(30) == 1 and "the DHT process died, this peer cannot continue" in bad.text
-    wait_until(lambda: not bad.left_processes(), 10, "no process left")
+    assert bad.wait(60) == 1 and "the DHT process died, this peer cannot continue" in bad.text
+    wait_until(lambda: not bad.left_processes(), 60, "no process left")
 
 
 def test_new_peer_too_slow_logs_reason(start):
@@ -375,8 +376,8 @@ def test_new_peer_too_slow_logs_reason(start):
     # a trainer whose DHT process has died says so and ends, instead of waiting forever
     helpers = [child for child in psutil.Process(swarm.process.pid).children() if "torch" not in child.name()]
     os.kill(helpers[0].pid, signal.SIGKILL)
-    assert swarm.wait(30) == 1 and "process died" in swarm.text
-    wait_until(lambda: not swarm.left_processes(), 10, "no process left")
+    assert swarm.wait(60) == 1 and "process died" in swarm.text
+    wait_until(lambda: not swarm.left_processes(), 60, "no process left")
 
 
 @pytest.mark.parametrize("optim, compression", [pytest.param("lamb", "none", marks=SLOW), ("lamb_8bit", "float16")])
