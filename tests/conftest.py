@@ -82,7 +82,7 @@ def start(tmp_path):
     yield start_script
     for script in scripts:
         script.kill()
-        script.process.wait(10)
+        script.process.wait(60)
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ class Script:
         hides, as of an optimizer's step."""
         assert self.wait(seconds) == code and "Traceback" not in self.text, self.text[-3000:]
         assert "error: [hivemind]" not in self.text, self.text[-3000:]
-        wait_until(lambda: not self.left_processes(), 5, f"no process left of {self.command}: {self.left_processes()}")
+        wait_until(lambda: not self.left_processes(), 60, f"no process left of {self.command}: {self.left_processes()}")
 
     def assert_user_error(self, pattern: str, seconds: float = 60) -> None:
         """Wait for the end by a UserError, and find the pattern in its line."""

@@ -33,7 +33,7 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
     demo.wait_for(r"(?m)^epoch \d+/", 300)
     assert len(processes := find_processes(demo)) > 3
     assert demo.wait(600) == 0 and time.monotonic() - started < 600, demo.text[-3000:]
-    wait_for_end(processes, 5)
+    wait_for_end(processes, 60)
     # compute the figures again from the files
     out = tmp_path / "out"
     summaries = [json.loads((out / name / "summary.json").read_text()) for name in ("trainer1", "trainer2")]
@@ -64,11 +64,11 @@ def test_demo_beats_word_frequencies(start_demo, tmp_path):
 def test_demo_ctrl_c_leaves_no_process(start_demo, moment, number):
     demo = start_demo()
     demo.wait_for(moment, 300)
-    wait_until(lambda: find_processes(demo), 10, "a process of the demo's")
+    wait_until(lambda: find_processes(demo), 60, "a process of the demo's")
     processes = find_processes(demo)
     demo.process.send_signal(number)
     assert demo.wait(30) == 128 + number
-    wait_for_end(processes, 5)
+    wait_for_end(processes, 60)
     assert "Traceback" not in demo.text and demo.text.endswith("\ninterrupted: the same command starts again\n")
 
 
@@ -103,7 +103,7 @@ def test_demo_fails_after_killed_trainer(start_demo, tmp_path):
     parents = [p for p in psutil.Process(demo.process.pid).children() if "run_trainer.py" in p.cmdline()]
     parents[0].kill()
     assert demo.wait(60) == 1
-    wait_for_end(processes, 5)
+    wait_for_end(processes, 60)
     assert f"error: trainer1 ended by signal SIGKILL, see {tmp_path / 'out' / 'trainer1.log'}" in demo.text
 
 

@@ -263,14 +263,19 @@ def test_ctrl_c_in_evaluation_saves_first(start, tmp_path, tiny_data):
     words += ["--do_eval", "--eval_steps", 2, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 16]
     trainer = start("trainer", "-m", "tests.programs.changed_trainer", "slowly_evaluated", *words)
     trainer.wait_for("evaluating", 120)
+    counts = [trainer.text.count("evaluating")]
     trainer.interrupt()
-    wait_until((tmp_path / "out" / "checkpoint-2" / "training_state.json").exists, 15, "the checkpoint")
+    wait_until((tmp_path / "out" / "checkpoint-2" / "training_state.json").exists, 60, "the checkpoint")
     summary = tmp_path / "out" / "summary.json"
-    wait_until(summary.exists, 15, "the summary")
-    count = trainer.text.count("evaluating")
-    wait_until(lambda: trainer.text.count("evaluating") > count + 1, 15, "the evaluation at the end")
+    wait_until(summary.exists, 60, "the summary")
+    counts.append(trainer.text.count("evaluating"))
+    wait_until(lambda: trainer.text.count("evaluating") > counts[1] + 1, 60, "the evaluation at the end")
+    counts.append(trainer.text.count("evaluating"))
     trainer.interrupt()
-    trainer.assert_clean_end(15)
+    trainer.assert_clean_end(60)
+    counts.append(trainer.text.count("evaluating"))
+    # a line takes half a second, and a whole evaluation has 203
+    assert counts[1] - counts[0] < 30 and counts[3] - counts[2] < 30, counts
     assert "model and state are in" in trainer.text and "final_loss" not in json.loads(summary.read_text())
 
 

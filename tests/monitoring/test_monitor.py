@@ -251,7 +251,7 @@ def test_monitor_follows_run_over_restart(start, tmp_path, prefix):
         first.publish(make_metrics(41, loss=30.0, mini_steps=6, total_samples=964).dict())
         publish_until_seen(monitor, [second], 41, output_dir, loss=8.0, mini_steps=2, total_samples=856)
         publish_until_seen(monitor, [first, second], 42, output_dir, loss=12.0, total_samples=1064, skipped_steps=1)
-        wait_until(lambda: monitor.text.count("epoch 42  loss 6.0000"), 10, "the log of epoch 42")
+        wait_until(lambda: monitor.text.count("epoch 42  loss 6.0000"), 60, "the log of epoch 42")
         # a late observer reads the metrics at once
         own = ["--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address]
         late = start("late", "run_aux_peer.py", *own, "--refresh_period", "inf", "--output_dir", tmp_path / "late")

@@ -47,7 +47,7 @@ def make_contract(**terms: str) -> RunContract:
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
     dht.run_coroutine(partial(set_attestation, attestation=statement))
     ask = partial(request_in_dht, peers=[dht.peer_id])
-    wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
+    wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 60, "the statement")
 
 
 def ask(dht: DHT, prefix: str, maddrs: list[str], is_new_run: bool = False) -> RunAttestation | None:
@@ -178,7 +178,7 @@ def test_contract_is_published_without_wait(peers):
     dht.attestation, own = RunAttestation(prefix=PREFIX), Swarm(SwarmConfig(PREFIX), dht, dht.public_key)
     own.agree_on(make_contract(learning_rate="0.1"))
     published = dht.public_key, own.contract
-    wait_until(lambda: published in fetch_contracts(other, PREFIX).items(), 10, "the contract")
+    wait_until(lambda: published in fetch_contracts(other, PREFIX).items(), 60, "the contract")
 
 
 def test_early_peer_learns_contributors_later(peers):

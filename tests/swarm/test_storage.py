@@ -168,7 +168,7 @@ def test_restarted_peer_learns_of_peers_that_ping_it(peers):
     victim.run_coroutine(partial(forget, peer=other.peer_id))
     assert own_id not in victim.run_coroutine(partial(find_ids, peer=other.peer_id))
     assert other.run_coroutine(partial(measure_delay, peer=victim.peer_id)) is not None
-    wait_until(lambda: victim.run_coroutine(partial(find_ids, peer=other.peer_id)) == [own_id], 10, "the other peer")
+    wait_until(lambda: victim.run_coroutine(partial(find_ids, peer=other.peer_id)) == [own_id], 30, "the other peer")
 
 
 def test_long_node_id_is_no_answer(peers):

@@ -546,7 +546,7 @@ def test_killed_trainer_resumes_stream(start, tmp_path, tiny_data, num_devices):
     trainer = start("first", "run_trainer.py", *flags)
     trainer.wait_for("epoch 4/", 90)
     trainer.kill()
-    trainer.process.wait(10)
+    trainer.process.wait(60)
     befores = [json.loads(file.read_text()) for file in files]
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"continuing after document {befores[0]['documents']:,}", 60)

@@ -120,7 +120,7 @@ def test_killed_data_worker_keeps_state(tmp_path, start, words):
 def test_ctrl_c_ends_all_ranks(tmp_path, start, words):
     script, processes = start_until_epoch_2(start, *words, "--num_devices", 2)
     stop(script)
-    wait_for_end(processes, 10)
+    wait_for_end(processes, 60)
     assert read_summary(tmp_path / "out")["samples"] % 16 == 0  # a step of both ranks
 
 
@@ -160,14 +160,14 @@ def test_failed_rank_ends_others_in_order(tmp_path, start, words, options):
     ranks = [process for process in processes if NUMBER_VARIABLE in process.environ()]
     min(ranks, key=psutil.Process.create_time).kill()
     assert_saved_in_order(script, 1, "rank 1 of this machine has ended (exit code -9)", tmp_path / "out")
-    wait_for_end(processes, 10)
+    wait_for_end(processes, 60)
 
 
 @pytest.mark.slow
 def test_killed_rank_0_leaves_no_process(start, words):
     script, processes = start_until_epoch_2(start, *words, "--num_devices", 2)
     script.process.kill()
-    wait_for_end(processes, 30)
+    wait_for_end(processes, 60)
     assert "Traceback" not in script.text
 
 
