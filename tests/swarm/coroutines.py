@@ -10,6 +10,16 @@ def run_async(test: Callable[..., Coroutine]) -> Callable[..., None]:
     return functools.wraps(test)(lambda *args, **fixtures: asyncio.run(test(*args, **fixtures)))
 
 
+def run_timeless(test: Callable[..., Coroutine]) -> Callable[..., None]:
+    """Let a test run in a TimelessLoop of its own."""
+
+    def run(*args, **fixtures) -> None:
+        with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+            runner.run(test(*args, **fixtures))
+
+    return functools.wraps(test)(run)
+
+
 class TimelessLoop(asyncio.SelectorEventLoop):
     """Its clock leaps to whatever it waits for, or past that: on a busy machine, sleeping would take longer."""
 

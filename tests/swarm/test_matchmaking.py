@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import math
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from coroutines import run_async
+from coroutines import run_async, run_timeless
 from google.protobuf.message import DecodeError
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
@@ -141,31 +140,34 @@ async def test_leader_without_round_is_asked_less_and_less(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
-@run_async
-async def test_silent_leader_is_asked_less_and_less(kind):
+@run_timeless
+async def test_silent_leader_is_asked_less_and_less(monkeypatch, kind):
     """No peer can join this one during a request, and a leader can declare itself again at any time."""
-    leader, pauses = UselessLeader(kind), []
+    leader, pauses, clock = UselessLeader(kind), [], asyncio.get_running_loop().time
+    monkeypatch.setattr(swarm.matchmaking, "time", SimpleNamespace(monotonic=clock))
     async with search_quickly(leader) as follower:
         for number in range(1, 4):
             for _ in range(5):  # it has declared itself again
                 assert await follower._request_join_group(LEADER) is None
             count, until = follower.useless[LEADER]
             assert leader.requests == count == number
-            pauses.append(until - time.monotonic())
+            pauses.append(until - clock())
             follower.useless[LEADER], follower.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
     assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
-@run_async
-async def test_silent_strangers_share_half_of_time():
+@run_timeless
+async def test_silent_strangers_share_half_of_time(monkeypatch):
     """New keys cost nothing. Of six silent ones, five were asked in a row: no peer could join this one meanwhile."""
+    clock = asyncio.get_running_loop().time
+    monkeypatch.setattr(swarm.matchmaking, "time", SimpleNamespace(monotonic=clock))
     leader, partner = UselessLeader("silent"), PeerID(b"partner")
     async with search_quickly(leader) as follower:
         follower.rounds_with[partner] = 1
         for number in range(6):
             assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
         assert leader.requests == 1
-        assert follower.ask_unknown_at - time.monotonic() == pytest.approx(0.5, abs=0.4)
+        assert follower.ask_unknown_at - clock() == pytest.approx(0.5, abs=0.4)
         assert await follower._request_join_group(partner) is None and leader.requests == 2
 
 
