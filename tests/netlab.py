@@ -30,6 +30,7 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -65,7 +66,8 @@ class Net:
 
     def __init__(self, congestion: str | None = "reno"):
         """:param congestion: the algorithm of TCP on all hosts, one of tcp_allowed_congestion_control"""
-        self.tag, self.congestion = f"n{os.getpid() % 100000}", congestion
+        # names of devices have at most 15 characters; a process id may be that of a killed run, whose namespaces remain
+        self.tag, self.congestion = f"n{uuid.uuid4().hex[:5]}", congestion
         self.fabric: subprocess.Popen | None = None
         self.hosts: dict[str, dict] = {}  # name -> namespace, ip, and the link that leads to the fabric
         self.links: dict[str, dict] = {}  # name of a host or router -> its link's properties
@@ -170,6 +172,8 @@ class Net:
             # Ctrl-C must not end the fabric before the block ends
             start_new_session=True,
         )
+        with contextlib.suppress(PermissionError):  # links keep their rates on busy cores
+            os.setpriority(os.PRIO_PROCESS, self.fabric.pid, -20)
         self.heal()
 
     def update_links(self, names, **change: float) -> None:
