@@ -188,7 +188,8 @@ class Rounds:
         if self.stats.failed_in_a_row % 3 == 0:
             hint = "Is this machine's clock wrong, or it or its uplink too busy? `preflight` tells"
             if self.tracker.dht.client_mode and len(self.tracker.list_clients()) == len(self.tracker.present):
-                hint = "No trainer accepts connections: restart this one, which then looks for a relay"
+                hint = "No trainer accepts connections: restart without `client_mode`, to look for a relay, or ask "
+                hint += "for an auxiliary peer with `assist_in_averaging`"
             logger.warning(f"{text}. {hint}")
         else:
             logger.info(text)

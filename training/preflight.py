@@ -17,6 +17,7 @@ from experiment.data import load_data
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from models.state_codecs import COMPRESSIONS
+from swarm.addresses import is_relayed
 from swarm.allreduce import count_bits
 from swarm.config import AveragingConfig, make_config
 from swarm.joining import Swarm
@@ -34,12 +35,15 @@ from training.ranks import list_trained
 from training.settings import make_swarm_config, require_attested
 
 
-def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
-    """Check that other peers can connect to this one, which may have joined in client mode because they cannot."""
+def check_connection(maddrs: list[str], seen_at: list[str], is_reachable: bool | None, is_client: bool) -> Check:
+    """Check that other peers can connect to this one at these addresses, which are those of relays if it needs them. It
+    may have joined in client mode because they cannot."""
     where = " and ".join(seen_at)
+    if not is_client and all(map(is_relayed, maddrs)):
+        return Check("connection", f"others reach this peer through a relay: {maddrs[0]}")
     if is_reachable:
         return Check("connection", f"others reach this peer at {where}")
-    hint = "behind a firewall: use --client_mode, or open a port and name it in --host_maddrs"
+    hint = "behind a firewall: open a port and name it in --host_maddrs"
     message = "no peer could test whether others can reach this one"
     if is_reachable is False:
         message = f"others cannot reach this peer at {where}: it joins {'in client mode' if is_client else 'anyway'}"
@@ -119,6 +123,6 @@ def check_swarm(swarm: Swarm) -> Iterator[Check]:
     if swarm.config.client_mode:
         yield Check("connection", "client mode: others need not reach this peer")
     elif initial_peers:
-        yield check_connection(*find_reachability(dht), dht.client_mode)
+        yield check_connection(swarm.list_maddrs(), *find_reachability(dht), dht.client_mode)
     warn_of_local_addresses(swarm)
     yield Check("own addresses", "none: client mode" if dht.client_mode else " ".join(swarm.list_maddrs()[:3]))

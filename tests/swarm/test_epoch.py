@@ -8,6 +8,7 @@ import pytest
 import swarm.epoch
 from swarm.epoch import RETRY_AFTER, SYNC_RETRY_PERIOD, TRANSITIONS, Epoch, EpochState, SyncBackoff
 from swarm.optimizer import MAX_STALENESS, CollaborativeOptimizer
+from swarm.rounds import Rounds
 from swarm.uplink import Uplink
 
 
@@ -40,6 +41,25 @@ def test_undeclared_transition_is_refused():
             epoch.state = start
             with pytest.raises(ValueError, match=f"from {start.value} to {end.value}"):
                 epoch.enter(end)
+
+
+@pytest.mark.parametrize(
+    "is_client, clients, advice",
+    [(True, 2, "restart without `client_mode`, to look for a relay"), (True, 1, "clock"), (False, 1, "clock")],
+)
+def test_third_failure_advises_clients_without_averager(caplog, is_client, clients, advice):
+    """Of two trainers; a restart of one with `client_mode` would look for no relay."""
+    dht = SimpleNamespace(client_mode=is_client, uplink=None)
+    tracker = SimpleNamespace(dht=dht, trust=SimpleNamespace(is_auxiliary=False), present=[1, 2], averaging=None)
+    tracker.list_clients = lambda: range(clients)
+    rounds = Rounds(tracker, None, SimpleNamespace(restore_pending=lambda: None, samples=64))
+    control = SimpleNamespace(done=lambda: True, cancelled=lambda: True)
+    with caplog.at_level("INFO"):
+        for epoch in range(3):
+            rounds._put_back(control, epoch, TimeoutError("no group"))
+    *infos, warning = [(record.levelname, record.message) for record in caplog.records]
+    assert [level.lower() for level, _ in infos] == ["info", "info"] and warning[0].lower().startswith("warn")
+    assert advice in warning[1] and ("`assist_in_averaging`" in warning[1]) == (advice != "clock")
 
 
 def test_group_search_starts_before_epoch_end():

@@ -169,6 +169,10 @@ def test_routed_peers_average_through_relay(start, net, tmp_path, tiny_data):
     prefix, pair, names = make_prefix(), {**tiny_data, **PAIR}, ("home1", "home2")
     own = {"--identity_path": tmp_path / "key", "--host_maddrs": f"/ip4/{net.ip('server')}/tcp/31337"}
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix, **own)
+    joining = flags(ON_NET, pair, {"--experiment_prefix": prefix, "--initial_peers": address})
+    preflight = start_on(start, net, "home1", "preflight", "run_trainer.py", "--preflight", *joining)
+    preflight.assert_clean_end(90)
+    assert f"others reach this peer through a relay: {address}/p2p-circuit" in preflight.text, preflight.text
     trainers = [start_trainer_on(start, net, tmp_path, name, prefix, address, pair) for name in names]
     for trainer in trainers:
         trainer.wait_for(rf"others reach it through {address}/p2p-circuit", 60)

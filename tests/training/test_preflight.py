@@ -56,8 +56,14 @@ def test_preflight_compares_epoch_with_matchmaking():
 def test_preflight_separates_errors_and_warnings(tmp_path):
     assert [check_step_time(seconds, 8).level for seconds in (0.1, 0.5, 10, 11)] == ["warning", "ok", "ok", "warning"]
     seen = [(True, False), (False, True), (False, False), (None, False)]
-    assert [check_connection(["11.0.0.1"], *facts).level for facts in seen] == ["ok", "warning", "warning", "warning"]
-    assert "--client_mode" in check_connection(["11.0.0.1"], False, True).hint
+    place = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}"
+    checks = [check_connection([place], ["11.0.0.1"], *facts) for facts in seen]
+    assert [check.level for check in checks] == ["ok", "warning", "warning", "warning"]
+    assert all("--host_maddrs" in check.hint and "--client_mode" not in check.hint for check in checks[1:])
+    through_relay = [f"{place}/p2p-circuit/p2p/{PEER}"], ["11.0.0.1"], False
+    relayed = check_connection(*through_relay, is_client=False)
+    assert relayed.level == "ok" and place in relayed.message
+    assert check_connection(*through_relay, is_client=True).level == "warning"
     parameters = int(shutil.disk_usage("/tmp").free / (12 * 10 + 4))  # room for nine of ten states and one more
     assert check_disk("/tmp", parameters, 10, 12, 0).level == "warning"
     args = TrainerArguments(output_dir=str(tmp_path / "not" / "there"))
