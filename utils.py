@@ -27,7 +27,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 from arguments import MAX_RECORD_LIFETIME, TRAINER_ARGS
-from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
+from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, UnknownFlagError, list_shared
 
 logger = logging.getLogger("utils")
 
@@ -114,7 +114,7 @@ class Flags(constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.
     def validate(cls, flags: str) -> str:
         """Reject flags that peers do not share."""
         if not set(re.findall(r"--(\w+)", flags)).issubset(list_shared(TRAINER_ARGS)):
-            raise ValueError("only flags that all peers must share may be published")
+            raise UnknownFlagError("only flags that all peers must share may be published")
         return super().validate(flags)
 
 

@@ -122,6 +122,10 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     return " ".join(words)
 
 
+class UnknownFlagError(ValueError):
+    """Flags of another peer that this version of the code does not share."""
+
+
 def list_shared(groups: Iterable[type]) -> list[str]:
     """Return the names of the flags that must match on all peers."""
     return [item.name for group in groups for item in fields(group) if item.metadata["help"].is_shared]

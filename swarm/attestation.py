@@ -16,7 +16,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
-from pydantic.v1 import BaseModel, conlist, constr
+from pydantic.v1 import BaseModel, ValidationError, conlist, constr
 
 from common.files import temporary_folder
 from swarm import SwarmError
@@ -69,8 +69,9 @@ async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) ->
     return await request_attestations(node.p2p, peers)
 
 
-async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
-    """Return the attestations of the peers that answer. Raise a SwarmError if one denies access and none answers."""
+async def request_attestations(p2p: P2P, peers: list[PeerID], is_new: bool = False) -> dict[PeerID, RunAttestation]:
+    """Return the attestations of the peers that answer. Raise a SwarmError if none does, and one denies access or, for
+    a new peer, has another version of the code."""
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
         answer = await p2p.call_protobuf_handler(peer, RPC_ATTEST, BytesValue(), BytesValue)
@@ -82,6 +83,11 @@ async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Ru
     for peer, answer in zip(peers, answers, strict=True):
         if not valid and (reason := explain_denial(answer)):
             raise SwarmError(f"peer {peer} in `initial_peers` does not let this one in: {reason}")
+        if is_new and not valid and isinstance(answer, ValidationError) and "unknownflag" in str(answer):
+            raise SwarmError(
+                f"peer {peer} in `initial_peers` sends settings that this version of the code does not know: use the "
+                "run's version (git pull, or ask its organizer)"
+            )
     return valid
 
 
@@ -192,6 +198,6 @@ async def contact_initial_peers(
         peers = [*dict.fromkeys(get_peer_id(it) for it, why in problems.items() if why is None)][:MAX_ATTESTERS]
         if membership:
             await membership.exchange_revocations(p2p, peers)
-        attestations = await request_attestations(p2p, peers)
+        attestations = await request_attestations(p2p, peers, is_new=True)
     texts = [f"{maddr}: {problem}" for maddr, problem in problems.items() if problem]
     return attestations, f"cannot reach `initial_peers` {'; '.join(texts)}" if texts else None

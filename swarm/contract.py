@@ -69,6 +69,6 @@ def require_same(prefix: str, mine: RunContract, others: list[RunContract]) -> N
     if differences := find_differences(mine, others):
         flags = choose_contract(others).flags or "all that peers must share have their defaults"
         raise ContractMismatch(
-            f"run {prefix!r} uses different settings; {'; '.join(differences)}. Use its flags ({flags}), or choose "
-            "another `experiment_prefix`"
+            f"run {prefix!r} uses different settings; {'; '.join(differences)}. Use its flags ({flags}) and its "
+            "version of the code, or choose another `experiment_prefix`"
         )

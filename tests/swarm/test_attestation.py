@@ -81,6 +81,24 @@ def test_new_peer_receives_attestation(peers):
         assert ask(newcomer, PREFIX, addresses(two)) is None
 
 
+def test_settings_of_other_version_stop_new_peer(peers):
+    """They would count as no answer, and a peer that then gets the run's name would train by its own settings."""
+    one, two, newcomer = peers
+    unknown = "--optim adamw --flag_of_another_version 3"
+    contract = RunContract.construct(joined=0.0, contract={"a": "b"}, flags=unknown)
+    for values in (dict(flags=unknown), dict(contract=contract)):
+        one.run_coroutine(partial(set_nonsense, values={"prefix": PREFIX, **values}))
+        for prefix in ("", PREFIX):
+            with pytest.raises(UserError, match=f"peer {one.peer_id} in --initial_peers .* this version of the code"):
+                discover_settings(SwarmArguments(prefix, addresses(one)), None)
+        # another peer has an answer, and a running trainer goes on
+        assert discover_settings(SwarmArguments("", addresses(one, two)), None) == {"experiment_prefix": PREFIX}
+        assert ask(newcomer, PREFIX, addresses(one)) is None
+    # other invalid answers are none, as before
+    one.run_coroutine(partial(set_nonsense, values={"prefix": PREFIX, "workers": [b"x" * 100]}))
+    assert discover_settings(SwarmArguments(PREFIX, addresses(one)), None) == {}
+
+
 def test_attested_settings_are_inherited_and_binding(monkeypatch, peers):
     shared, (one, _, three) = "--optim adamw --learning_rate 0.1 --config_path configs/demo.json", peers
     with run_peer("other", one) as two:
@@ -150,7 +168,9 @@ def test_untrusted_contract_blocks_no_peer(peers, monkeypatch):
     other, own = (Swarm(SwarmConfig(PREFIX), dht, dht.public_key) for dht in (stranger, newcomer))
     other.publish_contract(make_contract(learning_rate="9")).result(timeout=30)
     mine = make_contract(**terms).copy(update={"flags": flags})
-    with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # without any attestation
+    with pytest.raises(
+        ContractMismatch, match="the run has 9, you have 0.1.* version of the code"
+    ):  # without any attestation
         own.agree_on(mine)
     newcomer.attestation = ask(newcomer, PREFIX, addresses(monitor))
     own.agree_on(mine)
