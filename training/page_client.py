@@ -27,6 +27,10 @@ VISIT_TIMEOUT = 5.0  # seconds
 GREETING = b"\x13/multistream/1.0.0\n"  # both sides of a libp2p connection send this first
 
 
+class PageError(UserError):
+    """There is no peer to join by at an address of --initial_peers."""
+
+
 def format_join(swarm: Swarm, maddrs: list[str], flags: str) -> str:
     """Return a trainer's command to join the run with its shared flags, for copy and paste."""
     prefix = shlex.quote(swarm.prefix) + (" --invite FILE" if swarm.dht.membership else "")
@@ -114,7 +118,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         # asyncio's text of a failed connection is a tuple of addresses
         reason = os.strerror(e.errno) if isinstance(e, ConnectionError) and e.errno else first_line(e)
         reason = f"no answer within {VISIT_TIMEOUT:g} s" if isinstance(e, TimeoutError) else reason
-        raise UserError(f"--initial_peers {address}: no status page to join by ({reason}); {cure}") from e
+        raise PageError(f"--initial_peers {address}: no status page to join by ({reason}); {cure}") from e
 
 
 def make_place(ip: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -125,6 +129,19 @@ def make_place(ip: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addr
 
 
 def resolve_initial_peers(addresses: list[str], prefix: str) -> list[str]:
-    """Return --initial_peers as multiaddrs: each HOST:PORT is replaced by the addresses on its status page."""
-    resolved = ([address] if address.startswith("/") else find_maddrs(address, prefix) for address in addresses)
-    return [maddr for maddrs in resolved for maddr in maddrs]
+    """Return --initial_peers as multiaddrs: each HOST:PORT is replaced by the addresses on its status page.
+
+    :raises PageError: if no address is left; otherwise, a warning names each page that does not answer
+    """
+    maddrs = []
+    errors = []
+    for address in addresses:
+        try:
+            maddrs += [address] if address.startswith("/") else find_maddrs(address, prefix)
+        except PageError as e:
+            errors.append(e)
+    if errors and not maddrs:
+        raise errors[0]
+    for error in errors:
+        logger.warning(str(error))
+    return maddrs

@@ -31,7 +31,7 @@ from common.console import UserError
 from monitoring.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, History
 from monitoring.page import MAX_REQUEST_BYTES, MAX_VISITORS, StatusServer, TrainerPage
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
-from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
+from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs, resolve_initial_peers
 from training.settings import discover_settings
 from utils import LocalMetrics
 
@@ -199,6 +199,21 @@ def test_wrong_page_is_one_line():
     for address, words in cases.items():
         with expect_user_error(words):
             find_maddrs(address, "run")
+
+
+def test_dead_page_among_others_is_warning(caplog):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        dead = f"127.0.0.1:{listener.getsockname()[1]}"
+    with serve(page("run", LOCAL)) as address:
+        for addresses in ([dead, address], [address, dead]):
+            caplog.clear()
+            assert resolve_initial_peers(addresses, "run") == [LOCAL]
+            assert [dead in record.message for record in caplog.records] == [True]
+        assert resolve_initial_peers([dead, RELAY, dead], "run") == [RELAY]
+        with expect_user_error("HOST:PORT"):  # a typo
+            resolve_initial_peers([address, "127.0.0.1"], "run")
+    with expect_user_error(dead, "--status_port"):
+        resolve_initial_peers([dead, dead], "run")
 
 
 def test_wrong_address_on_page_is_refused():
