@@ -1,7 +1,10 @@
 """HOST:PORT on the command line."""
 
+import errno
 import ipaddress
 import re
+import socket
+from collections.abc import Iterable
 
 from common.console import UserError
 
@@ -29,3 +32,18 @@ def make_host_maddrs(text: str) -> list[str]:
     # a socket on [::] also accepts IPv4, but libp2p's does not
     addresses = ["ip4/0.0.0.0", "ip6/::"] if address == ipaddress.ip_address("::") else [f"ip{address.version}/{host}"]
     return [f"/{address}/tcp/{port or 0}" for address in addresses]
+
+
+def find_used_port(maddrs: Iterable[str]) -> str | None:
+    """Return the first of these multiaddrs to listen on whose TCP port another program uses, or None."""
+    for maddr in maddrs:
+        match = re.match(r"/ip([46])/([^/]+)/tcp/(\d+)", maddr)
+        if not match or match[3] == "0":
+            continue
+        family = socket.AF_INET6 if match[1] == "6" else socket.AF_INET
+        try:
+            socket.create_server((match[2], int(match[3])), family=family).close()
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:  # p2pd reports other errors itself, such as an address of another machine
+                return maddr
+    return None

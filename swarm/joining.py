@@ -12,6 +12,7 @@ from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
+from common.addresses import find_used_port
 from common.console import format_number
 from common.files import raise_file_limit
 from swarm import SwarmError, attestation, reachability
@@ -53,6 +54,9 @@ class Swarm:
         """
         raise_file_limit()
         quiet_hivemind_logs()
+        # with a free UDP port, p2pd would start, and announce the TCP port of another program
+        if not config.client_mode and (used := find_used_port(config.host_maddrs)):
+            raise SwarmError(f"`host_maddrs` {used}: the port is in use, choose another or 0")
         validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if config.initial_peers and not config.client_mode:

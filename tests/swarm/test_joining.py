@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import socket
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments
-from common.addresses import make_host_maddrs
+from common.addresses import find_used_port, make_host_maddrs
 from common.console import UserError
 from swarm import reachability
 from swarm.addresses import add_quic, get_host_port, get_peer_id, list_shareable_maddrs
@@ -73,6 +74,30 @@ def test_copied_key_of_running_peer_is_refused(start, tmp_path):
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{PeerID(bytes([0x12, 0x20]) + bytes(32))}"
     assert explain_failed_start(SwarmConfig(prefix, [dead, *addresses]), "", None) is None
     assert dead in explain_failed_start(SwarmConfig(prefix, [dead]), "", None)
+
+
+def test_used_tcp_port_is_refused():
+    """p2pd would start with QUIC alone, and announce the TCP port of another program."""
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        place = f"/ip4/0.0.0.0/tcp/{port}"
+        result = run_python("-c", MEASURER, make_prefix(), place, expect=2)
+        assert f"--host_maddrs {place}: the port is in use" in result.stderr
+        assert find_used_port(["/ip4/0.0.0.0/tcp/0", place]) == place
+        for free in (
+            "/ip4/0.0.0.0/tcp/0",
+            place.replace("tcp", "udp"),
+            f"/dns4/localhost/tcp/{port}",
+            "/ip4/1.1.1.1/tcp/1",
+        ):
+            assert find_used_port([free]) is None
+    # a connection of an earlier process, which is about to end
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()):
+            server.accept()[0].close()
+        place = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+        assert find_used_port([place]) == place
+    assert find_used_port([place]) is None
 
 
 def test_public_address_uses_listening_port():
