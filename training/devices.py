@@ -94,6 +94,20 @@ class LossScaler(torch.amp.GradScaler):
             super().update(MIN_LOSS_SCALE)
 
 
+def try_device(device: torch.device) -> None:
+    """Compute on a device, or raise a UserError if this torch cannot: its driver or the GPU itself may be too old. Call
+    this after hivemind has forked its helpers."""
+    try:
+        torch.ones(2, device=device).sum().item()
+    except RuntimeError as e:
+        if is_out_of_memory(e):
+            raise
+        raise UserError(
+            f"{device} does not work with torch {torch.__version__} ({first_line(e)}): update its driver, install a "
+            "torch for it (rm -rf .venv; make setup TORCH=...), or use --device cpu"
+        ) from e
+
+
 def place_model(
     model: torch.nn.Module, device: torch.device, args: PrecisionArguments
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
@@ -101,6 +115,7 @@ def place_model(
 
     :returns: a context for forward passes in the chosen precision, and a loss scaler, which is disabled without --fp16
     """
+    try_device(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     if device.type == "cuda":

@@ -27,7 +27,7 @@ from swarm.uplink import Uplink
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
 from training.checks import Check, check_epoch_time, check_machine, check_step_time
-from training.devices import choose_devices, measure_step
+from training.devices import choose_devices, measure_step, try_device
 from training.figures import fetch_progress
 from training.model import make_trainable_model
 from training.page_client import warn_of_local_addresses
@@ -93,6 +93,8 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
     show(Check("settings", "the same as the run's" if is_known else "no trainer yet"))
     show(check_bandwidth(model, make_config(AveragingConfig, averaging), swarm.dht.uplink))
 
+    for device in devices:
+        try_device(device)
     if not args.sharded:  # the first device alone may be too small
         seconds, samples = measure_step(model, (tokenizer, dataset, corpus), devices, groups)
         show(check_step_time(seconds, samples))

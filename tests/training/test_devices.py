@@ -363,6 +363,15 @@ def test_compiled_model_matches_for_all_sizes(tmp_path, kind):
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_device_that_fails_is_one_line():
+    """No number can be read from torch's device meta; an old driver fails in other words."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match="meta does not work with torch .*: update its driver, .* --device cpu"):
+        devices.place_model(model, torch.device("meta"), TrainerArguments())
+    assert model.weight.device == CPU
+    devices.place_model(model, CPU, TrainerArguments())
+
+
 def test_device_choice_needs_no_cuda_context():
     code = "import torch; from arguments import TrainerArguments; from training.ranks import join_ranks\n"
     code += "ranks = join_ranks(TrainerArguments()); print(ranks.count, ranks.device, torch.cuda.is_initialized())"
