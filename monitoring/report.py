@@ -40,6 +40,8 @@ FINAL_FETCH_TIMEOUT = 1.0  # also to wait for a read that is under way
 READS_BEFORE_GOING_BACK = 3
 REPORT_LIFETIME = 120.0  # seconds; that of a progress record
 READS_BEFORE_THE_END = 2  # without a trainer; one may have missed records
+# seconds after a restart, for which a run that is not found may be alive: libp2p dials a lost peer ever less often
+RECONNECT_TIME = 300.0
 #: results of measure_progress
 PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
@@ -83,6 +85,8 @@ class RunReport:
         self.empty_reads = self.lost_contracts = 0
         #: the newest epochs of the last reads in a row that found only epochs before the last one
         self.older_epochs: list[int] = []
+        #: until when peers of the run may still be looking for this restarted peer, unless one has been found
+        self.reconnecting_until = time.monotonic() + RECONNECT_TIME if self.last else 0.0
         #: the progress of each trainer in the last read that found any, and until when it counts after others
         self.reports = {}
         self.reports_until = 0.0
@@ -190,8 +194,11 @@ class RunReport:
         self.alive_peers = current.alive_peers if current else 0
         is_new = current is not None and current.epoch != last_epoch
         is_older = is_new and self.last and current.epoch < last_epoch
+        if current and (reports or is_new) and not is_older:  # not only a record that outlives its peer
+            self.reconnecting_until = 0.0
+        is_reconnecting = time.monotonic() < self.reconnecting_until
         self.older_epochs = [*self.older_epochs, current.epoch] if is_older else []
-        if 0 < len(self.older_epochs) < READS_BEFORE_GOING_BACK:
+        if is_older and (is_reconnecting or len(self.older_epochs) < READS_BEFORE_GOING_BACK):
             return None  # these records may belong to this run or to a new one
         news = {}
         if self.older_epochs:
@@ -199,7 +206,7 @@ class RunReport:
             news["gone_back_to"] = min(self.older_epochs)
             self.go_back(news["gone_back_to"])
             self.older_epochs = []
-        self.empty_reads = 0 if reports or is_new else self.empty_reads + 1
+        self.empty_reads = 0 if reports or is_new or is_reconnecting else self.empty_reads + 1
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
         if is_new:
             schedule = self.workers.schedule

@@ -30,7 +30,7 @@ import run_training_monitor
 from arguments import ReportArguments, SwarmArguments
 from common.console import UserError
 from monitoring.history import Contributions, History, load_history
-from monitoring.report import RunReport
+from monitoring.report import READS_BEFORE_GOING_BACK, RunReport
 from swarm.contract import RunContract
 from training.figures import aggregate_metrics
 from utils import RecordValidator, find_peer_id, peer_label
@@ -204,6 +204,48 @@ def test_report_run_starts_over_drops_old_epochs(tmp_path, monkeypatch):
     assert [entry["epoch"] for entry in report.history] == [2, 4]
     assert report.history[0]["time"] > pilot["time"]
     assert load_history(tmp_path / "metrics.jsonl", "run") == report.history
+
+
+def test_restarted_report_waits_for_lost_peers(tmp_path, monkeypatch):
+    """After an outage, peers of a live run are back after minutes; a new peer that came first has other epochs."""
+    found, present = {}, {}
+    monkeypatch.setattr("training.figures.fetch_records", lambda *_, **__: dict(found))
+    monkeypatch.setattr("training.figures.fetch_progress", lambda *_: dict(present))
+    monkeypatch.setattr("monitoring.report.fetch_contracts", lambda *_: {})
+
+    def start_report() -> RunReport:
+        report = RunReport(ReportArguments(output_dir=str(tmp_path)), SwarmArguments("run"))
+        report.attest(SimpleNamespace(dht=SimpleNamespace(attestation=None), attest=lambda *_: None))
+        return report
+
+    def read(report: RunReport, epoch: int | None = None, is_there: bool = True) -> tuple[list[int], bool]:
+        """Return the epochs of the curve, and whether the page shows an end, after some reads of a peer's records."""
+        found.clear()
+        present.clear()
+        if epoch is not None:
+            found["a" * 8] = make_metrics(epoch), get_dht_time() + 600
+        if epoch is not None and is_there:
+            options = dict(peer_id=b"1", samples_accumulated=0, samples_per_second=1.0, client_mode=False)
+            present["a" * 8] = LocalTrainingProgress(time=get_dht_time(), epoch=epoch, **options)
+        for _ in range(READS_BEFORE_GOING_BACK):
+            report.update()
+        return [entry["epoch"] for entry in report.history], report.read_progress()["ended"] is not None
+
+    first = start_report()
+    for epoch in (4, 5):
+        read(first, epoch)
+    assert read(first) == ([4, 5], True)  # it has seen the peers leave
+    assert read(start_report()) == ([4, 5], False)
+    assert read(start_report(), 1) == ([4, 5], False)
+    assert read(start_report(), 5, is_there=False) == ([4, 5], False)  # a record outlives its peer
+    # a peer of the run is back, and then leaves, or the run starts over
+    back = start_report()
+    assert read(back, 5) == ([4, 5], False) and read(back) == ([4, 5], True)
+    back = start_report()
+    assert read(back, 6) == ([4, 5, 6], False) and read(back, 5) == ([4, 5], False)
+    monkeypatch.setattr("monitoring.report.RECONNECT_TIME", 0.0)
+    assert read(start_report()) == ([4, 5], True)
+    assert read(start_report(), 4) == ([4], False)
 
 
 def test_dashboard_starts_after_failure(tmp_path, monkeypatch):
