@@ -35,6 +35,8 @@ DIAL_ERRORS = {
     "connection refused": "nothing listens on its port {}: is the peer running, is this its port?",
     "security protocol": "the program on its port {} is not a hivemind peer: check the port",
     "no good addresses": "its name does not resolve: check its spelling and your DNS",
+    "timeout": "it does not answer on port {}: is it up, or behind a firewall?",
+    "network is unreachable": "this machine has no route there: is it online, and with this version of IP?",
     "": "it does not answer on port {}: is it up, or behind a firewall?",
 }
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key

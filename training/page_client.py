@@ -24,6 +24,7 @@ logger = logging.getLogger("joining")
 
 MAX_PAGE_BYTES = 64 * 1024
 VISIT_TIMEOUT = 5.0  # seconds
+HAPPY_EYEBALLS_DELAY = 0.25  # seconds; as RFC 8305 recommends
 GREETING = b"\x13/multistream/1.0.0\n"  # both sides of a libp2p connection send this first
 
 
@@ -56,7 +57,8 @@ async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
     :returns: the body, or GREETING if a peer itself listens there; and the IP address that answered
     :raises OSError, ValueError: if there is no page
     """
-    reader, writer = await asyncio.open_connection(host, port)
+    # if the first address of a name drops packets, as many of IPv6 do, the next one is tried meanwhile
+    reader, writer = await asyncio.open_connection(host, port, happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY)
     with contextlib.closing(writer):
         writer.write(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
         ip = writer.get_extra_info("peername")[0]

@@ -222,6 +222,21 @@ def test_wrong_address_on_page_is_refused():
             discover_settings(SwarmArguments("run", initial_peers=[address]), None)
 
 
+def test_page_opens_if_first_address_drops_packets(monkeypatch):
+    """As a name's address of IPv6 does in many networks. A full queue of connections drops packets too."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(serve(page("run", LOCAL)))
+        port = int(address.strip("/").rpartition(":")[2])
+        stack.enter_context(silent := socket.create_server(("127.0.0.2", port), backlog=0))
+        for _ in range(3):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(silent.getsockname())
+        places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+        assert find_maddrs(f"example.org:{port}", "run") == [LOCAL]
+
+
 def test_new_peer_gets_reachable_addresses():
     for maddrs, ip, chosen in (
         # the address that has just answered works

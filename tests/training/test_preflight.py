@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,16 @@ def test_preflight_explains_silent_peers():
         reasons = asyncio.run(diagnose(silent, "/dns4/localhost/tcp/9", "/dns4/no.such.host.invalid/tcp/1", ""))
     assert "is not a hivemind peer" in reasons[0] and "nothing listens on its port 9" in reasons[1]
     assert "does not resolve" in reasons[2] and reasons[3] is None
+
+
+def test_preflight_explains_missing_route():
+    alone = ["unshare", "--net"]
+    if not shutil.which(alone[0]) or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs a network namespace")
+    code = "import asyncio, sys; from swarm.attestation import contact_initial_peers\n"
+    code += "print(asyncio.run(contact_initial_peers(sys.argv[1:], None))[1])"
+    result = run_python("-c", code, f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER}", expect=0, prefix=alone)
+    assert "this machine has no route there: is it online" in result.stdout
 
 
 def test_preflight_interrupted_exits_with_130(start, tiny_data, prefix):
