@@ -4,6 +4,7 @@ import argparse
 import operator
 import re
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, fields
 from functools import partial
@@ -148,6 +149,10 @@ def parse_flags(
     :param before: arguments in front of the command line, which overrides them
     :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
     """
+    try:
+        tempfile.gettempdir()
+    except OSError as e:  # libraries need a temporary folder when they are imported
+        raise UserError("the disk is full or read-only: free some space (df -h), or set TMPDIR") from e
     from transformers import HfArgumentParser  # a slow import, see `flag`
 
     for group in groups:  # HfArgumentParser reads the title from this attribute

@@ -31,6 +31,7 @@ from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from training import checkpoint
+from training.checks import check_shared_memory, warn_of
 from training.figures import SwarmMetrics, TrainingSchedule
 
 logger = logging.getLogger("archive")
@@ -51,13 +52,15 @@ def make_auxiliary(
     The optimizer has no gradients: it averages for other peers and passes their states on (`assists`), or only
     downloads states. It starts helper processes.
 
-    :raises UserError: if live trainers use different settings or the archive's folder cannot be written
+    :raises UserError: if live trainers use different settings, shared memory is short, or the archive's folder cannot
+        be written
     """
     _, report_args, archive_args, model_args, optimizer_args, averaging_args = groups
     tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
     if assists:
         swarm.measure_bandwidth(averaging_args.bandwidth)
     model = make_model(model_args, tokenizer)
+    warn_of(check_shared_memory(model.num_parameters(only_trainable=True)))
     contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
     swarm.compare_contract(contract)
     folder = Path(report_args.output_dir) / "log"  # which the next process continues, or empties

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import tempfile
 
 import pytest
 from conventions import MODULES, load_groups
@@ -16,6 +17,14 @@ from swarm.attestation import RunAttestation
 from training.settings import apply_settings, list_settings
 
 GROUPS = load_groups()
+
+
+def test_full_disk_is_one_line(monkeypatch, tmp_path):
+    """Otherwise an import that needs a temporary folder fails."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with expect_user_error("the disk is full or read-only", "TMPDIR"):
+        parse(arguments.TRAINER_ARGS, "run_trainer.py", "--experiment_prefix", "a")
 
 
 def test_flags_have_help_and_are_read():

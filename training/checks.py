@@ -61,14 +61,19 @@ def check_machine(model: PreTrainedModel, args: TrainerArguments, local_steps: i
     checks.append(Check("memory", message, hint, level))
     of_state = STATE_BYTES_PER_PARAMETER if local_steps == 1 else LOCAL_STATE_BYTES_PER_PARAMETER
     checks.append(check_disk(args.output_dir, parameters, args.save_total_limit, of_state, frozen))
-    if os.path.isdir("/dev/shm"):
-        # containers often have 64 MB, and a bus error kills a process that needs more, without a message
-        free = shutil.disk_usage("/dev/shm").free
-        needed = SHARED_BYTES_PER_PARAMETER * parameters
-        message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
-        hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
-        checks.append(Check("shared memory", message, hint, "fatal" if free < needed else "ok"))
-    return checks
+    return checks + check_shared_memory(parameters)
+
+
+def check_shared_memory(parameters: int) -> list[Check]:
+    """Check the shared memory for this many trained parameters, on systems that limit it."""
+    if not os.path.isdir("/dev/shm"):
+        return []
+    # containers often have 64 MB, and a bus error kills a process that needs more, without a message
+    free = shutil.disk_usage("/dev/shm").free
+    needed = SHARED_BYTES_PER_PARAMETER * parameters
+    message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
+    hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+    return [Check("shared memory", message, hint, "fatal" if free < needed else "ok")]
 
 
 def check_disk(folder: str, parameters: int, kept: int, of_state: int, frozen: int) -> Check:
@@ -103,9 +108,9 @@ def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Che
 
 
 def warn_of(checks: list[Check]) -> None:
-    """Log each problem in one line, or raise a UserError if the disk has no room for a checkpoint."""
+    """Log each problem in one line, or raise a UserError if disk or shared memory have no room for the state."""
     for check in checks:
-        if check.what == "disk" and check.level == "fatal":
+        if check.what in ("disk", "shared memory") and check.level == "fatal":
             raise UserError(f"{check.message}: {check.hint}")
         if check.level != "ok":
             logger.warning(f"{check.what}: {check.message}; {check.hint}")

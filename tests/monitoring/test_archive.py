@@ -8,6 +8,7 @@ import shutil
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -25,7 +26,7 @@ from common.console import UserError
 from experiment.model import make_model
 from experiment.samples import sample_texts
 from models.build import is_same
-from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, write_card
+from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, make_auxiliary, write_card
 from monitoring.hub import Publisher, read_stamp, upload_checkpoint
 from text.instances import PAIRS, TEXT
 from text.tokenizers import load_tokenizer
@@ -64,6 +65,15 @@ def test_repo_url_is_parsed_or_refused(monkeypatch):
     for text in (REPOSITORY, "my-albert", *texts):
         [args] = parse([ArchiveArguments], script, *url, text)
         assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
+
+
+def test_auxiliary_peer_needs_shared_memory(tmp_path, tiny_data, monkeypatch):
+    """In a container, it would end with a traceback of torch."""
+    words = ["--config_path", ROOT / "configs/demo.json", "--tokenizer_path", tiny_data["--tokenizer_path"]]
+    groups = parse(run_aux_peer.GROUPS, "run_aux_peer.py", *words, "--experiment_prefix", "E")
+    monkeypatch.setattr("training.checks.SHARED_BYTES_PER_PARAMETER", 10**12)
+    with expect_user_error("/dev/shm has", "--shm-size"):
+        make_auxiliary(SimpleNamespace(), groups)
 
 
 def make_handler(folder: Path, *words: str) -> CheckpointHandler:

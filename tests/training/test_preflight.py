@@ -24,7 +24,7 @@ from experiment.model import make_model
 from swarm.attestation import contact_initial_peers
 from swarm.config import AveragingConfig, make_config
 from swarm.uplink import Uplink
-from training.checks import check_disk, check_epoch_time, check_machine, check_step_time
+from training.checks import check_disk, check_epoch_time, check_machine, check_shared_memory, check_step_time, warn_of
 from training.model import PRODUCTS, try_out
 from training.preflight import check_bandwidth, check_connection
 
@@ -76,6 +76,13 @@ def test_preflight_separates_errors_and_warnings(tmp_path):
     # frozen weights have no gradients, no moments, and no copies that peers exchange
     assert [it.level for it in check_machine(make_sizes(1000, 4 * parameters), args, 1)[2:]] == ["ok"] * 2
     assert {check_machine(make_sizes(1000, 10**14), args, 1)[place].level for place in (1, 2)} == {"fatal"}
+
+
+def test_short_shared_memory_is_one_line():
+    """torch would fail with a traceback, or a bus error end a process."""
+    warn_of(check_shared_memory(1000))
+    with expect_user_error("/dev/shm has", "needed: docker run --shm-size"):
+        warn_of(check_shared_memory(10**14))
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
