@@ -47,6 +47,7 @@ from swarm.log_records import MAX_OFFERS, WINDOW, Commit, Leave, Offer, Proof, P
 
 MAX_ANSWER_BYTES = 48 * 1024  # a proposal with 16 offers and 64 voters has about 45 KB
 MAX_TRAFFIC = 1024 * 1024  # bytes from one peer and to it in STATUS_INTERVAL
+MAX_GIVEN = 128 * 1024  # of these bytes, those to the peer: updates wait for messages, and two have the most commits
 STATUS_BYTES = 8 * 1024  # as which a status counts at least, for the time that its check takes
 RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
@@ -298,6 +299,7 @@ class Log:
         self.own: dict[bytes, Offer] = {}  # this peer's offers that no commit counts, by key
         self.returned: deque[Offer] = deque()  # those that no commit will count; the caller takes them
         self.traffic: dict[bytes, int] = {}  # bytes in this status interval, by peer
+        self.given: dict[bytes, int] = {}  # those to the peer
         self.fetching: dict[bytes, Action] = {}  # by blob; without an entry, it is requested again
         self.missing_keys: set[bytes] = set()
         self.spans: deque[float] = deque(maxlen=WINDOW)  # seconds between the last commits
@@ -330,6 +332,7 @@ class Log:
             self.status_time = now
             self.missing_keys = set()
             self.traffic = {}
+            self.given = {}
             self.is_dirty = True
         if self.is_dirty:
             self.is_dirty = False
@@ -382,10 +385,14 @@ class Log:
         return is_allowed
 
     def send(self, *records: object, to: bytes | None = None, kind: str = "send") -> None:
-        """Send a message to a peer that stays below its limit, or to several."""
+        """Send a message to a peer that stays below its limits, or to several."""
         message = log_records.encode(*records)
-        if to is None or self.spend(to, len(message)):
-            self.actions.append(Action(kind, message, (to,) if to else ()))
+        if to is not None:
+            given = self.given.get(to, 0) + len(message)
+            if given > MAX_GIVEN or not self.spend(to, len(message)):
+                return
+            self.given[to] = given
+        self.actions.append(Action(kind, message, (to,) if to else ()))
 
     def sign(self, kind: type, *values) -> object:
         """Return a record of this kind with this peer's signature."""

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 from logs import DIGEST, TIMEOUT, FakeIdentity, Network, name_peer, run_schedule
 
 from swarm import log_records
-from swarm.log import MAX_ANSWER_BYTES, MAX_POOL, MAX_TRAFFIC, SLOT, Action, Entry, Log, State, make_genesis, rank
+from swarm.log import (
+    MAX_ANSWER_BYTES,
+    MAX_GIVEN,
+    MAX_POOL,
+    MAX_TRAFFIC,
+    SLOT,
+    Action,
+    Entry,
+    Log,
+    State,
+    make_genesis,
+    rank,
+)
 from swarm.log_records import WINDOW, Commit, Leave, Offer, Proof, Proposal, Status, Vote, encode, pack, unpack
 
 PEERS = [name_peer(index) for index in range(40)]
@@ -604,6 +616,24 @@ def test_many_statuses_cost_little():
     assert log.receive(log.now, PEERS[1], encode(unknown))
     answers = [log.receive(log.now, b"stranger", encode(unknown)) for _ in range(100)]
     assert 20 <= sum(map(bool, answers)) <= 32 and not log.receive(log.now, b"stranger", status)
+
+
+def test_short_questions_of_voter_have_few_answers():
+    """Messages do not wait for updates: on 2 Mbit/s, one voter's questions left a tenth of the uplink for these."""
+    log = make_log(20)
+    for peer in PEERS[:20]:
+        log.take_offer(make_offer(peer, log.state.head))
+    question = encode(Status((log.state.head,), (), (), True))
+
+    def count_bytes(peer: bytes, calls: int) -> int:
+        actions = [it for _ in range(calls) for it in log.receive(log.now, peer, question)]
+        return sum(len(it.content) for it in actions if it.peers == (peer,))
+
+    first = count_bytes(PEERS[1], 1)
+    assert 4 * MAX_GIVEN / 5 < first + count_bytes(PEERS[1], 100) <= MAX_GIVEN
+    assert count_bytes(PEERS[2], 1) == first
+    log.tick(log.now + 6)
+    assert count_bytes(PEERS[1], 1) >= first
 
 
 def test_strangers_leave_room_for_other_peers():
