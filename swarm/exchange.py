@@ -267,6 +267,7 @@ class Exchange:
         self._excluded: dict[tuple[PeerID, PeerID], float] = {}  # until this time, by owner and source
         self._active = Counter()
         self._counts = Counter()
+        self._strangers: list[asyncio.Task] = []  # the requests of untrusted peers, the oldest first
         self._period_end = 0.0
         self._locks = weakref.WeakValueDictionary()  # by peer
         # messages and blocks do not wait for each other
@@ -305,22 +306,14 @@ class Exchange:
 
     @contextlib.contextmanager
     def _admit(self, act: str, peer: PeerID, at_once: int, in_period: int, share: int) -> Iterator[None]:
-        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period, or if all untrusted
-        ones have too many together. One that had less than its share of these may go on: new keys cost nothing."""
+        """Let a peer act, or raise a ValueError if it has too many acts at once or in this period."""
         if time.monotonic() > self._period_end:
             self._period_end = time.monotonic() + PERIOD
             self._counts.clear()
-        is_trusted = peer in self.participants
-        names = [(act, peer)] if is_trusted else [(act, peer), (act, None)]
-        for counts, most in ((self._active, at_once), (self._counts, in_period)):
-            own = counts[act, peer]
-            total = counts[act, None]
-            is_over = own >= (most if is_trusted else most / share)
-            if not is_trusted and total >= most:
-                others = sum(kind == act and other not in self.participants for kind, other in counts) - 1  # of None
-                is_over |= own * others >= most or counts is self._active and total >= 2 * most
-            if is_over:
-                raise ValueError("too many requests")
+        limits = (self._active, at_once), (self._counts, in_period)
+        if any(self._is_over(counts, act, peer, most, share) for counts, most in limits):
+            raise ValueError("too many requests")
+        names = [(act, peer)] if peer in self.participants else [(act, peer), (act, None)]
         self._active.update(names)
         self._counts.update(names)
         try:
@@ -329,11 +322,43 @@ class Exchange:
             self._active.subtract(names)
             self._active = +self._active  # without zeros
 
+    def _is_over(self, counts: Counter, act: str, peer: PeerID, most: int, share: int) -> bool:
+        """Return whether a peer has too many acts, or all untrusted ones have too many together. One that had less than
+        its share of these may go on: new keys cost nothing."""
+        own = counts[act, peer]
+        total = counts[act, None]
+        if peer in self.participants:
+            return own >= most
+        if own >= most / share:
+            return True
+        if total < most:
+            return False
+        strangers = sum(kind == act and it not in self.participants for kind, it in counts) - 1  # without None
+        # a message takes milliseconds; for a request, the oldest one ends, see `_make_room`
+        return own * strangers >= most or counts is self._active and act == "message" and total >= 2 * most
+
+    def _make_room(self) -> None:
+        """End the oldest request of an untrusted peer if this one, which is running, exceeds their places. If it were
+        refused, an attacker's keys could hold all places, with updates that never arrive here."""
+        self._strangers = [task for task in self._strangers if not task.done()]
+        if len(self._strangers) >= 2 * MAX_REQUESTS[0]:
+            self._strangers.pop(0).cancel()
+        self._strangers.append(asyncio.current_task())
+
     # --- messages
 
     def send(self, peer: PeerID, message: bytes) -> Future[bytes]:
         """Send a message of up to MAX_MESSAGE_BYTES, and return the future of its answer."""
         return asyncio.run_coroutine_threadsafe(self._send(peer, message), self._loop)
+
+    async def _pace_message(self, peer: PeerID, size: int) -> None:
+        """Let a message to a voter or an initial peer go at once; data waits for it. All others wait for their turn, as
+        long as a caller does: new keys with short questions would otherwise delay all updates."""
+        if peer in self.urgent:
+            self.uplink.reserve(size, is_urgent=True)
+        else:
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                await self.uplink.pace(size, is_urgent=False)
 
     async def _send(self, peer: PeerID, message: bytes) -> bytes:
         self.uplink.reserve(len(message), is_urgent=True)  # data waits for messages, but they do not wait
@@ -348,12 +373,10 @@ class Exchange:
         sender = context.remote_id
         if len(request.value) > MAX_MESSAGE_BYTES:
             raise ValueError("the message is too large")
-        with self._admit("message", sender, *MAX_MESSAGES):
-            answer = await self._loop.run_in_executor(self._message_worker, self.on_message, sender, request.value)
-            if sender in self.urgent:
-                self.uplink.reserve(len(answer), is_urgent=True)
-            else:
-                await self.uplink.pace(len(answer), is_urgent=False)
+        with self._admit("answer", sender, *MAX_MESSAGES):  # it may wait for the uplink, and keeps no place meanwhile
+            with self._admit("message", sender, *MAX_MESSAGES):
+                answer = await self._loop.run_in_executor(self._message_worker, self.on_message, sender, request.value)
+            await self._pace_message(sender, len(answer))
             return BytesValue(value=answer)
 
     # --- serving
@@ -365,11 +388,15 @@ class Exchange:
         errors = contextlib.suppress(*PEER_ERRORS, LookupError, asyncio.CancelledError)
         try:
             with errors, self._admit("request", info.peer_id, *MAX_REQUESTS):
+                if info.peer_id not in self.participants:
+                    self._make_room()
                 async with asyncio.timeout(REQUEST_TIMEOUT):
                     blob, count = REQUEST.unpack(await reader.readexactly(REQUEST.size))
                     if not 0 < count <= self.num_blocks:
                         raise ValueError("no blocks requested, or too many")
                     numbers = set(struct.unpack(f"<{count}I", await reader.readexactly(4 * count)))
+                    if len(numbers) < count:
+                        raise ValueError("the same block requested twice")
                 closing = asyncio.create_task(reader.read(1))  # until the caller closes the stream (note 87)
                 serving = asyncio.create_task(self._serve_blocks(info.peer_id, blob, numbers, writer))
                 closing.add_done_callback(lambda _: serving.cancel())  # it may wait long for a block, or the uplink

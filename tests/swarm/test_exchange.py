@@ -8,9 +8,11 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
@@ -283,6 +285,89 @@ def test_streams_of_stranger_do_not_block_participant(exchanges):
     wait_until(lambda: one._active == {("request", stranger.peer_id): most, ("request", None): most}, 20, "the rest")
 
 
+class Sink:
+    """The writer of a stream whose other side reads nothing."""
+
+    def __init__(self):
+        self.transport = self
+        self.data = b""
+        self.is_open = True
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert not high
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def abort(self) -> None:
+        self.is_open = False
+
+
+def serve(exchange: Exchange, peer: PeerID, blob: bytes, *numbers: int) -> Sink:
+    """Let an exchange serve a request of any peer, and return what the peer gets."""
+    sink = Sink()
+
+    async def start() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(REQUEST.pack(blob, len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers))
+        sink.task = asyncio.create_task(exchange._serve(SimpleNamespace(peer_id=peer), reader, sink))
+        await asyncio.sleep(0)
+
+    asyncio.run_coroutine_threadsafe(start(), exchange._loop).result(20)
+    return sink
+
+
+def list_keys(count: int) -> list[PeerID]:
+    return [PeerID(b"key%d" % number) for number in range(count)]
+
+
+def test_new_requests_replace_oldest_of_strangers(exchanges):
+    """An attacker's requests for an update that never arrives would keep all joining peers from theirs. Each new key
+    ends one request only."""
+    server, owner, joiner = exchanges
+    server.participants, (first, *others), hidden = frozenset(), list_keys(68), bytes(32)
+    server.fetch(hidden, owner.peer_id, {owner.peer_id: 20.0}, 1, server.stores[0])
+    wait_until(lambda: server._downloads, 20, "the download")
+    sinks = [serve(server, peer, hidden, 0) for peer in (*[first] * 16, *others[:3] * 16, *others[3:])]
+    assert all(sink.is_open for sink in sinks) and server._active["request", None] == 128
+    blob = server.stores[0].add(blocks := make_blocks())
+    fetch(joiner, blob, server, server)
+    assert list(joiner.stores[0].open(blob)) == blocks
+    assert [sink.is_open for sink in sinks] == [False] + 127 * [True]
+    server.keep(frozenset(), server.stores[0])
+    wait_until(lambda: not server._active, 20, "the end of all requests")
+
+
+def test_participants_keep_requests_of_many_strangers(exchanges):
+    """Neither does a participant's request end, nor does a stranger's that asks for more than its share."""
+    server, owner, _ = exchanges
+    voter, others, hidden = PeerID(b"voter"), list_keys(199), bytes(32)
+    server.participants = frozenset({voter})
+    server.fetch(hidden, owner.peer_id, {owner.peer_id: 20.0}, 1, server.stores[0])
+    wait_until(lambda: server._downloads, 20, "the download")
+    own = serve(server, voter, hidden, 0)
+    sinks = [serve(server, peer, hidden, 0) for peer in others]
+    wait_until(lambda: server._active["request", None] == 128, 20, "the end of the oldest requests")
+    assert own.is_open and [sink.is_open for sink in sinks] == 71 * [False] + 128 * [True]
+    more = serve(server, others[-1], hidden, 0)
+    wait_until(lambda: not more.is_open, 20, "the end of a second request")
+    assert all(sink.is_open for sink in sinks[71:])
+    server.keep(frozenset(), server.stores[0])
+
+
+def test_repeated_block_is_refused(exchanges):
+    """Its stream had the time of as many blocks as it has numbers, for a single one."""
+    server, _, stranger = exchanges
+    blob = server.stores[0].add(make_blocks())
+    repeated, other = (serve(server, stranger.peer_id, blob, 0, number) for number in (0, 1))
+    wait_until(lambda: len(other.data) > 2 * BLOCK_BYTES, 20, "two blocks")
+    assert not repeated.is_open and not repeated.data
+    server._loop.call_soon_threadsafe(other.task.cancel)
+
+
 def test_request_ends_with_its_stream(exchanges, monkeypatch):
     """A caller that gives up asks again. On slow uplinks, hundreds of its requests waited, each with an open file."""
     server, _, client = exchanges
@@ -340,6 +425,30 @@ def test_answers_to_others_than_voters_are_not_urgent(exchanges):
         two.send(one.peer_id, b"question").result(20)
         assert (one.uplink._round_at.value > urgent_at) == bool(one.urgent)
         one.urgent = frozenset([two.peer_id])
+
+
+def test_waiting_answers_keep_no_places(exchanges, monkeypatch):
+    """Those of an attacker's keys would otherwise hide the log from joining peers, while this one sends an update."""
+    monkeypatch.setattr("swarm.exchange.REQUEST_TIMEOUT", 5.0)
+    server, keys, questions = exchanges[0], list_keys(30), []
+    server.participants = server.urgent = frozenset()
+    server.on_message = lambda sender, message: questions.append(sender) or message
+    monkeypatch.setattr(server.uplink._background_at, "value", time.monotonic() + 60.0)
+
+    def ask(peer: PeerID) -> Future:
+        answering = server._serve_message(BytesValue(value=b"question"), SimpleNamespace(remote_id=peer))
+        return asyncio.run_coroutine_threadsafe(answering, server._loop)
+
+    futures = []
+    for peer in keys:
+        futures.append(ask(peer))
+        wait_until(lambda peer=peer: peer in questions, 20, "the question")
+    with pytest.raises(ValueError, match="too many"):
+        ask(keys[0]).result(20)
+    for future in futures:
+        with pytest.raises(TimeoutError):
+            future.result(20)
+    assert not server._active
 
 
 def test_unwanted_downloads_end_and_may_begin_again(exchanges, tmp_path):
