@@ -361,7 +361,7 @@ class Exchange:
                 await self.uplink.pace(size, is_urgent=False)
 
     async def _send(self, peer: PeerID, message: bytes) -> bytes:
-        self.uplink.reserve(len(message), is_urgent=True)  # data waits for messages, but they do not wait
+        await self._pace_message(peer, len(message))
         timeout = self.uplink.timeouts.request + self.uplink.compute_transfer_timeout(len(message))
         call = self._p2p.call_protobuf_handler(peer, self._message_name, BytesValue(value=message), BytesValue)
         answer = (await asyncio.wait_for(call, timeout)).value

@@ -427,6 +427,16 @@ def test_answers_to_others_than_voters_are_not_urgent(exchanges):
         one.urgent = frozenset([two.peer_id])
 
 
+def test_calls_to_others_than_voters_are_not_urgent(exchanges):
+    """A new key may answer each call with a short question, whose long answer is in the next call."""
+    one, two, _ = exchanges
+    one.urgent, urgent_at = frozenset(), one.uplink._round_at.value
+    for _ in range(2):
+        one.send(two.peer_id, b"answer").result(20)
+        assert (one.uplink._round_at.value > urgent_at) == bool(one.urgent)
+        one.urgent = frozenset([two.peer_id])
+
+
 def test_waiting_answers_keep_no_places(exchanges, monkeypatch):
     """Those of an attacker's keys would otherwise hide the log from joining peers, while this one sends an update."""
     monkeypatch.setattr("swarm.exchange.REQUEST_TIMEOUT", 5.0)
