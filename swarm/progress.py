@@ -422,13 +422,17 @@ class PeerTracker:
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
         count = len(present) + 1
-        scale = max(1.0, len(counted) / MANY_PEERS)
+        # records of unknown peers cost as much, whatever they say
+        num_read = len(entry.value) if has_log and entry and isinstance(entry.value, dict) else 0
+        scale = max(1.0, len(counted) / MANY_PEERS, num_read / MANY_PEERS)
         max_count = max(count + DRIFT_PEERS, count * (1 + DRIFT_RATE))
         if (epoch, samples) != (self.view.epoch, self.view.samples):
             self._changed_at = read_at  # without changes, refreshes become rare
         soonest = max(REFRESH_SHARE * (read_at - self._changed_at), scale * self.averaging.min_refresh_period)
         # without a log, a peer must see in time that the others wait for it (note 75); with one, their offers tell
-        latest = self.averaging.max_refresh_period * (scale if has_log else 1.0)
+        latest = self.averaging.max_refresh_period
+        if has_log:
+            latest = min(latest * scale, self.averaging.metadata_expiration / 4)
         usual = latest if has_log and not seconds_left else min(max(soonest, seconds_left * count / max_count), latest)
         period = usual if entry else self.averaging.default_refresh_period
         self._next_read = math.inf if self._is_paused else time.monotonic() + period

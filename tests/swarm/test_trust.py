@@ -395,11 +395,13 @@ def test_looks_become_rare_without_changes(dhts):
 
 
 @pytest.mark.parametrize(
-    "samples, owners, expected", [(1, 0, [2.0, 5.0]), (1, 31, [2.0, 20.0]), (40, 31, [20.0, 20.0]), (40, 1, [5.0, 5.0])]
+    "samples, owners, expected",
+    [(1, 0, [2.0, 5.0]), (1, 31, [2.0, 20.0]), (40, 31, [20.0, 20.0]), (40, 1, [19.4, 19.4])],
 )
 def test_refreshes_are_rarer_in_large_swarm(tracker, samples, owners, expected):
     """If 32 peers all read the records of all twice a second, the five that hold them send 15 Mbit/s each."""
     names = [b"%d" % number for number in range(31)]
+    tracker.averaging = dataclasses.replace(tracker.averaging, metadata_expiration=120.0)
     tracker.trust.attested, tracker.trust.active = {*names}, {*names[:owners]}
     records = {it: ValueWithExpiration(make_record(it, samples=samples).dict(), math.inf) for it in names}
     pauses = []
@@ -407,6 +409,18 @@ def test_refreshes_are_rarer_in_large_swarm(tracker, samples, owners, expected):
         tracker.apply_records(ValueWithExpiration(records, math.inf), time.monotonic() + seconds)
         pauses.append(tracker._next_read - time.monotonic())
     assert pauses == pytest.approx(expected, abs=0.3)
+
+
+@pytest.mark.parametrize("samples", [1, 40])
+def test_records_of_new_keys_make_refreshes_rare(tracker, samples):
+    """A thousand are a megabyte, from each of five peers. Those of an implausible epoch cost as much."""
+    tracker.averaging = dataclasses.replace(tracker.averaging, metadata_expiration=120.0)
+    tracker.trust.active = {b"voter"}
+    found = [make_record(b"voter", samples=samples), *(make_record(b"%d" % it, epoch=10**9) for it in range(1100))]
+    records = {it.peer_id: ValueWithExpiration(it.dict(), math.inf) for it in found}
+    tracker.apply_records(ValueWithExpiration(records, math.inf), time.monotonic() + 600.0)
+    assert {*tracker.others} == {b"voter"}
+    assert tracker._next_read - time.monotonic() == pytest.approx(30.0, abs=0.3)
 
 
 def test_reports_and_steps_without_a_pause_are_seen(dhts):
