@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import functools
+import hashlib
 import os
 import threading
 import weakref
@@ -30,6 +30,7 @@ UNREAD_TIMEOUT = 60.0  # seconds to send a message or to read one, and for a cal
 MAX_MESSAGE_BYTES = 2**22  # of a stream; the description of a state has 36 bytes for each 65,536 numbers
 EXTENSIONS = (0x40, 0x50)  # hivemind's types in a message: tuples, and dictionaries of the DHT
 MAX_NESTING = 8  # of values of these types
+MAX_CHECKED = 8192  # records; five nodes may send those of 1,024 peers each (`MAX_SENDERS` in swarm/dht.py) for one key
 DECODE_EXTENSION = MSGPackSerializer._decode_ext_types
 NESTING = threading.local()  # the depth of the value that this thread decodes
 
@@ -53,8 +54,19 @@ class CachingValidator(dht.CompositeValidator):
     def extend(self, validators) -> None:
         """Add validators. Records that were checked without them are checked again."""
         super().extend(validators)
-        validate = functools.lru_cache(1024)(super().validate)
-        self.validate = lambda it: len(it.value) + len(it.subkey) <= MAX_RECORD_BYTES and validate(it)
+        self.checked: dict[bytes, bool] = {}  # by hash, because records may have 16 kB each
+
+    def validate(self, record) -> bool:
+        """Return whether a record is small, and valid for all validators."""
+        if len(record.value) + len(record.subkey) > MAX_RECORD_BYTES:
+            return False
+        name = hashlib.sha256(repr(record).encode()).digest()
+        is_valid = self.checked.get(name)
+        if is_valid is None:
+            is_valid = self.checked[name] = super().validate(record)
+            if len(self.checked) > MAX_CHECKED:
+                del self.checked[next(iter(self.checked))]
+        return is_valid
 
 
 class CancellableStep(StepControl):

@@ -394,6 +394,23 @@ def test_hivemind_validates_known_records_again(kind, checks):
     assert not validator.validate(record) and second.checks == 1
 
 
+def test_records_of_many_keys_are_validated_once():
+    """Above a thousand, each lookup validated all of them five times. The records themselves are not kept."""
+    counter = CountingValidator(10**6)
+    validator = CachingValidator([counter])
+    for _ in range(2):
+        for number in range(5 * 1024):
+            record = DHTRecord(b"key", b"%d" % number, bytes(8), 2.0)
+            assert validator.validate(record)
+    assert counter.checks == 5 * 1024
+    reference = weakref.ref(record)
+    del record
+    assert reference() is None
+    for number in range(10_000):
+        validator.validate(DHTRecord(b"key", b"%d" % number, bytes(8), 3.0))
+    assert len(validator.checked) <= 8192
+
+
 def test_large_records_are_not_kept():
     """A node may answer each lookup with another one of 4 MB."""
     counter = CountingValidator(10**9)
