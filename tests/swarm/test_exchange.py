@@ -5,6 +5,7 @@ import contextlib
 import os
 import struct
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
