@@ -411,9 +411,12 @@ class Log:
         return [record for record in list(self.records.values()) if isinstance(record, kind)]  # other threads add some
 
     def select_leaves(self) -> list[Leave]:
-        """Return the leave records of peers that have made no offer since then: these have started again."""
-        records = [*self.select(Leave), *self.select_current()]
-        last = {it.peer: it for it in list(self.records.values()) if it in records}
+        """Return the leave records of peers that have made no offer since then: these have started again. An offer is
+        surely newer if it builds on a newer commit. Any peer may send an old record once more."""
+        current = self.select_current()
+        back = {it.peer for it in current}
+        leaves = [it for it in self.select(Leave) if it.base == self.state.head or it.peer not in back]
+        last = {it.peer: it for it in list(self.records.values()) if it in leaves or it in current}
         return [it for it in last.values() if isinstance(it, Leave)]
 
     def add_record(self, record: object) -> None:

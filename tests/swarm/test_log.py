@@ -768,6 +768,13 @@ def test_restarted_peer_keeps_its_vote():
     assert not commit.leaves and len(log.state.advance(commit).voters) == 4
     log.add_commit(commit)
     assert not log.select_leaves()  # nor before the next offer
+    log.take_offer(make_offer(PEERS[1], log.state.head))
+    log.take_notice(leave)  # any peer may have kept it
+    assert leave in log.select(Leave) and not log.select_leaves()
+    left = sign(log_records.Leave(log.state.head, PEERS[2], b""))
+    log.take_offer(make_offer(PEERS[2], log.state.head))
+    log.take_notice(left)
+    assert log.select_leaves() == [left]
 
 
 def test_second_offer_of_one_base_is_ignored():
