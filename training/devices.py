@@ -206,9 +206,11 @@ def count_flop(model: PreTrainedModel, batch: Batch, device: torch.device) -> in
     It takes the memory of a forward pass in half precision: neither the precision nor a GPU's attention kernel changes
     the count. The counter does not know the fused attention of the CPU.
     """
+    # a GPU's default is float16, which would keep a copy of each matrix in bfloat16 (see --lora_r)
+    precision = torch.bfloat16 if model.dtype == torch.bfloat16 else None
     counter = FlopCounterMode(display=False)
     counter.flop_registry = {name: partial(count_products, it) for name, it in counter.flop_registry.items()}
-    autocast = torch.autocast(device.type)
+    autocast = torch.autocast(device.type, precision)
     kernel = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else contextlib.nullcontext()
     with leave_no_trace(model, device), torch.compiler.set_stance("force_eager"), kernel, autocast, counter:
         compute_losses(model, move_batch(batch, device))

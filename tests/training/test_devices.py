@@ -262,6 +262,32 @@ def test_flop_of_gpt2_match_formula(tmp_path):
     assert not any(param.grad.any() for param in model.parameters() if param.grad is not None)
 
 
+def test_flop_count_keeps_no_frozen_copies(tmp_path):
+    """With weights in bfloat16, and the default precision of a GPU's autocast."""
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    model = make_model(ModelArguments(str(tmp_path / "config.json")), 1000).bfloat16()
+    model.model.layers.requires_grad_(False)
+    own = {param.data_ptr() for param in model.parameters()}
+    frozen = {param.numel() for param in model.model.layers.parameters() if param.dim() == 2}
+    batch = make_batch(model, 1, 25, 0)  # no activation has the size of a matrix
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() in frozen:
+            kept.append(tensor)
+        return tensor
+
+    default = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            devices.count_flop(model, batch, CPU)
+    finally:
+        torch.set_autocast_dtype("cpu", default)
+    assert len(kept) == 14 and {tensor.data_ptr() for tensor in kept} <= own  # seven matrices per layer
+
+
 def test_peak_is_found_by_name():
     peaks = {"NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "Tesla V100-PCIE-16GB": 125e12}
     peaks |= {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 3060 Ti": 32.4e12}
