@@ -1,9 +1,9 @@
 """Write, find and load training states. A state that was not written completely is never loaded.
 
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
-configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
-written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded.
-README.md shows how to open the model.
+configuration and the tokenizer. A large base model of adapters has several files. `training_state.pt` holds the rest of
+the state. `training_state.json`, which is written last, holds the epoch and the size and SHA-256 of every other file; a
+folder with other files is not loaded. README.md shows how to open the model.
 
 A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), optimizer and scheduler (their
 state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
@@ -35,6 +35,9 @@ logger = logging.getLogger("checkpoint")
 CARD = Path(__file__).with_name("card.md")
 VERSIONS = {module.__name__: str(module.__version__) for module in (hivemind, torch, transformers, numpy)}
 VERSIONS["python"] = platform.python_version()
+#: of a file of weights below adapters, unless one tensor is larger. To write a file, safetensors copies all its tensors
+#: from a GPU to the host's memory.
+MAX_FILE_BYTES = 2 * 10**9
 
 
 class CheckpointError(Exception):
@@ -99,7 +102,8 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
         with torch.device("meta"):
             plain = type(model)._from_config(model.config, dtype=model.dtype)
         adapted = {find_plain_name(name): tensor for name, tensor in weights.items()}
-        plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
+        base = {name: adapted[name] for name in plain.state_dict()}
+        plain.save_pretrained(folder, state_dict=base, max_shard_size=MAX_FILE_BYTES)
 
 
 def find_plain_name(name: str) -> str:

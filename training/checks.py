@@ -18,7 +18,8 @@ from swarm.config import SwarmConfig, make_config
 from swarm.identity import KEY_FILE, keep_identity
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
-from training.checkpoint import choose_state
+from training.checkpoint import MAX_FILE_BYTES, choose_state
+from training.devices import list_devices
 
 logger = logging.getLogger("checks")
 
@@ -53,8 +54,12 @@ def check_machine(model: PreTrainedModel, args: TrainerArguments, local_steps: i
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
     checks = [Check("open files", message, hint, "ok" if files >= ENOUGH_FILES else "warning")]
     free = psutil.virtual_memory().available
-    needed = HOST_BYTES_PER_PARAMETER * parameters + frozen
-    what = f"{parameters:,} trained parameters" + (" and all others" if frozen else "")
+    is_moved = hasattr(model, "peft_config") and not args.sharded and list_devices(args)[0].type != "cpu"
+    # a GPU's checkpoint copies the weights below adapters file by file
+    held = min(frozen, MAX_FILE_BYTES) if is_moved else frozen
+    needed = HOST_BYTES_PER_PARAMETER * parameters + held
+    others = " and a file of the others" if is_moved else " and all others" if frozen else ""
+    what = f"{parameters:,} trained parameters{others}"
     message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {what}, and batches"
     hint = "end other programs, add swap, or train a smaller --config_path"
     level = "fatal" if free < needed else "warning" if free < 1.2 * needed else "ok"

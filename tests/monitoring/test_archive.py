@@ -30,6 +30,7 @@ from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, make_auxilia
 from monitoring.hub import Publisher, read_stamp, upload_checkpoint
 from text.instances import PAIRS, TEXT
 from text.tokenizers import load_tokenizer
+from training import checkpoint
 from training.checkpoint import (
     CheckpointError,
     check_weights,
@@ -197,8 +198,10 @@ def test_upload_is_complete_archive_checkpoint(hub, save, tmp_path, capsys):
     assert "'score'" in capsys.readouterr().out and list(tmp_path.glob("cache/*my-albert"))
 
 
-def test_published_adapters_open_by_name(hub, tmp_path, text_data):
+def test_published_adapters_open_by_name(hub, tmp_path, text_data, monkeypatch):
+    """The weights below them are in several files, as those of a large model."""
     pytest.importorskip("peft")
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 500_000)
     tokenizer = load_tokenizer(text_data["--tokenizer_path"], TEXT)
     make_model(ModelArguments(str(ROOT / "configs/gpt-demo.json")), len(tokenizer)).save_pretrained(tmp_path / "base")
     model = make_model(ModelArguments(model_name_or_path=str(tmp_path / "base"), lora_r=4), tokenizer).eval()
@@ -213,6 +216,7 @@ def test_published_adapters_open_by_name(hub, tmp_path, text_data):
     upload_checkpoint(folder, REPOSITORY)
     [commit] = hub.commits(REPOSITORY)
     assert not [name for name, content in commit.files.items() if str(tmp_path).encode() in content]
+    assert sum(name.startswith("model-") for name in commit.files) > 1
 
     shutil.rmtree(tmp_path / "base")
     ids = torch.arange(20)[None]

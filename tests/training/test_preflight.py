@@ -85,6 +85,22 @@ def test_short_shared_memory_is_one_line():
         warn_of(check_shared_memory(10**14))
 
 
+def test_preflight_counts_weights_below_adapters(monkeypatch):
+    """A GPU's are in the host's memory only while a checkpoint is written, file by file."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    model = make_sizes(10**6, 16 * 10**9)
+    model.peft_config = {}
+    for changes, size in (
+        ({"device": "cpu"}, "16.1 GB needed for 1,000,000 trained parameters and all others"),
+        ({"device": "cuda"}, "2.1 GB needed for 1,000,000 trained parameters and a file of the others"),
+        ({"device": "cuda", "sharded": True}, "16.1 GB needed"),
+    ):
+        assert size in check_machine(model, TrainerArguments(**changes), 1)[1].message
+    del model.peft_config  # each training state holds copies of other frozen weights
+    assert "16.1 GB needed" in check_machine(model, TrainerArguments(device="cuda"), 1)[1].message
+
+
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
 def test_trial_avoids_slow_products(monkeypatch, capability):
     """Without AVX-512, a backward pass in bfloat16 takes minutes for a large model."""
