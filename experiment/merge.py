@@ -18,6 +18,7 @@ def merge(folder: Path, output_dir: Path) -> None:
         raise UserError(f"{folder} has no adapters: give a folder that a trainer with --lora_r has saved")
     if output_dir.exists():
         raise UserError(f"{output_dir} exists already: choose another folder")
+    import torch
     import transformers
 
     try:
@@ -36,10 +37,10 @@ def merge(folder: Path, output_dir: Path) -> None:
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
             model.set_submodule(name, layer.get_base_layer())
-    plain = kind._from_config(model.config, dtype=model.dtype)  # as `model` would save its adapters alone
-    plain.load_state_dict(model.state_dict())
+    with torch.device("meta"):  # no second copy of the weights
+        plain = kind._from_config(model.config, dtype=model.dtype)  # `model` would save its adapters alone
     with unfinished_folder(output_dir) as unfinished:
-        plain.save_pretrained(unfinished)
+        plain.save_pretrained(unfinished, state_dict=model.state_dict())
         transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(unfinished)
         unfinished.rename(output_dir)
     logging.getLogger("model").info(f"{model.num_parameters():,} parameters in {output_dir}")

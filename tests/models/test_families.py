@@ -1,5 +1,6 @@
 """Every kind of language model: losses against transformers' own, swarms that train each, and adapters (LoRA)."""
 
+import gc
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import finetune_mlm
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from experiment.merge import merge
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
@@ -28,6 +30,7 @@ from swarm.contract import RunContract, find_differences
 from text.collators import DataCollatorForCausalLM
 from text.instances import BLOCKS
 from text.tokenizers import load_tokenizer
+from training import checkpoint
 from training.checkpoint import find_checkpoints, write_weights
 from training.evaluation import evaluate
 from training.model import make_trainable_model, move_batch, try_out
@@ -466,6 +469,42 @@ def test_merged_adapters_compute_the_same(save, tmp_path, name, adapted, auto_cl
         again = run_python("-m", "experiment.merge", folder, merged, expect=2)
         assert "exists already" in again.stderr
         assert "has no adapters" in run_python("-m", "experiment.merge", merged, tmp_path / "x", expect=2).stderr
+
+
+def sum_tensor_bytes() -> int:
+    """Return the size of all tensors of this process, which may share memory."""
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor) and it.device.type == "cpu"]
+    return sum({it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in tensors}.values())
+
+
+def test_merge_holds_weights_once(save, tmp_path, monkeypatch):
+    """The merged model still has one matrix for input and output, and the adapters' folder may have several files."""
+    model = make_model(ModelArguments(model_name_or_path=save("gpt2"), **LORA), VOCABULARY).eval()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if "lora_B" in key:
+                param.normal_(std=0.1)
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 200_000)
+    write_weights(model, None, tmp_path / "model")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    make_word_tokenizer().save_pretrained(tmp_path / "model")
+    before = sum_tensor_bytes()
+    held = []
+    save_pretrained = transformers.PreTrainedModel.save_pretrained
+
+    def measure(self, *args, **options) -> None:
+        held.append(sum_tensor_bytes() - before)
+        save_pretrained(self, *args, **options)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", measure)
+    merge(tmp_path / "model", tmp_path / "merged")
+    size = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    assert held == [pytest.approx(size, rel=0.2)]
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert opened.lm_head.weight is opened.transformer.wte.weight
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(opened(ids).logits, model(input_ids=ids).logits)
 
 
 def test_finetune_with_adapters_names_merge(save, tmp_path):
