@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -19,7 +20,7 @@ import torch
 
 from arguments import SHARED_ARGS, OptimizerArguments, SwarmArguments
 from common.console import UserError
-from common.files import lock_folder
+from common.files import lock_folder, write_file
 from common.flags import list_shared, list_values
 from experiment.model import find_objective, make_model
 from experiment.optimizer import choose_optimizer, make_contract, make_optimizer
@@ -39,6 +40,7 @@ logger = logging.getLogger("archive")
 FINAL_WAIT = 60.0  # seconds to wait for the last checkpoint at the end of this process
 REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
 MAX_SHOWN = 10  # checkpoints on the status page
+MAX_SAMPLED_PARAMETERS = 10**9  # of a model whose cards have sample texts, which the CPU of a peer computes
 CARD = Path(__file__).with_name("card.md")
 #: the names of arguments that match on all peers, without paths of this machine
 PUBLIC_ARGUMENTS = {name for name in list_shared((SwarmArguments, *SHARED_ARGS)) if not name.endswith("_path")}
@@ -117,10 +119,11 @@ class CheckpointHandler:
         :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
         :param contributors: the ids of the run's contributors, of which most must have the state that is saved
         """
-        if self.publisher:
+        is_saving = bool(self.saving and self.saving.is_alive())
+        if self.publisher and not is_saving:  # the card is complete
             self.publisher.step()
         if self.download is None:
-            if metrics and self.is_due(metrics.epoch) and not (self.saving and self.saving.is_alive()):
+            if metrics and self.is_due(metrics.epoch) and not is_saving:
                 self.download = self.optimizer.state_averager.start_download(
                     min_epoch=metrics.epoch,
                     contributors=[*contributors],
@@ -168,7 +171,8 @@ class CheckpointHandler:
         self.saving.start()
 
     def write(self, state: dict, stamp: dict, known: list[dict]) -> None:
-        """Write a checkpoint and its card; this runs in a thread, because it takes seconds."""
+        """Write a checkpoint, then its card with sample texts if the model is small. This runs in a thread, because it
+        takes seconds."""
         curve = self.output_dir / "learning_curve.png"
         extra_files = {}
         with contextlib.suppress(FileNotFoundError):
@@ -176,12 +180,16 @@ class CheckpointHandler:
             if curve.stat().st_mtime >= self.start:
                 extra_files[curve.name] = curve.read_bytes()
         place = self.args.repo_url or f"checkpoint-{stamp['epoch']}"
-        # the weights stay until the next download, which waits for this thread
-        card = write_card(stamp, known, self.model, self.tokenizer, place, bool(extra_files))
-        extra_files["README.md"] = card.encode()
+        card = partial(write_card, stamp, known, self.model, self.tokenizer, place, bool(extra_files))
+        extra_files["README.md"] = card(with_texts=False).encode()
         own = self.folder, state, stamp, self.args.save_total_limit, extra_files
         if checkpoint.save_checkpoint(self.model, self.tokenizer, *own):
-            logger.info(f"saved {self.folder}/checkpoint-{stamp['epoch']}  loss {stamp['loss']:.4f}")
+            folder = self.folder / f"checkpoint-{stamp['epoch']}"
+            logger.info(f"saved {folder}  loss {stamp['loss']:.4f}")
+            # after the checkpoint, which the end of this process could cost otherwise
+            if self.model.num_parameters() < MAX_SAMPLED_PARAMETERS:
+                # the weights stay until the next download, which waits for this thread
+                write_file(folder / "README.md", card())
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""
@@ -199,7 +207,15 @@ class CheckpointHandler:
             logger.info(f"{folder} is not on the Hub yet. To upload it: hf upload {self.args.repo_url} {folder} .")
 
 
-def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokenizer, place: str, has_curve: bool) -> str:
+def write_card(
+    stamp: dict,
+    history: list[dict],
+    model: torch.nn.Module,
+    tokenizer,
+    place: str,
+    has_curve: bool,
+    with_texts: bool = True,
+) -> str:
     """Return the README.md of a checkpoint, from card.md; `place` is the model's name for from_pretrained."""
     settings = stamp["settings"]
     text = CARD.read_text(encoding="utf-8")
@@ -215,7 +231,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, tokeniz
         samples_per_second=statistics.median(entry["samples_per_second"] for entry in history),
         optimizer=choose_optimizer(OptimizerArguments(**pick(settings, OptimizerArguments)))[1],
         precision={"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits"),
-        texts=[" ".join(text.split()) for text in sample_texts(model, tokenizer)],
+        texts=[" ".join(text.split()) for text in sample_texts(model, tokenizer)] if with_texts else [],
         code=checkpoint.write_code(model, place),
         has_heads=model.objective.kind.has_pairs and checkpoint.is_known(model),
         place=place,

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from common.console import UserError
 from experiment.model import make_model
 from experiment.samples import sample_texts
 from models.build import is_same
+from monitoring import archive
 from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, make_auxiliary, write_card
 from monitoring.hub import Publisher, read_stamp, upload_checkpoint
 from text.instances import PAIRS, TEXT
@@ -303,6 +305,41 @@ def test_upload_without_network_is_warning(hub, save, caplog, monkeypatch):
     monkeypatch.setenv("HF_USER_ACCESS_TOKEN", TOKEN)
     publisher.upload(folder)
     assert len(hub.commits(REPOSITORY)) == 1
+
+
+def test_checkpoint_precedes_sample_texts(hub, tmp_path, tiny_data, monkeypatch):
+    """The end of a process may cost the texts, but not the checkpoint. The upload waits for both."""
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), tokenizer)
+    folder = tmp_path / "checkpoint-5"
+    args = ArchiveArguments(True, 5, 2, str(tmp_path), REPOSITORY)
+    handler = CheckpointHandler((SwarmArguments("run"), ReportArguments(), args), model, tokenizer, optimizer=None)
+    stamp, history = make_stamp(5)
+    state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": 5}
+    is_continued = threading.Event()
+    found = []
+
+    def look(*_) -> None:
+        found.append((load_state(folder)["local_epoch"], "Sample texts" in (folder / "README.md").read_text()))
+        assert is_continued.wait(60)
+
+    model.get_input_embeddings().register_forward_pre_hook(look)
+    handler.saving = threading.Thread(target=handler.write, args=(state, stamp, history))
+    handler.saving.start()
+    wait_until(lambda: found, 60, "a sample text")
+    handler.step(None, [], {}, ())
+    assert handler.publisher.thread is None
+    is_continued.set()
+    handler.saving.join(60)
+    handler.step(None, [], {}, ())
+    handler.publisher.thread.join(60)
+    [commit] = hub.commits(REPOSITORY)
+    assert found == [(5, False)] * 3 and b"## Sample texts" in commit.files["README.md"]
+    assert commit.files == read_files(folder)
+
+    monkeypatch.setattr(archive, "MAX_SAMPLED_PARAMETERS", model.num_parameters())
+    handler.write(state, stamp, history)
+    assert len(found) == 3 and "Sample texts" not in (folder / "README.md").read_text()
 
 
 def test_restart_keeps_upload_time_and_counts(hub, save):
