@@ -61,7 +61,7 @@ from utils import RecordValidator, find_peer_id
 PACE, BATCH_SIZE = 0.4, 8  # seconds per batch of a trainer, by default
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
 START_SECONDS, END_SECONDS = 300.0, 30.0  # the first at PACE
-NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5", "ask_9")  # attacks on joining peers
+NEWCOMERS = ("echo", "donor", "endless", "plain_value", "contracts_5", "ask_9")  # attacks on joining peers
 PAIRS = ("pair_ahead",)  # attacks of two peers
 EARLY = ("contract_first",)  # attacks before any trainer has joined
 MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # peers with measured memory

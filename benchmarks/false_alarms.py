@@ -53,7 +53,7 @@ def run_round(gradients: list[torch.Tensor], trusts: list[RoundTrust], alarms: C
     for own, (container, trust) in enumerate(zip(containers, trusts, strict=True)):
         for index, (_, averages) in enumerate(results):
             for number, average in enumerate(averages):
-                container.register_processed_part(index, number, average - container.input_parts[index][number][0])
+                container.register_processed_part(index, number, average)
         weight = results[own][0].shares.get(own, 1.0)
         shares = {PEERS[index]: share for index, share in container.estimate_contributions(weight).items()}
         alarms["weights cut to zero"] += weight == 0.0

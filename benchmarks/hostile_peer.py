@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.compression import serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.crypto import RSAPrivateKey
@@ -108,7 +109,7 @@ class HostileSender(FailFastAllReduceRunner):
         if self.kind in ("zeros", "direction"):
             message.weight = 1e9
         if sent.shape == part.shape:
-            # the answer is the difference to this part, so this peer keeps the state of the others
+            # of parameters, the answer is the difference to this part, so this peer keeps the state of the others
             part.copy_(sent)
 
     async def rpc_aggregate_part(self, stream, context):
@@ -141,6 +142,30 @@ class HostileReducer(FailFastAllReduceRunner):
         self.tensor_part_reducer.accumulate_part = accumulate_part
 
 
+class EchoReducer(FailFastAllReduceRunner):
+    """A runner that averages correctly, and sends to each peer its own gradient for an average."""
+
+    def __init__(self, *args, settings: RoundSettings, **kwargs):
+        super().__init__(*args, settings=settings, **kwargs)
+        if not settings.are_parameters and self.parts_for_local_averaging:
+            own = self.peer_fractions[self.ordered_peer_ids.index(self.peer_id)]
+            note("returns to each peer its own gradient", share=own / sum(self.peer_fractions))
+
+    async def _accumulate_parts_streaming(self, stream, sender_index: int):
+        parts = deque()
+
+        async def keep():
+            async for message in stream:
+                parts.append(message.tensor_part)
+                yield message
+
+        async for answer in super()._accumulate_parts_streaming(keep(), sender_index):
+            own = parts.popleft()
+            if not self.settings.are_parameters and own.buffer:  # a slow peer does not send all parts
+                answer.tensor_part.CopyFrom(own)
+            yield answer
+
+
 def send(kind: str, content: str = "gradients") -> None:
     HostileSender.kind, HostileSender.content = kind, content
     swarm.averager.FailFastAllReduceRunner = HostileSender
@@ -150,6 +175,11 @@ def reduce(kind: str) -> None:
     HostileReducer.kind = kind
     swarm.averager.FailFastAllReduceRunner = HostileReducer
     claim_bandwidth(PLAUSIBLE_MBITS[1])  # so that this peer averages everything
+
+
+def echo() -> None:
+    swarm.averager.FailFastAllReduceRunner = EchoReducer
+    claim_bandwidth(PLAUSIBLE_MBITS[1])
 
 
 def ride_free(batch: int = 160) -> None:
@@ -277,8 +307,7 @@ class PairLeader(HostileLeader):
 def lead_pairs() -> None:
     async def rpc_aggregate_part(self, stream: Parts, context: P2PContext) -> Parts:
         async for message in stream:
-            part = serialize_torch_tensor(torch.zeros_like(deserialize_torch_tensor(message.tensor_part)))
-            yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=part)
+            yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=message.tensor_part)
 
     GradientAverager.rpc_aggregate_part = rpc_aggregate_part
     lead_as(PairLeader)
@@ -522,6 +551,7 @@ TRAINERS = {
     **{kind: lambda kind=kind: send(kind) for kind in (*SPOILS, "silence", "drip") if kind != "skew"},
     "parameters": lambda: send("flip", content="parameters"),
     **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip", "skew")},
+    "echo": echo,
     "free_rider": ride_free,
     "split_round": split_rounds,
     "leader": lead,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 from collections import Counter
@@ -13,10 +14,11 @@ from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, Av
 from hivemind.averaging.partition import BannedException
 from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor
 
 from swarm.guard import NO_WEIGHT, ProtocolViolation, RoundSettings
+from swarm.log_records import pack
 from swarm.uplink import Uplink
 
 NODE = AveragingMode.NODE
@@ -116,6 +118,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.clients: set[PeerID] = set()
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
+        self.encoding: tuple[int, asyncio.Task | None] = -1, None  # the last part of `encode_average`
+        self.digests = {peer: hashlib.sha256() for peer in self.ordered_peer_ids}  # of the averages of gradients
         self.violations: dict[PeerID, str] = {}  # by peer: what it did against the rules of a round
         self.silent: list[bytes] = []  # the ids of the peers that neither send data nor answer pings
         #: the peer that broke the round, and the peer that reported it: the same one if its stream just ended
@@ -143,7 +147,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         try:
-            await super()._communicate_with_peer(peer_id)
+            if peer_id == self.peer_id and not self.settings.are_parameters:
+                await self.average_own_parts()
+            else:
+                await super()._communicate_with_peer(peer_id)
         except Exception as e:
             cause = self.blamed.get(peer_id, peer_id)
             is_violation = isinstance(e, ProtocolViolation)
@@ -170,12 +177,15 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """Yield a reducer's messages, with a difference of zero for each part whose average was not requested."""
         parts = list(self.tensor_part_container.input_parts[self.ordered_peer_ids.index(peer_id)])
         async for number, message in aenumerate(self.record_activity(messages, peer_id)):
+            part = message.tensor_part
             if message.code != averaging_pb2.AVERAGED_PART:
                 await self.check_blame(message, peer_id)
-            elif not message.tensor_part.buffer and number < len(parts):
-                if not self.settings.are_parameters:  # it would leave this peer its own gradient for an average
+            elif not self.settings.are_parameters:
+                if not part.buffer:
                     raise ProtocolViolation("sent no average")
-                message.tensor_part.CopyFrom(serialize_torch_tensor(torch.zeros_like(parts[number][0])))
+                self.digests[peer_id].update(pack((part.compression, part.buffer)))  # type and shape are known
+            elif not part.buffer and number < len(parts):
+                part.CopyFrom(serialize_torch_tensor(torch.zeros_like(parts[number][0])))
             yield message
 
     # --- as a reducer
@@ -198,8 +208,27 @@ class FailFastAllReduceRunner(AllReduceRunner):
             cause = self.cause[0] if self.cause else self.peer_id
             yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED, peer_id=cause.to_bytes())
 
+    async def encode_average(self, part_index: int, average: torch.Tensor) -> runtime_pb2.Tensor:
+        """Encode an average of gradients once, so that all senders, and this peer, have the same bits."""
+        if part_index != self.encoding[0]:
+            container = self.tensor_part_container
+            _, info = container.input_parts[container.own_index][part_index]
+            encoded = asyncio.to_thread(container.compression.compress, average, info)
+            self.encoding = part_index, asyncio.create_task(encoded)
+        return await asyncio.shield(self.encoding[1])  # the stream of one sender may end
+
+    async def average_own_parts(self) -> None:
+        """Average this peer's gradients in its own parts, and decode the averages as all other peers do."""
+        container = self.tensor_part_container
+        index = self.sender_peer_ids.index(self.peer_id)
+        for part_index, part in enumerate(self.parts_for_local_averaging):
+            average = await self.tensor_part_reducer.accumulate_part(index, part_index, part, weight=self.weight)
+            decoded = deserialize_torch_tensor(await self.encode_average(part_index, average))
+            container.register_processed_part(container.own_index, part_index, decoded)
+
     async def _accumulate_parts_streaming(self, stream, sender_index: int):
-        """Average the parts of a sender, like hivemind, but accept and return empty messages."""
+        """Average the parts of a sender, like hivemind, but accept and return empty messages, and return averages of
+        gradients themselves: unlike differences, they must be the same for all senders (note 107)."""
         reducer = self.tensor_part_reducer
         peer_id = self.sender_peer_ids[sender_index]
         part_index = 0
@@ -217,7 +246,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
-                if message.tensor_part.size:  # otherwise, the sender does not request the average
+                if message.tensor_part.size and not self.settings.are_parameters:
+                    answer.tensor_part.CopyFrom(await self.encode_average(part_index - 1, average))
+                elif message.tensor_part.size:  # otherwise, the sender does not request the average
                     delta = average - tensor
                     codec = message.tensor_part.compression
                     answer.tensor_part.CopyFrom(await asyncio.to_thread(serialize_torch_tensor, delta, codec))

@@ -25,7 +25,7 @@ from swarm import logger
 from swarm.allreduce import FailFastAllReduceRunner, choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
-from swarm.matchmaking import parse_gathered
+from swarm.matchmaking import DIGEST_BYTES, parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.trust import RoundTrust
 
@@ -61,6 +61,7 @@ class RoundResult(NamedTuple):
     members: tuple[bytes, ...]  # ids of all trainers of the group, of which some may have failed
     turn: tuple[int, int]  # this peer's num_partitions and partition_index, see RoundSettings
     violations: dict[PeerID, str]
+    digests: dict[PeerID, bytes]  # of the averages of gradients from each member, in the group's order
 
 
 class VerifyingAverager(hivemind.DecentralizedAverager):
@@ -81,6 +82,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self.exchanged_group = multiprocessing.Array(ctypes.c_char, 64)
         self._trust = RoundTrust()  # used in the averager's process only, as is the limit of the last round
         self._limit: asyncio.Timeout | None = None
+        self._last_result = RoundResult(b"", (), (1, 0), {}, {})  # of a round that has succeeded
+        self._unequal: dict[PeerID, str] = {}  # violations in that round, see `find_unequal_averages`
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -202,6 +205,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.leader = self._matchmaking.leader
+        runner.violations |= self._unequal
         # in the plan, slow peers that accept connections are clients, too
         pairs = zip(group_info.peer_ids, modes, strict=True)
         runner.clients = {peer for peer, mode in pairs if mode == AveragingMode.CLIENT}
@@ -209,7 +213,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):
-            tensor.add_(update)
+            if self.are_parameters:
+                tensor.add_(update)
+            else:  # a sum with a difference would have other bits on each peer
+                tensor.copy_(update)
         uplink.expect_round(min(time.monotonic() - started, late_after), own_seconds)
         self._partition_index = (self._partition_index + 1) % self._num_partitions
 
@@ -293,4 +300,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner.violations |= self._trust.record_round(set(peers) - runner.banned_senders | late, late, runner.leader)
         members = tuple(map(PeerID.to_bytes, runner.sender_peer_ids))
         turn = runner.settings.num_partitions, runner.settings.partition_index
-        return dict.fromkeys(averaged, RoundResult(runner.group_id, members, turn, runner.violations))
+        digests = {peer: it.digest()[:DIGEST_BYTES] for peer, it in runner.digests.items()}
+        self._last_result = RoundResult(runner.group_id, members, turn, runner.violations, digests)
+        return dict.fromkeys(averaged, self._last_result)

@@ -2,17 +2,21 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.p2p import PeerID
 
 from swarm.averager import PeersBehindError, RoundResult, StateDivergedError, VerifyingAverager
 from swarm.guard import compute_sketch, find_outliers
-from swarm.matchmaking import parse_gathered, sign_round_state
+from swarm.matchmaking import GatheredData, parse_gathered, sign_round_state
+from utils import MAX_WORKERS
+
+WITNESS_ROUNDS = 16  # after which the report of a peer counts against any other
 
 
 class GradientAverager(VerifyingAverager):
@@ -40,6 +44,7 @@ class GradientAverager(VerifyingAverager):
         self._behind = [0]
         self._next_partition = 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
+        self._report: dict = {}  # of the last round, for the next group
         self._in_mean = 1  # the divisor of the averaged sums: their samples
         self._lock = threading.Lock()  # a round in the background may end at any moment
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
@@ -57,7 +62,7 @@ class GradientAverager(VerifyingAverager):
 
     def schedule_step(self) -> StepControl:
         """Start matchmaking for a round that `begin` starts; it continues until the returned control is canceled."""
-        gather = sign_round_state(*self.round_state, compute_sketch(self.parameters))
+        gather = sign_round_state(*self.round_state, compute_sketch(self.parameters), **self._report)
         return self.step(wait=False, require_trigger=True, gather=gather)
 
     def begin(self, control: StepControl | None) -> StepControl:
@@ -87,6 +92,8 @@ class GradientAverager(VerifyingAverager):
     @torch.no_grad()
     def finish(self, result: RoundResult | None) -> int:
         """Remove the gradients that a round, or a step of this peer alone (None), used; return their new samples."""
+        if result:
+            self._report = dict(group=result.group_id, digests=tuple(result.digests.values())[:MAX_WORKERS])
         num_partitions, partition_index = result.turn if result else (1, 0)
         sums, samples = self._in_flight
         if result:  # keep the part that did not reach the other peers, in used memory, because a GPU may have no other
@@ -130,12 +137,33 @@ class GradientAverager(VerifyingAverager):
         self.local.move_anchor(self.local.anchor)  # takes out an offered update, which is in the residual again
         return [update + rest for update, rest in zip(self.local.measure(), self.unsent, strict=True)], self.samples
 
+    def find_unequal_averages(self, members: Mapping[PeerID, GatheredData]) -> dict[PeerID, str]:
+        """Return the peers from which at least two others, and more than a quarter of the last round's members, have
+        received another average than this peer. Reports of peers with far fewer rounds than the accused one do not
+        count, because keys cost nothing."""
+        last = self._last_result
+        states = {peer: member.state for peer, member in members.items() if member.state}
+        digests = {peer: state.digests for peer, state in states.items() if state.group == last.group_id}
+        reports = {peer: dict(zip(last.digests, theirs, strict=False)) for peer, theirs in digests.items()}
+        rounds = self._trust.rounds
+        unequal = {}
+        for reducer, digest in last.digests.items():
+            enough = min(rounds[reducer] / 2, WITNESS_ROUNDS)
+            others = {*map(PeerID, last.members)} - {self.peer_id, reducer}
+            witnesses = [peer for peer in others if rounds[peer] >= enough]
+            differing = sum(reports[peer].get(reducer, digest) != digest for peer in witnesses if peer in reports)
+            if reducer != self.peer_id and differing > 1 and 4 * differing > len(witnesses) + 2:
+                unequal[reducer] = "has sent another average to others than to this peer"
+        return unequal
+
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
         """Return the members with the same epoch and lineage as most others, which differ after a partition, or on a
         peer that stepped alone; the rest must load that state. Of three or more peers, one with other parameters is
         excluded too, see `find_outliers`. Auxiliary peers can average the gradients of any state."""
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
+        # an auxiliary peer receives no averages
+        self._unequal = {} if self.mode == AveragingMode.AUX else self.find_unequal_averages(members)
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
         states = {peer: state for peer in trainers if (state := members[peer].state) and state.is_synchronous}
         if 2 * len(states) <= len(trainers):

@@ -131,6 +131,7 @@ class VerifyingContainer(TensorPartContainer):
         """Set up what this peer sends in a round, and the checks of the averages; call this once, before it starts."""
         self.settings = settings
         self.own_index = own_index
+        self.return_deltas = settings.are_parameters
         self.input_parts = self._input_parts_by_peer
         parts = chain.from_iterable(self.input_parts)
         residuals = iter([] if settings.residual is None else settings.residual.split([len(part) for part, _ in parts]))
@@ -149,28 +150,26 @@ class VerifyingContainer(TensorPartContainer):
             part, info = self.input_parts[peer_index][part_index]
             if (first + part_index) % self.settings.num_partitions == self.settings.partition_index:
                 message = self.compression.compress(part, info)
-                if self.residuals[peer_index]:  # the part becomes what the reducer gets
-                    decoded = deserialize_torch_tensor(message)
-                    torch.sub(part, decoded, out=self.residuals[peer_index][part_index])
-                    part.copy_(decoded)
+                if self.residuals[peer_index]:
+                    torch.sub(part, deserialize_torch_tensor(message), out=self.residuals[peer_index][part_index])
                 return message
             if self.settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
                 return None
             self.residuals[peer_index][part_index].copy_(part)
-            part.zero_()  # the reducer returns the average itself
-            codec_type = self.compression.compress(part[:1], info).compression
-            return runtime_pb2.Tensor(compression=codec_type, size=[len(part)])  # without data, a request
+            part.zero_()  # it is no part of the average
+            return runtime_pb2.Tensor(size=[len(part)])  # without data, a request
 
         indices = as_aiter(*range(self.num_parts_by_peer[peer_index]))
         async for message in amap_in_executor(make_message, indices, max_prefetch=self.prefetch):
             yield message
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
-        """Register a returned part like hivemind, or raise ProtocolViolation if it cannot be an average."""
+        """Register a returned part like hivemind, which is an average of gradients, or the difference between one of
+        parameters and this peer's. Raise ProtocolViolation if it cannot be an average."""
         own = self.input_parts[peer_index][part_index][0]
         if part.shape != own.shape:
             raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")
-        average = own + part
+        average = own + part if self.return_deltas else part
         products = torch.stack([own @ own, average @ average, own @ average])
         if not products.isfinite().all():
             raise ProtocolViolation("sent an average that is not finite")

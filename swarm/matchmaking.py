@@ -31,6 +31,7 @@ SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
 MIN_LOOKUP_INTERVAL = 0.2
 MAX_LOOKUP_INTERVAL = 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
+DIGEST_BYTES = 16  # of the averages of a reducer; it could find two with the same 8 bytes
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 MAX_REDIRECTS = 2  # in a row: leaders that redirect this peer to each other would keep it forever (note 97)
 
@@ -44,6 +45,9 @@ class RoundState:
     lineage: Annotated[str, 0, 64]
     sketch: Annotated[tuple, SKETCH_SIZE, SKETCH_SIZE, Annotated[float, -math.inf, math.inf]]  # of the parameters
     owner: Annotated[bytes, 1, 600]  # the peer's public key
+    group: Annotated[bytes, 0, 20] = b""  # the id of the last round that has succeeded
+    #: of the averages from each member of that group, in its order, see `GradientAverager.find_unequal_averages`
+    digests: Annotated[tuple, 0, MAX_WORKERS, Annotated[bytes, DIGEST_BYTES, DIGEST_BYTES]] = ()
     signature: Signature = b""
 
     def is_signed_by(self, peer_id: PeerID) -> bool:
@@ -74,10 +78,11 @@ def parse_gathered(data: bytes) -> GatheredData:
         raise ValueError(f"sent invalid group data ({e!r})") from e
 
 
-def sign_round_state(epoch: int, is_synchronous: bool, lineage: str, sketch: Sequence[float]) -> bytes:
-    """Return a round state with this peer's key and signature, serialized."""
+def sign_round_state(epoch: int, is_synchronous: bool, lineage: str, sketch: Sequence[float], **report) -> bytes:
+    """Return a round state with this peer's key and signature, serialized; the report has its `group` and `digests`."""
     key = RSAPrivateKey.process_wide()
-    state = RoundState(epoch, is_synchronous, lineage, tuple(sketch), b"[owner:%s]" % key.get_public_key().to_bytes())
+    owner = b"[owner:%s]" % key.get_public_key().to_bytes()
+    state = RoundState(epoch, is_synchronous, lineage, tuple(sketch), owner, **report)
     return pack(replace(state, signature=key.sign(get_signed_part(state))))
 
 

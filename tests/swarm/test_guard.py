@@ -213,7 +213,8 @@ def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameter
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
     container.configure(guard.RoundSettings(are_parameters, max_weight=1.0), own_index=0)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
-        container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
+        answer = average - part if are_parameters and average.shape == part.shape else average
+        container.register_processed_part(index, 0, answer)
     return container
 
 

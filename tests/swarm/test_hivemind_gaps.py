@@ -83,6 +83,7 @@ PRESENT = {
     "peer_claims_size_of_message": (P2P.receive_raw_data, "data = await reader.readexactly(content_length)"),
     "answer_holds_all_keys": (DHTProtocol.rpc_find, "enumerate(map(DHTID.from_bytes, request.keys))"),
     "sender_chooses_type_of_part": (Float16Compression.extract, "np.dtype(serialized_tensor.dtype)"),
+    "averages_are_differences": (AllReduceRunner._accumulate_parts_streaming, "averaged_part - tensor_part"),
     "unknown_group_waits": (
         hivemind.DecentralizedAverager.rpc_aggregate_part,
         "await self._pending_groups_registered.wait()",

@@ -264,7 +264,7 @@ def test_late_sender_of_parameters_is_not_banned(are_parameters):
     averager = SimpleNamespace(are_parameters=are_parameters, max_weight=None, _trust=RoundTrust(), peer_id=own)
     runner = SimpleNamespace(ordered_peer_ids=[own, late], sender_peer_ids=[own, late], banned_senders=set())
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.late, runner.violations, runner.leader = [late], {}, own
+    runner.late, runner.violations, runner.leader, runner.digests = [late], {}, own, {}
     for _ in range(MAX_BROKEN_ROUNDS):
         result = VerifyingAverager._check_round(averager, runner)[late]
     assert result.violations.keys() == (set() if are_parameters else {late})
@@ -277,7 +277,7 @@ def test_sender_that_comes_too_late_to_count_is_banned():
     everyone = [own, other, third, absent]
     runner = SimpleNamespace(ordered_peer_ids=everyone, sender_peer_ids=everyone, banned_senders={absent}, late=[])
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.violations, runner.leader = {}, other  # which may not have told it to begin
+    runner.violations, runner.leader, runner.digests = {}, other, {}  # the leader may not have told it to begin
     for _ in range(2 * MAX_BROKEN_ROUNDS):
         VerifyingAverager._check_round(averager, runner)
     assert not runner.violations and absent not in averager._trust.rounds
@@ -299,7 +299,7 @@ def test_round_counts_for_auxiliary_peer():
     averager = SimpleNamespace(are_parameters=False, max_weight=None, _trust=RoundTrust(), peer_id=own)
     runner = SimpleNamespace(ordered_peer_ids=[own, peer, aux], sender_peer_ids=[own, peer], banned_senders=set())
     runner.tensor_part_container, runner.settings, runner.group_id = None, RoundSettings(), b"group"
-    runner.late, runner.violations, runner.leader = [], {}, own
+    runner.late, runner.violations, runner.leader, runner.digests = [], {}, own, {}
     for _ in range(2 * MAX_BROKEN_ROUNDS):
         VerifyingAverager._check_round(averager, runner)
         averager._trust.record_broken_round([aux], {})
@@ -588,7 +588,7 @@ def test_step_needs_most_contributors(tracker, monkeypatch, group, behind, is_st
     """The others would follow a malicious leader and the one peer with which it makes a step."""
     tracker.others, tracker.trust.attested = {it: make_record(it) for it in (*NAMES, b"new", b"newer")}, {*NAMES}
     tracker.others |= {name: make_record(name, epoch=4) for name in map(bytes, zip(behind))}
-    result, ignore = RoundResult(b"group", (), (1, 0), {}), lambda *_, **__: 1
+    result, ignore = RoundResult(b"group", (), (1, 0), {}, {}), lambda *_, **__: 1
     names = ("set_expected_peers", "restore_pending", "end_round", "finish")
     averager = SimpleNamespace(samples=1, **dict.fromkeys(names, ignore))
     rounds = Rounds(tracker, averager, averager)
