@@ -112,7 +112,11 @@ def test_failed_download_pauses_the_next():
 def test_gradients_of_missed_rounds_become_too_old(monkeypatch):
     """A peer that makes each step of the others with their gradients keeps its own, but not for hours."""
     optimizer = CollaborativeOptimizer.__new__(CollaborativeOptimizer)
-    pending, averager, ignore = SimpleNamespace(samples=0, is_local=False), SimpleNamespace(local_epoch=7), MagicMock()
+    pending, averager, ignore = (
+        SimpleNamespace(samples=0, old_samples=0, is_local=False),
+        SimpleNamespace(local_epoch=7),
+        MagicMock(),
+    )
     averager.lineage = averager.extend_lineage = ignore
     averager.step, pending.accumulate = ignore, lambda samples: vars(pending).update(samples=pending.samples + samples)
     pending.drop_pending = lambda: vars(pending).update(samples=0)
