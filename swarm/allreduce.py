@@ -128,6 +128,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken: set[PeerID] = set()
         self.foreign: set[PeerID] = set()  # the peers to which the leader may have shown another group
+        self.essential: set[PeerID] = set()  # the followers that may refuse the group, see EarlyStartMatchmaking
+        self.refused: set[PeerID] = set()  # those that have
         self.arrived = Counter()  # the number of messages of each other peer
         self.late: list[PeerID] = []  # the senders that were late, see RoundSettings
 
@@ -278,6 +280,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """Record the peer that another one blames, and wait until this peer sees one fail: a claim is no proof."""
         is_foreign = message.code == averaging_pb2.BAD_GROUP_ID
         blamed = self.leader if is_foreign else PeerID(message.peer_id) if message.peer_id else peer_id
+        if is_foreign and peer_id in self.essential:
+            self.refused.add(peer_id)
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
             self.blamed[peer_id] = blamed
             if is_foreign:

@@ -100,10 +100,12 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Call a coroutine method in the averager's process, without waiting for it."""
         self._outer_pipe.send((method, [*args], options))
 
-    def step(self, *args, allow_retries: bool = False, **kwargs):
+    def step(self, *args, gather: object = None, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: a failed round leaves the tensors partly averaged (note 55)."""
         self.bandwidth = self.dht.uplink.mbits  # part of the group data
-        return super().step(*args, allow_retries=allow_retries, **kwargs)
+        if self.dht.membership:  # for the members that this peer does not call
+            gather = [gather, self.dht.membership.credential]
+        return super().step(*args, gather=gather, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(
         self, epochs: dict[bytes, float], min_peers: int = 1, excluded: Iterable[bytes] = ()
@@ -124,7 +126,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._send("_avoid_leader")
 
     async def _avoid_leader(self) -> None:
-        self._matchmaking.avoid_leader()
+        await self._matchmaking.avoid_leader()
 
     def end_round(self) -> None:
         """End the running round, if any, for all peers; hivemind cancels only the search for a group."""
@@ -204,7 +206,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
         kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
-        runner.leader = self._matchmaking.leader
+        matchmaking = self._matchmaking
+        runner.leader = matchmaking.leader
+        runner.essential = matchmaking.find_essential(group_info.peer_ids)
         runner.violations |= self._unequal
         # in the plan, slow peers that accept connections are clients, too
         pairs = zip(group_info.peer_ids, modes, strict=True)
@@ -274,7 +278,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         # finish the pings if another peer has left first, because the next group would wait for the silent peer
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
         # silent peers, or the one that broke it, or two peers if one blames the other and this peer saw neither fail
-        suspects = set(map(PeerID, runner.silent)) or set(runner.cause or ()) - {self.peer_id}
+        suspects = set(map(PeerID, runner.silent)) or set(runner.cause or ()) - {self.peer_id} - runner.refused
         if 2 * len(runner.silent) < runner.group_size:  # otherwise, this peer's own connection may have failed
             suspects = suspects & runner.broken or suspects
             self._trust.record_broken_round(suspects, dict.fromkeys(suspects & runner.foreign, runner.leader))

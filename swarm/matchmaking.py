@@ -23,7 +23,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from swarm import logger
 from swarm.allreduce import PLAUSIBLE_MBITS
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
-from swarm.log_records import Number, Signature, compute_hash, get_signed_part, pack, unpack
+from swarm.log_records import Number, Signature, check_type, compute_hash, get_signed_part, pack, unpack
 from utils import MAX_WORKERS, find_peer_id
 
 SEARCH_INTERVAL = 1.0  # seconds between two searches for a leader
@@ -32,6 +32,7 @@ MIN_LOOKUP_INTERVAL = 0.2
 MAX_LOOKUP_INTERVAL = 2.0
 MAX_GATHERED = 2**12  # bytes of a peer's group data
 DIGEST_BYTES = 16  # of the averages of a reducer; it could find two with the same 8 bytes
+Credential = Annotated[bytes, 0, MAX_GATHERED]
 ASK_AGAIN_AFTER = 0.5  # seconds; the minimum until a leader that rejected this peer is asked again
 MAX_REDIRECTS = 2  # in a row: leaders that redirect this peer to each other would keep it forever (note 97)
 
@@ -64,6 +65,7 @@ class GatheredData(NamedTuple):
     mode: AveragingMode
     state: RoundState | None  # parameters have none
     mbits: float | None  # bandwidth
+    credential: bytes  # of a closed run
 
 
 def parse_gathered(data: bytes) -> GatheredData:
@@ -73,7 +75,9 @@ def parse_gathered(data: bytes) -> GatheredData:
         if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
             raise ValueError(f"implausible bandwidth of {mbits} Mbit/s")
         content = MSGPackSerializer.loads(content)
-        return GatheredData(AveragingMode(mode), unpack(RoundState, content) if type(content) is bytes else None, mbits)
+        content, credential = content if type(content) is list else (content, b"")
+        state = unpack(RoundState, content) if type(content) is bytes else None
+        return GatheredData(AveragingMode(mode), state, mbits, check_type(Credential, credential))
     except Exception as e:  # on untrusted bytes, the decoder can raise any exception
         raise ValueError(f"sent invalid group data ({e!r})") from e
 
@@ -243,9 +247,15 @@ class EarlyStartMatchmaking(Matchmaking):
         if self.current_leader is None and self.request_limit is request_limit:  # it may have led to another request
             request_limit.reschedule(0.0)
 
-    def avoid_leader(self) -> None:
-        """Leave the leader, which should have begun by now, and ask it less and less."""
-        if self.requested_leader is not None and self.current_leader:
+    async def avoid_leader(self) -> None:
+        """Leave the leader, which should have begun by now, and ask it less and less. A client stays if there is no
+        other leader: this one may be in a long step."""
+        leader = self.current_leader
+        if self.client_mode:  # the search, which knows the others, stands still
+            found = await self.group_key_manager.get_averagers(self.group_key_manager.current_key, only_active=True)
+            if all(peer == leader or peer.to_bytes() in self.excluded for peer, _ in found):
+                return
+        if self.requested_leader is not None and leader and self.current_leader == leader:
             self.request_limit.reschedule(0.0)
             logger.info(f"peer {self.current_leader} has begun no round: not asking it to lead for a while")
 
@@ -259,9 +269,10 @@ class EarlyStartMatchmaking(Matchmaking):
         """Join the group, or raise MaliciousPeersError if the leader passes on forged or invalid data of members."""
         data_by_peer = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         try:
-            states = {peer: parse_gathered(data).state for peer, data in data_by_peer.items()}
+            members = {peer: parse_gathered(data) for peer, data in data_by_peer.items()}
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
+        states = {peer: member.state for peer, member in members.items()}
         is_own = leader in data_by_peer and data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
         is_valid = is_own and len(data_by_peer) == len(message.gathered) == len(message.ordered_peer_ids)
         is_valid = is_valid and len(data_by_peer) <= (self._max_trainers or 0) + MAX_WORKERS  # for auxiliary peers
@@ -269,12 +280,20 @@ class EarlyStartMatchmaking(Matchmaking):
             is_valid = all(state and state.is_signed_by(peer) for peer, state in states.items())
         if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
+        if not all(self.is_member(peer, data) for peer, data in members.items()):  # or it has just been revoked
+            logger.info(f"peer {leader} leads a group with a peer that may not take part in this run: not joining it")
+            raise AllreduceException("a peer in the group has no valid credential")
         there = [p for p, state in states.items() if state and state.epoch >= self.expected.get(p.to_bytes(), math.inf)]
         if 3 * (1 + len(there)) < 2 * (1 + sum(epoch < math.inf for epoch in self.expected.values())):
             logger.info(f"peer {leader} leads a group without most known contributors: not joining it")
             raise AllreduceException("most known contributors are not in the group")
         self.leader = leader
         return await super().follower_assemble_group(leader, message)
+
+    def is_member(self, peer_id: PeerID, data: GatheredData) -> bool:
+        """Return whether a peer of a group may take part in a closed run: members check only the peers that call."""
+        membership = self.group_key_manager.dht.membership
+        return not (membership and membership.find_fault(data.credential, peer_id.to_bytes()))
 
     # --- as a leader
 
@@ -300,7 +319,7 @@ class EarlyStartMatchmaking(Matchmaking):
     def is_acceptable(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> bool:
         """Return whether a group with this follower can succeed. Invalid data of one with earlier rounds end it."""
         try:
-            theirs = parse_gathered(request.gather).state
+            data = parse_gathered(request.gather)
         except ValueError as e:
             # new keys cost nothing
             is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected and self.rounds_with[peer_id]
@@ -308,13 +327,18 @@ class EarlyStartMatchmaking(Matchmaking):
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
             return False
+        if not self.is_member(peer_id, data):
+            return False
         own = parse_gathered(self.step_control.data_for_gather).state if self.step_control else None
         if own is None:
             return True
+        theirs = data.state
         if theirs is None or not theirs.is_signed_by(peer_id):
             return False
-        # the group would start before the epoch of a peer that is ahead of this one ends
-        return not (own.is_synchronous and theirs.epoch > own.epoch)
+        # the group would start before the epoch of a peer that is ahead of this one ends; and the other followers would
+        # not count a contributor with an earlier epoch than it has reported, and might refuse the group
+        reported = self.expected.get(peer_id.to_bytes(), math.inf)
+        return not (own.is_synchronous and (theirs.epoch > own.epoch or theirs.epoch < reported < math.inf))
 
     async def start_when_complete(self) -> None:
         """Start the group that this peer leads if its epoch has ended and the group is complete."""
@@ -341,6 +365,13 @@ class EarlyStartMatchmaking(Matchmaking):
     def num_expected_joined(self) -> int:
         """The number of expected peers in the group that this peer leads, this one included."""
         return 1 + sum(peer.to_bytes() in self.expected for peer in self.current_followers)
+
+    def find_essential(self, group: Sequence[PeerID]) -> set[PeerID]:
+        """Return the followers without each of which the group that this peer leads is not two thirds of the known
+        contributors. They may refuse it: until the end of its batch, a follower does not know which have left."""
+        known = {PeerID(peer_id) for peer_id, epoch in self.expected.items() if epoch < math.inf}
+        followers = known & {*group}
+        return followers if self.leader == self.peer_id and 3 * len(followers) < 2 * (1 + len(known)) else set()
 
     @property
     def target_group_size(self) -> int | None:

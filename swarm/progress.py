@@ -232,11 +232,19 @@ class PeerTracker:
         has_others = self.view.epoch <= epoch and sum(other <= epoch for other in known) > 1
         return epoch - 1, epoch if has_others else math.inf  # those that are ahead do not make this epoch again
 
+    def _select_contributors(self, first: int, last: float = math.inf) -> Records:
+        """Return the records of the known contributors at these epochs that are there or late."""
+        excluded = self.trust.excluded
+        known = {p: it for p, it in self.others.items() if self.trust.is_known(p) and p not in excluded}
+        return {p: it for p, it in known.items() if first <= it.epoch <= last}
+
     @property
     def contributors_at_epoch(self) -> Records:
-        """The records of the known contributors that are there, and count toward the quorum."""
-        first, last = self._quorum_epochs
-        return {p: it for p, it in self.present.items() if self.trust.is_known(p) and first <= it.epoch <= last}
+        """The records of the known contributors that are there, and count toward the quorum; also of those that are
+        late, unless these are more than a third: a hostile leader can omit no more of them."""
+        known = self._select_contributors(*self._quorum_epochs)
+        in_time = self.trust.select_present(known)
+        return known if 3 * (1 + len(in_time)) >= 2 * (1 + len(known)) else in_time
 
     @property
     def quorum(self) -> int:
@@ -250,19 +258,26 @@ class PeerTracker:
 
     def has_quorum_reported(self, since: float) -> bool:
         """Return whether enough known contributors for a round have reported since this time of the DHT."""
-        return 1 + sum(it.time > since for it in self.contributors_at_epoch.values()) >= self.quorum
+        in_time = self.trust.select_present(self.contributors_at_epoch)
+        return 1 + sum(it.time > since for it in in_time.values()) >= self.quorum
 
     def is_majority(self, group: Collection[bytes]) -> bool:
-        """Return whether this is two thirds of the known contributors, with this peer: a leader may omit any."""
-        first, _ = self._quorum_epochs
-        known = {p: it for p, it in self.present.items() if self.trust.is_known(p) and it.epoch >= first}
-        members = known.keys() & group  # some may be ahead by now
-        return 3 * (1 + len(members)) >= 2 * (1 + len(self.contributors_at_epoch.keys() | members))
+        """Return whether this is two thirds of the known contributors, with this peer, or all that are not late: a
+        leader may omit any."""
+        first, last = self._quorum_epochs
+        known = self._select_contributors(first, last)
+        members = self._select_contributors(first).keys() & group  # some may be ahead by now
+        has_all_in_time = self.trust.select_present(known).keys() <= members
+        return has_all_in_time or 3 * (1 + len(members)) >= 2 * (1 + len(known.keys() | members))
 
     def list_contributors(self) -> list[bytes]:
-        """Return the known contributors, which choose the state: those that accept connections, or else the clients."""
-        known = {p: record.client_mode for p, record in self.present.items() if self.trust.is_known(p)}
-        return [p for p, is_client in known.items() if not is_client] or [*known]
+        """Return the known contributors, which choose the state: those that accept connections; the clients if there
+        are no others, or if this peer is behind and none of the others is ahead of it."""
+        known = {p: record for p, record in self.present.items() if self.trust.is_known(p)}
+        public = [p for p, record in known.items() if not record.client_mode]
+        own_epoch = self.local_progress.epoch
+        is_served = self.view.epoch <= own_epoch or any(known[p].epoch > own_epoch for p in public)
+        return (public if is_served else []) or [p for p in known if p not in public] or public
 
     def list_clients(self) -> dict[PeerID, int]:
         """Return the peers that accept no connections, and their epochs."""

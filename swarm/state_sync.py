@@ -35,22 +35,28 @@ class StateSync:
             if self._replay_missed_step():
                 return "made the step to"
             if self.tracker.view.epoch < self.backoff.min_epoch:
-                self.backoff.not_before = time.monotonic() + RETRY_AFTER
+                pause = SYNC_RETRY_PERIOD if self._doubt_peers_ahead(is_synchronous) else RETRY_AFTER
+                self.backoff.not_before = time.monotonic() + pause
                 return None
         if loaded := self.download(min_epoch, contributors=contributors, is_synchronous=is_synchronous):
             self.state_averager.apply_downloaded_state(*loaded)
             return "loaded the state of"
         if not STOP_REQUESTED.is_set():
-            known = self.tracker.trust.select_known(self.tracker.present)
-            ahead = [peer_id for peer_id, record in known.items() if record.epoch > self.state_averager.local_epoch]
             logger.warning("no peer sent its state: continuing with the local one")
-            # a hostile peer may have made a step with a part of them; two thirds are the swarm
-            if is_synchronous and len(ahead) < len(known) and 3 * len(ahead) < 2 * (1 + len(known)):
-                for peer_id in ahead:
-                    self.tracker.trust.count_missed_round(peer_id, "its state is not that of most peers ahead")
-            self.tracker.ping_quiet_peers(ahead)
+            self._doubt_peers_ahead(is_synchronous)
             self.backoff.not_before = time.monotonic() + SYNC_RETRY_PERIOD
         return None
+
+    def _doubt_peers_ahead(self, is_synchronous: bool) -> bool:
+        """Ping the peers that are ahead. If they are less than two thirds of the swarm, count it against them that they
+        serve no state, and return True: a hostile peer may have made a step with some others."""
+        known = self.tracker.trust.select_known(self.tracker.present)
+        ahead = [peer_id for peer_id, record in known.items() if record.epoch > self.state_averager.local_epoch]
+        is_part = is_synchronous and len(ahead) < len(known) and 3 * len(ahead) < 2 * (1 + len(known))
+        for peer_id in ahead if is_part else ():
+            self.tracker.trust.count_missed_round(peer_id, "its state is not that of most peers ahead")
+        self.tracker.ping_quiet_peers(ahead)
+        return is_part
 
     def download(self, min_epoch: int, is_step: bool = False, **options) -> tuple[dict, list] | None:
         """Return a downloaded state or step, see StateAverager.start_download; None if no peer sent it or at a stop."""

@@ -21,7 +21,8 @@ from utils import filter_plausible_records
 # The reasons for which a peer does not count until it reports again:
 # - SILENT: it answers no request. It still counts toward the quorum for a while.
 # - BANNED: it has broken a rule. It does not count before the end of the ban either.
-# - LATE: it reports, but misses rounds. After BAN_SECONDS or LATE_EPOCHS, or a round with it that succeeds, it counts.
+# - LATE: it reports, but misses rounds. No round waits for it before the end of BAN_SECONDS or LATE_EPOCHS, or a round
+#   with it that succeeds. It still counts toward the quorum, because a hostile leader may have omitted it.
 SILENT = "silent"
 BANNED = "banned"
 LATE = "late"
@@ -119,18 +120,22 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in self.absent}
 
     def select_counted(self, records: Records) -> Records:
-        """Return the records of the peers that are there, or have just fallen silent."""
+        """Return the records of the peers that are there, late ones included, or have just fallen silent."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
-        absent = {p for p, it in list(self.absent.items()) if it.reason != SILENT or it.until < oldest}
+        absent = {p for p, it in list(self.absent.items()) if it.reason == BANNED or it.until < oldest}
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in absent}
 
     def count_quorum(self, records: Records, min_epoch: int, max_epoch: float = math.inf) -> int:
         """Return how many peers a round takes, this one included: two thirds of the known contributors at these epochs,
-        and two trainers at least with an auxiliary peer. One that just fell silent counts: no smaller half may step."""
+        or all that are not late if these are fewer; and two trainers at least with an auxiliary peer. One that just
+        fell silent counts: no smaller half may step."""
         members = {p: it for p, it in self.select_counted(records).items() if min_epoch <= it.epoch <= max_epoch}
-        known = len(self.select_known(members))
+        known = self.select_known(members).keys()
+        in_time = len(known - {p for p, it in list(self.absent.items()) if it.reason == LATE})
         # with a mere majority, one leader could hold a round with each half of the others
-        return 1 + max(2, math.ceil(2 * known / 3)) if self.is_auxiliary else math.ceil(2 * (1 + known) / 3)
+        if self.is_auxiliary:
+            return 1 + max(2, min(math.ceil(2 * len(known) / 3), in_time))
+        return min(math.ceil(2 * (1 + len(known)) / 3), 1 + in_time)
 
     # --- events
 

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
+import hivemind
 import pytest
 from coroutines import run_async, run_timeless
 from google.protobuf.message import DecodeError
@@ -21,8 +23,11 @@ from hivemind.utils.asyncio import as_aiter
 import swarm.matchmaking
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.averager import VerifyingAverager
+from swarm.credentials import Authority
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
-from swarm.matchmaking import MAX_REDIRECTS, EarlyStartMatchmaking, sign_round_state
+from swarm.matchmaking import MAX_REDIRECTS, EarlyStartMatchmaking, parse_gathered, sign_round_state
+from swarm.membership import Membership
+from swarm.trust import MAX_BROKEN_ROUNDS, RoundTrust
 from swarm.uplink import Uplink
 from utils import MAX_WORKERS
 
@@ -63,7 +68,7 @@ class UselessLeader(ServicerBase):
 
 
 def make_matchmaking(leader: UselessLeader | None, kind: type[Matchmaking] = EarlyStartMatchmaking) -> Matchmaking:
-    dht = SimpleNamespace(uplink=Uplink(), peer_id=PeerID(b"follower"))
+    dht = SimpleNamespace(uplink=Uplink(), peer_id=PeerID(b"follower"), membership=None)
     options = dict(prefix="run", target_group_size=None, min_group_size=2, min_matchmaking_time=5.0)
     options |= dict(servicer_type=UselessLeader, request_timeout=3.0, client_mode=False)
     if kind is EarlyStartMatchmaking:
@@ -85,7 +90,7 @@ async def search(follower: EarlyStartMatchmaking, seconds: float = 0.0) -> None:
         follower.potential_leaders.search_end_time = get_dht_time() + 30.0
         request = asyncio.create_task(follower._request_join_group(LEADER))
         await asyncio.sleep(seconds)
-        follower.avoid_leader()
+        await follower.avoid_leader()
         assert await asyncio.wait_for(request, 10) is None and follower.current_leader is None
 
 
@@ -131,12 +136,29 @@ async def test_leader_without_round_is_asked_less_and_less(monkeypatch):
             await asyncio.sleep(0.01)
             if leader.requests > requests:
                 clock[0] += 13.0  # the others have waited for a round
-                follower.avoid_leader()
+                await follower.avoid_leader()
             assert await asyncio.wait_for(request, 10) is None and follower.current_leader is None
         if leader.requests > requests:
             asked_at.append(before - 1000.0)
         clock[0] = max(clock[0], before + 30.0)  # in the next epoch
     assert asked_at == [0.0, 60.0, 120.0, 240.0, 420.0, 780.0, 1440.0]
+
+
+@pytest.mark.parametrize("others, is_left", [((), False), ((b"banned",), False), ((b"banned", b"other"), True)])
+@run_async
+async def test_client_stays_with_its_only_leader(others, is_left):
+    """The leader of two clients is in a long step. They would no longer ask it for a while, and it waits for none."""
+    leader = UselessLeader()
+    async with search_quickly(leader) as follower:
+        follower.client_mode, follower.excluded = True, frozenset([b"banned"])
+        declared = [(PeerID(name), get_dht_time() + 30.0) for name in (b"leader", *others)]
+        follower.group_key_manager.get_averagers = AsyncMock(return_value=declared)
+        request = asyncio.create_task(follower._request_join_group(LEADER))
+        await asyncio.sleep(0.05)
+        await follower.avoid_leader()
+        await asyncio.wait([request], timeout=0.2)
+        assert request.done() == is_left == (LEADER in follower.useless)
+        request.cancel()
 
 
 @pytest.mark.parametrize("kind", ["silent", "lost", "garbage"])
@@ -221,10 +243,73 @@ async def test_leader_is_in_its_group():
         follower.assembled_group = asyncio.Future()
 
 
-def make_data(epoch: int = 5) -> bytes:
-    """Return the group data of a peer, as it is with a state that has been signed."""
-    state = sign_round_state(epoch, True, "", [0.0] * SKETCH_SIZE)
-    return MSGPackSerializer.dumps([20.0, 0, MSGPackSerializer.dumps(state)])
+def make_data(epoch: int | None = 5, credential: bytes = b"") -> bytes:
+    """Return the group data of a peer, as it is with a state that has been signed; without one, of parameters."""
+    state = sign_round_state(epoch, True, "", [0.0] * SKETCH_SIZE) if epoch else 5
+    return MSGPackSerializer.dumps([20.0, 0, MSGPackSerializer.dumps([state, credential] if credential else state)])
+
+
+@pytest.mark.parametrize(
+    "epoch, reported, is_accepted", [(5, 5, True), (4, 5, False), (5, 4, True), (4, math.inf, True), (6, 5, False)]
+)
+@run_async
+async def test_follower_with_stale_state_is_refused(monkeypatch, epoch, reported, is_accepted):
+    """The leader would count it by its report. A third peer, which counts signed epochs, would rightly refuse the
+    group, and be banned for that."""
+    monkeypatch.setattr(swarm.matchmaking.RoundState, "is_signed_by", lambda *_: True)
+    leader, hostile = make_matchmaking(None), PeerID(b"hostile")
+    leader.step_control = SimpleNamespace(data_for_gather=make_data())
+    leader.set_expected_peers({b"hostile": reported, b"third": 5}, 3, frozenset())
+    assert leader.is_acceptable(averaging_pb2.JoinRequest(gather=make_data(epoch)), hostile) == is_accepted
+
+
+@pytest.fixture
+def closed_run(tmp_path):
+    """The membership of the follower in a closed run, and a function that makes a credential for a peer."""
+    authority = Authority(str(tmp_path / "authority.pem"))
+
+    def issue(name: bytes, prefix: str = "run", seconds: float = 60.0) -> bytes:
+        return authority.issue(prefix, name, "ada", get_dht_time() + seconds)
+
+    return Membership(issue(b"follower"), authority.public_key), issue
+
+
+@pytest.mark.parametrize("epoch", [5, None])
+@pytest.mark.parametrize("fault", ["", "no credential", "another peer", "another run", "expired", "revoked"])
+@run_async
+async def test_group_with_uninvited_peer_is_refused(monkeypatch, closed_run, epoch, fault):
+    """Any member could lead a group with keys that it has just made: they would average most of it, or break it."""
+    monkeypatch.setattr(swarm.matchmaking.RoundState, "is_signed_by", lambda *_: True)
+    membership, issue = closed_run
+    shown = {"no credential": b"", "another peer": issue(b"leader"), "another run": issue(b"ghost", prefix="other")}
+    shown["expired"] = issue(b"ghost", seconds=-1.0)
+    data = make_data(epoch, shown.get(fault, issue(b"ghost")))
+    monkeypatch.setattr(Membership, "revoked", frozenset([b"ghost"] if fault == "revoked" else []))
+    leader = UselessLeader("begins")
+    async with search_quickly(leader) as follower:
+        follower.group_key_manager.dht.membership = membership
+        follower.step_control.data_for_gather = make_data(epoch, membership.credential)
+        assert follower.is_acceptable(averaging_pb2.JoinRequest(gather=data), PeerID(b"ghost")) == (not fault)
+        leader.group = {LEADER: make_data(epoch, issue(b"leader")), PeerID(b"ghost"): data}
+        leader.group[follower.peer_id] = follower.step_control.data_for_gather
+        follower.set_expected_peers({}, 1, frozenset())
+        group = await follower._request_join_group(LEADER)
+        assert (group is None) == bool(fault) == (LEADER in follower.useless)
+
+
+@pytest.mark.parametrize("gather", [b"", 5])
+def test_group_data_have_credential_of_closed_run(monkeypatch, closed_run, gather):
+    """Of gradients as of parameters; in an open run, they are those of plain hivemind."""
+    membership, _ = closed_run
+    monkeypatch.setattr(hivemind.DecentralizedAverager, "step", lambda *_, gather, **__: gather)
+    gather = gather or sign_round_state(5, True, "", [0.0] * SKETCH_SIZE)
+    for member in (membership, None):
+        averager = VerifyingAverager.__new__(VerifyingAverager)  # without its process
+        averager.dht, averager._parent_pid = SimpleNamespace(uplink=Uplink(), membership=member), None
+        sent = averager.step(gather=gather)
+        data = parse_gathered(MSGPackSerializer.dumps([None, 0, MSGPackSerializer.dumps(sent)]))
+        assert data.credential == (member.credential if member else b"") and bool(data.state) == (gather != 5)
+        assert member or sent == gather
 
 
 @pytest.mark.parametrize(
@@ -288,10 +373,52 @@ async def test_leader_of_different_groups_is_suspect(code, suspect):
     """It may have shown the peer another group. A claim of the peer about a third one does not change that."""
     own, peer, other = (PeerID(name) for name in (b"own", b"peer", b"other"))
     runner = SimpleNamespace(ordered_peer_ids=[own, peer, other, LEADER], peer_id=own, leader=LEADER)
-    runner.blamed, runner.broken, runner.foreign = {}, {peer}, set()
+    runner.blamed, runner.broken, runner.foreign, runner.essential = {}, {peer}, set(), set()
     message = averaging_pb2.AveragingData(code=averaging_pb2.MessageCode.Value(code), peer_id=other.to_bytes())
     await FailFastAllReduceRunner.check_blame(runner, message, peer)
     assert runner.blamed == {peer: PeerID(suspect)} and runner.foreign == ({peer} if suspect == b"leader" else set())
+
+
+@pytest.mark.parametrize(
+    "known, members, is_banned",
+    [
+        (b"bcd", b"bc", False),  # two of four without it, or with a member that it does not count
+        (b"bcd", b"bcd", True),
+        (b"b", b"b", False),
+        (b"bcdef", b"bcd", False),
+        (b"bcdef", b"bcde", True),  # it breaks a round that needs it no more
+        (b"cd", b"bcd", True),  # new keys cost nothing
+        (b"", b"bcd", True),
+    ],
+)
+@run_async
+async def test_leader_bans_no_follower_that_may_refuse(known, members, is_banned):
+    """In a long batch, it does not know yet which contributors have left; or it sees one of these in time."""
+    leader, group = make_matchmaking(None), [PeerID(bytes([name])) for name in (*b"a", *members)]
+    leader.set_expected_peers({bytes([name]): 5 for name in known}, 2, frozenset())
+    own, peer, *_ = group
+    leader.leader = leader.peer_id = own
+    averager = SimpleNamespace(_trust=RoundTrust(), peer_id=own, dht=leader.group_key_manager.dht)
+    averager._trust.rounds.update(dict.fromkeys(group, 9))
+    message = averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+
+    async def refuse() -> None:
+        runner = SimpleNamespace(ordered_peer_ids=group, peer_id=own, leader=own, group_size=len(group), silent=[])
+        runner.blamed, runner.foreign, runner.refused, runner.violations = {}, set(), set(), {}
+        runner.essential = leader.find_essential(group)
+        await FailFastAllReduceRunner.check_blame(runner, message, peer)
+        runner.cause, runner.broken = (peer, peer), {peer}
+        watch = asyncio.get_running_loop().create_future()
+        watch.set_result(None)
+        await VerifyingAverager._check_failed_round(averager, runner, watch)
+
+    for _ in range(MAX_BROKEN_ROUNDS - 1):
+        await refuse()
+    with pytest.raises(MaliciousPeersError) if is_banned else contextlib.nullcontext() as caught:
+        await refuse()
+    assert not is_banned or [*caught.value.args[0]] == [peer]
+    leader.leader = peer
+    assert not leader.find_essential(group), "a leader of another group may have hidden it"
 
 
 @run_async

@@ -17,9 +17,11 @@ from records import run_dhts, run_trackers
 
 import swarm.trust
 from swarm.averager import PeersSilentError, RoundResult, VerifyingAverager
+from swarm.epoch import SYNC_RETRY_PERIOD
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.progress import WAIT_RETRY_EPOCHS
 from swarm.rounds import AveragingError, Rounds
+from swarm.state_sync import StateSync
 from swarm.trust import (
     BAN_SECONDS,
     LATE,
@@ -81,6 +83,21 @@ def test_two_quorums_share_an_honest_peer(peers, quorum):
     names = [b"%d" % number for number in range(peers - 1)]
     assert make_trust(*names).count_quorum(make_records(*names), min_epoch=5) == quorum
     assert 2 * quorum - peers > 1 or peers < 4
+
+
+@pytest.mark.parametrize(
+    "peers, late, quorum",
+    [(2, 1, 1), (3, 1, 2), (4, 1, 3), (4, 2, 2), (4, 3, 1), (5, 1, 4), (5, 2, 3), (9, 3, 6), (9, 4, 5), (40, 13, 27)],
+)
+def test_late_peers_count_toward_quorum(peers, late, quorum):
+    """A hostile leader that omits peers until they are late would otherwise make steps with less and less of them. If
+    more than a third cannot be reached, the others go on, but only all of them."""
+    names = [b"%d" % number for number in range(peers - 1)]
+    trust = make_trust(*names)
+    trust.absent |= {name: Absence(LATE, get_dht_time() + 60) for name in names[:late]}
+    assert trust.count_quorum(make_records(*names), min_epoch=5) == quorum
+    trust.is_auxiliary = True
+    assert trust.count_quorum(make_records(*names), min_epoch=5) >= 3
 
 
 @pytest.mark.parametrize("trainers, group_size", [(0, 3), (1, 3), (2, 3), (3, 3), (4, 4)])
@@ -534,6 +551,92 @@ def test_group_without_most_contributors_is_recognized(tracker):
     assert [tracker.is_majority(group) for group in groups] == [False, True, True, True, True]
 
 
+def test_leader_that_omits_peers_gets_no_pair(tracker):
+    """One of four led three rounds without b, which was late then, and two rounds later the others alone."""
+    tracker.others, tracker.trust.attested = {name: make_record(name) for name in (b"b", b"c", b"hostile")}, set()
+    tracker.trust.attested = {*tracker.others}
+    for _ in range(MAX_MISSED_ROUNDS):
+        tracker.record_round([b"c", b"hostile"], waited_since=get_dht_time() - 5)
+    assert {*tracker.trust.absent} == {b"b"} and {*tracker.peers_at_epoch} == {b"c", b"hostile"}
+    groups = [b"hostile"], [b"c", b"hostile"], [b"b", b"hostile"], [b"b", b"c"], [b"b"]
+    assert [tracker.is_majority(group) for group in groups] == [False, True, True, True, False]
+    assert tracker.quorum == 3 and not tracker.lacks_quorum and tracker.has_quorum_reported(get_dht_time() - 10.0)
+    tracker.others |= {b"c": make_record(b"c", ago=20.0)}
+    assert not tracker.has_quorum_reported(get_dht_time() - 10.0), "its leader may wait for c"
+    expected = []
+    averager = SimpleNamespace(set_expected_peers=lambda *it, **_: expected.append(it))
+    for awaits_all, others in ((True, 3), (False, 3)):
+        Rounds(tracker, averager, averager).expect_group(awaits_all)
+        epochs, min_peers, excluded = expected[-2]
+        assert epochs == dict.fromkeys([b"b", b"c", b"hostile"], 5) and (min_peers, excluded) == (others, set())
+    tracker.record_round([b"b", b"hostile"], waited_since=get_dht_time() - 5)
+    assert not tracker.trust.absent
+
+
+def test_two_of_four_go_on_without_late_ones(tracker):
+    """The other two are a hostile peer and the one with which it has made a step, or cannot be reached. Neither may
+    then take the place of a peer in time, nor may one that is back lead another one alone."""
+    tracker.others, tracker.trust.attested = make_records(*NAMES[:3]), {*NAMES[:3]}
+    tracker.trust.absent = {name: Absence(LATE, get_dht_time() + 60) for name in (b"b", b"c")}
+    groups = [b"a"], [b"b"], [b"b", b"c"], [b"a", b"b"]
+    assert [tracker.is_majority(group) for group in groups] == [True, False, True, True]
+    assert tracker.quorum == 2 and [*tracker.contributors_at_epoch] == [b"a"] and not tracker.lacks_quorum
+    del tracker.trust.absent[b"c"]
+    groups = [b"a"], [b"c"], [b"a", b"c"], [b"a", b"b"]
+    assert [tracker.is_majority(group) for group in groups] == [False, False, True, True] and tracker.quorum == 3
+
+
+@pytest.mark.parametrize(
+    "epochs, clients, view_epoch, expected",
+    [
+        ((5, 5), b"", 5, b"ab"),
+        ((5, 5), b"b", 5, b"a"),  # this peer is not behind
+        ((5, 6, 6), b"bc", 6, b"bc"),  # a is behind as well
+        ((6, 6, 6), b"bc", 6, b"a"),
+        ((4, 5), b"", 6, b"ab"),
+        ((6, 6), b"ab", 6, b"ab"),
+    ],
+)
+def test_public_peer_that_is_behind_is_no_witness(tracker, epochs, clients, view_epoch, expected):
+    """Two trainers lost the end of a round with two clients. Each loaded the other's state, which was its own."""
+    names = NAMES[: len(epochs)]
+    tracker.others = {name: make_record(name, epoch) for name, epoch in zip(names, epochs, strict=True)}
+    tracker.others |= {it: tracker.others[it].copy(update={"client_mode": True}) for it in map(bytes, zip(clients))}
+    tracker.trust.attested, tracker.view = {*names}, dataclasses.replace(tracker.view, epoch=view_epoch)
+    assert sorted(tracker.list_contributors()) == [*map(bytes, zip(expected))]
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+@pytest.mark.parametrize(
+    "others, ahead", [(b"abc", b"ab"), (b"abcde", b"abc"), (b"abcd", b"abcd"), (b"abcde", b"abcd")]
+)
+def test_stale_state_is_no_answer(tracker, monkeypatch, is_served, others, ahead):
+    """Two of four, of which one is hostile, have made a step alone. The hostile one serves the state before."""
+    records, now = {name: make_record(name, 6 if name in ahead else 5) for name in map(bytes, zip(others))}, [0.0]
+    tracker.trust.attested = {*records}
+    state = SimpleNamespace(local_epoch=5, apply_downloaded_state=lambda *_: None)
+    state.download_progress = SimpleNamespace(bytes=1, milliseconds=1000)
+    monkeypatch.setattr("swarm.state_sync.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tracker, "ping_quiet_peers", lambda _: None)
+
+    def refresh() -> None:
+        values = {it.peer_id: ValueWithExpiration(it.dict(), math.inf) for it in records.values()}
+        tracker.apply_records(ValueWithExpiration(values, math.inf), 0.0)
+
+    monkeypatch.setattr(tracker, "refresh_now", refresh)
+    sync = StateSync(tracker, state)
+    sync.download = lambda *_, is_step=False, **__: None if is_step or not is_served else ({}, [])
+    refresh()
+    while tracker.view.epoch == 6 and now[0] < 100:
+        now[0] += 1.0
+        if sync.backoff.allows(5, 6, True, now[0]) and sync.load(6, tracker.list_contributors(), True, True):
+            sync.check_staleness()
+        refresh()
+    is_swarm = 3 * len(ahead) >= 2 * (1 + len(others))
+    assert (tracker.view.epoch == 5) != is_swarm and (len(tracker.trust.absent) == len(ahead)) != is_swarm
+    assert is_swarm or now[0] <= 2 * SYNC_RETRY_PERIOD + 2
+
+
 def test_records_of_new_keys_leave_peers_in_step(tracker):
     """Otherwise, as with several groups, a peer forgets its contributors after the next round, and believes all."""
     new, trust, rounds = [b"new%d" % number for number in range(300)], tracker.trust, Rounds(tracker, None, None)
@@ -603,7 +706,7 @@ def test_silence_in_each_round_is_a_fault():
     done, own = SimpleNamespace(uplink=Uplink()), PeerID(b"own")
     averager = SimpleNamespace(_trust=RoundTrust(), peer_id=own, dht=done)
     runner = SimpleNamespace(violations={}, silent=[b"silent"], cause=(PeerID(b"silent"), own), broken=set())
-    runner.foreign, runner.leader = set(), own
+    runner.foreign, runner.leader, runner.refused = set(), own, set()
     runner.group_size = 4
 
     async def fail() -> None:
