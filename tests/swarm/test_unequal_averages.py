@@ -33,7 +33,7 @@ def find_violations(views: dict[str, str], own: str = "a", group: str = "abcd", 
     averager._last_result = RoundResult(b"group", members, (1, 0), {}, digests)
     groups = {name: b"before" if name in late else b"group" for name in seen}
     states = {name: SimpleNamespace(group=groups[name], digests=it) for name, it in seen.items()}
-    gathered = {peers[name]: GatheredData(AveragingMode.NODE, state, 20.0) for name, state in states.items()}
+    gathered = {peers[name]: GatheredData(AveragingMode.NODE, state, 20.0, b"") for name, state in states.items()}
     found = GradientAverager.find_unequal_averages(averager, gathered)
     return "".join(name for name in NAMES if peers[name] in found)
 
