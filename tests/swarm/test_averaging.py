@@ -73,7 +73,7 @@ def test_average_is_weighted_by_samples(start, prefix):
 @pytest.mark.parametrize("fails", [False, True])
 def test_failed_end_of_round_loses_no_gradients(monkeypatch, fails):
     """With --overlap, a GPU may have no memory left when a round ends. Twelve samples are pending in both cases."""
-    result = RoundResult(b"group", (), (2, 0), {})  # this peer sends a half of its gradients in each round
+    result = RoundResult(b"group", (), (2, 0), {}, {})  # this peer sends a half of its gradients in each round
     monkeypatch.setattr("swarm.rounds.RoundWait.run", lambda _: {PeerID(b"a"): result, PeerID(b"b"): result})
     with run_dhts([]) as (dht,), run_trackers([dht], 40, overlap=True) as [tracker]:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 3)]
@@ -113,7 +113,7 @@ def test_end_of_round_takes_no_device_memory():
     averager = SimpleNamespace(parameters=parameters, residual=torch.zeros(5), unsent=unsent, _in_flight=(sums, 8))
     averager._lock, averager._behind, averager._in_mean = contextlib.nullcontext(), [0], 8
     with Recorder():
-        GradientAverager.finish(averager, RoundResult(b"group", (), (1, 0), {}))
+        GradientAverager.finish(averager, RoundResult(b"group", (), (1, 0), {}, {}))
     aten = torch.ops.aten
     assert operations == [aten.split_with_sizes, *2 * [aten.view, aten.copy_, aten.add_]]  # views, or in place
 
