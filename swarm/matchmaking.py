@@ -291,7 +291,7 @@ class EarlyStartMatchmaking(Matchmaking):
         return await super().follower_assemble_group(leader, message)
 
     def is_member(self, peer_id: PeerID, data: GatheredData) -> bool:
-        """Return whether a peer of a group may take part in a closed run: members check only the peers that call."""
+        """Return whether a peer of a group has a valid credential, or the run is open: it may never have called."""
         membership = self.group_key_manager.dht.membership
         return not (membership and membership.find_fault(data.credential, peer_id.to_bytes()))
 
