@@ -25,7 +25,7 @@ from swarm import logger
 from swarm.allreduce import FailFastAllReduceRunner, choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
-from swarm.matchmaking import DIGEST_BYTES, parse_gathered
+from swarm.matchmaking import DIGEST_BYTES, EarlyStartMatchmaking, parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.trust import RoundTrust
 
@@ -86,6 +86,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._unequal: dict[PeerID, str] = {}  # violations in that round, see `find_unequal_averages`
         super().__init__(*args, **kwargs)
 
+    @property
+    def matchmaking(self) -> EarlyStartMatchmaking:
+        """The search for groups, in the averager's process."""
+        return self._matchmaking
+
     def run(self) -> None:
         """Run the averager's process with our matchmaking and all-reduce classes."""
         install_in_averager_process()
@@ -118,15 +123,15 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._send("_set_expected_peers", *expected)
 
     async def _set_expected_peers(self, *expected) -> None:
-        self._matchmaking.set_expected_peers(*expected)
-        await self._matchmaking.start_when_complete()
+        self.matchmaking.set_expected_peers(*expected)
+        await self.matchmaking.start_when_complete()
 
     def avoid_leader(self) -> None:
         """Leave the leader that this peer follows, if any, see EarlyStartMatchmaking."""
         self._send("_avoid_leader")
 
     async def _avoid_leader(self) -> None:
-        await self._matchmaking.avoid_leader()
+        await self.matchmaking.avoid_leader()
 
     def end_round(self) -> None:
         """End the running round, if any, for all peers; hivemind cancels only the search for a group."""
@@ -144,7 +149,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pending_groups_registered.wait(), self.dht.uplink.timeouts.request)
         # a group that has formed waits until this peer ends its batch
-        if request.group_id not in self._running_groups and request.group_id != self._matchmaking.group_id:
+        if request.group_id not in self._running_groups and request.group_id != self.matchmaking.group_id:
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
             return
         async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
@@ -206,9 +211,8 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
         kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
-        matchmaking = self._matchmaking
-        runner.leader = matchmaking.leader
-        runner.essential = matchmaking.find_essential(group_info.peer_ids)
+        runner.leader = self.matchmaking.leader
+        runner.essential = self.matchmaking.find_essential(group_info.peer_ids)
         runner.violations |= self._unequal
         # in the plan, slow peers that accept connections are clients, too
         pairs = zip(group_info.peer_ids, modes, strict=True)

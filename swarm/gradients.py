@@ -138,9 +138,9 @@ class GradientAverager(VerifyingAverager):
         return [update + rest for update, rest in zip(self.local.measure(), self.unsent, strict=True)], self.samples
 
     def find_unequal_averages(self, members: Mapping[PeerID, GatheredData]) -> dict[PeerID, str]:
-        """Return the peers from which at least two others, and more than a quarter of the last round's members, have
-        received another average than this peer. Reports of peers with far fewer rounds than the accused one do not
-        count, because keys cost nothing."""
+        """Return the peers from which at least two others, and most members of the last round, have received another
+        average than this peer. Fewer reports do not count, because they prove nothing, nor do those of peers with far
+        fewer rounds than the accused one, because keys cost nothing."""
         last = self._last_result
         states = {peer: member.state for peer, member in members.items() if member.state}
         digests = {peer: state.digests for peer, state in states.items() if state.group == last.group_id}
@@ -152,7 +152,7 @@ class GradientAverager(VerifyingAverager):
             others = {*map(PeerID, last.members)} - {self.peer_id, reducer}
             witnesses = [peer for peer in others if rounds[peer] >= enough]
             differing = sum(reports[peer].get(reducer, digest) != digest for peer in witnesses if peer in reports)
-            if reducer != self.peer_id and differing > 1 and 4 * differing > len(witnesses) + 2:
+            if reducer != self.peer_id and differing > 1 and 2 * differing > len(witnesses) + 1:
                 unequal[reducer] = "has sent another average to others than to this peer"
         return unequal
 
@@ -178,6 +178,12 @@ class GradientAverager(VerifyingAverager):
         outliers = [agreeing[index] for index in find_outliers([states[peer].sketch for peer in agreeing])]
         agreeing = [peer for peer in agreeing if peer not in outliers]
         if self.mode != AveragingMode.AUX and self.peer_id not in agreeing:
+            known = self.matchmaking.contributors
+            # a leader may have omitted peers with this one's state, or have passed on earlier states of them
+            missing = sum(not (p in states and states[p].epoch >= epoch) for p, epoch in known.items())
+            own = keys.get(self.peer_id)
+            if own != chosen and votes[own] + missing > len(agreeing):
+                raise AllreduceException("more peers may have this peer's state than the group's")
             # not the next epoch: a group may form long before its epoch ends
             raise StateDivergedError(chosen[0], *([it.to_bytes() for it in peers] for peers in (agreeing, trainers)))
         if len(agreeing) == 1:

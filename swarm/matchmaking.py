@@ -242,6 +242,11 @@ class EarlyStartMatchmaking(Matchmaking):
             self.ask_unknown_at = now + min(2 * seconds, self.request_timeout)
         loop.call_later(pause, self.allow_to_ask, leader)
 
+    @property
+    def contributors(self) -> dict[PeerID, float]:
+        """The known contributors that a group should contain, and their epochs."""
+        return {PeerID(peer_id): epoch for peer_id, epoch in self.expected.items() if epoch < math.inf}
+
     def end_unanswered(self, request_limit: asyncio.Timeout) -> None:
         """End a request that no leader has accepted; hivemind's own limit begins once there is a connection."""
         if self.current_leader is None and self.request_limit is request_limit:  # it may have led to another request
@@ -283,8 +288,9 @@ class EarlyStartMatchmaking(Matchmaking):
         if not all(self.is_member(peer, data) for peer, data in members.items()):  # or it has just been revoked
             logger.info(f"peer {leader} leads a group with a peer that may not take part in this run: not joining it")
             raise AllreduceException("a peer in the group has no valid credential")
-        there = [p for p, state in states.items() if state and state.epoch >= self.expected.get(p.to_bytes(), math.inf)]
-        if 3 * (1 + len(there)) < 2 * (1 + sum(epoch < math.inf for epoch in self.expected.values())):
+        known = self.contributors
+        there = [peer for peer, state in states.items() if state and state.epoch >= known.get(peer, math.inf)]
+        if 3 * (1 + len(there)) < 2 * (1 + len(known)):
             logger.info(f"peer {leader} leads a group without most known contributors: not joining it")
             raise AllreduceException("most known contributors are not in the group")
         self.leader = leader
@@ -369,7 +375,7 @@ class EarlyStartMatchmaking(Matchmaking):
     def find_essential(self, group: Sequence[PeerID]) -> set[PeerID]:
         """Return the followers without each of which the group that this peer leads is not two thirds of the known
         contributors. They may refuse it: until the end of its batch, a follower does not know which have left."""
-        known = {PeerID(peer_id) for peer_id, epoch in self.expected.items() if epoch < math.inf}
+        known = self.contributors.keys()
         followers = known & {*group}
         return followers if self.leader == self.peer_id and 3 * len(followers) < 2 * (1 + len(known)) else set()
 

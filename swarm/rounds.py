@@ -165,7 +165,9 @@ class Rounds:
         self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
         if self.is_synchronous() and not self.is_auxiliary:
             self.expect_group()
-            self.tracker.record_round(self.stats.last_group, wait.waited_since)
+            # the leader's wait ends first, so its followers have waited a little less
+            has_waited = wait.searched_until > wait.started + self.uplink.timeouts.matchmaking / 2
+            self.tracker.record_round(self.stats.last_group, wait.started_in_dht if has_waited else None)
         else:  # in other groups there are many peers that this one has not met
             self.tracker.trust.forget_groups()
 
@@ -254,9 +256,8 @@ class RoundWait:
         self.control = control
         self.epoch = epoch
         self.tracker = rounds.tracker
-        #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
-        self.waited_since: float | None = None
-        self.started = time.monotonic()
+        self.awaits_all = True  # or most peers, once expected peers have been missing for long
+        self.started = self.searched_until = time.monotonic()
         self.started_in_dht = get_dht_time()
         timeouts = rounds.uplink.timeouts
         # before the wait for missing peers ends, or none of them would be known to have reported during the wait
@@ -284,7 +285,7 @@ class RoundWait:
             if stage == AveragingStage.LOOKING_FOR_GROUP:
                 self.check_swarm()
             # also for the averaging of parameters, whose search for a group may have begun in the last epoch (note 72)
-            self.rounds.expect_group(awaits_all=self.waited_since is None)
+            self.rounds.expect_group(awaits_all=self.awaits_all)
             pause = min(1.02 * pause, MAX_POLL_INTERVAL)
             concurrent.futures.wait([self.control], pause)
             # a round in the background costs the loop nothing
@@ -297,9 +298,9 @@ class RoundWait:
 
     def check_swarm(self) -> None:
         """Find out which peers are there while no group forms; raise an AllreduceException if they cannot average."""
-        now = time.monotonic()
-        if now > self.started + self.rounds.uplink.timeouts.matchmaking and self.waited_since is None:
-            self.waited_since = self.started_in_dht
+        now = self.searched_until = time.monotonic()
+        if now > self.started + self.rounds.uplink.timeouts.matchmaking and self.awaits_all:
+            self.awaits_all = False
             self.tracker.stop_waiting_for_stragglers(self.epoch)
             if self.rounds.is_synchronous():  # if there are more idle peers, they may be busy with long steps
                 self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)

@@ -226,7 +226,8 @@ class StateDownload:
         can_call = relays or not self.averager.client_mode
         clients = {peer: it for peer, it in self.clients.items() if can_call and self.failures[peer] < MAX_FAILURES}
         contributors = {*map(PeerID, self.contributors)}
-        witnesses = [*(contributors & epochs.keys() or contributors & clients.keys())]
+        # one that says it accepts no connections has a vote among the clients only, even if it declares a state
+        witnesses = [*(contributors & epochs.keys() - self.clients.keys() or contributors & clients.keys())]
         self.witnesses = random.sample(witnesses, min(MAX_DONORS, len(witnesses)))
         if not witnesses and contributors & {*declared, *self.clients}:
             return {}  # all contributors have failed: strangers must not decide, and dead peers soon no longer count

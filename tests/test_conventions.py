@@ -133,7 +133,7 @@ def count_lines(paths) -> int:
 
 
 def test_sizes_stay_within_their_budgets():
-    assert count_lines(list_swarm()) <= 9401
+    assert count_lines(list_swarm()) <= 9419
     assert count_lines([ROOT / "run_trainer.py"]) <= 158
     assert count_lines([ROOT / "callback.py"]) <= 225
     assert count_lines([ROOT / "utils.py"]) <= 243
@@ -169,7 +169,7 @@ def test_private_names_of_hivemind_are_few():
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
     own.add("_replace")  # of named tuples
-    assert len([node for node in attributes if node.attr not in own and not node.attr.startswith("__")]) <= 38
+    assert len([node for node in attributes if node.attr not in own and not node.attr.startswith("__")]) <= 34
 
 
 def test_flags_are_few():

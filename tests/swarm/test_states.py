@@ -189,6 +189,18 @@ async def test_contributors_that_are_clients_choose_state():
 
 
 @run_async
+async def test_client_that_declares_state_has_one_vote_of_clients():
+    """It would otherwise be the only witness, because clients declare none."""
+    behind, client, hostile = (PeerID(name) for name in (b"behind", b"client", b"hostile"))
+    averager = SimpleNamespace(fetch_epochs=AsyncMock(return_value={behind: 6.0, hostile: 7.0}), client_mode=False)
+    averager.mode, averager.dht = AveragingMode.NODE, SimpleNamespace(initial_ids=[])
+    known = [peer.to_bytes() for peer in (client, hostile)]
+    download = StateDownload(averager, [], contributors=known, clients={client: 7, hostile: 7})
+    assert await download.find_peers(7) == {behind: 6.0, client: 7, hostile: 7}
+    assert {*download.witnesses} == {client, hostile}
+
+
+@run_async
 async def test_claims_of_high_epochs_keep_no_donor_waiting(monkeypatch):
     """Without known contributors: as many untrusted peers as are asked at once claim an epoch, and describe none."""
     most, honest, ask = state_download.MAX_DONORS, PeerID(b"honest"), AsyncMock(return_value=[])

@@ -49,16 +49,19 @@ def find_violations(views: dict[str, str], own: str = "a", group: str = "abcd", 
         (dict(a="0123", b="0123", c="0123", d="xyzx"), "abcd", ""),
         (dict(a="01", b="x1", c="0"), "ab", ""),
         (dict(a="012", b="01x", c="012"), "abc", ""),  # of two, either may be right
-        (dict(a="0123x", b="0123x", c="0123y", d="0123y"), "abcde", "e"),  # two halves
+        (dict(a="0123x", b="0123x", c="0123y", d="0123y"), "abcde", ""),  # two halves
+        (dict(a="0123x", b="0123y", c="0123y", d="0123y"), "abcde", "e"),
         (dict(a="0123x", b="0123x", c="0123x", d="0123y"), "abcde", ""),
         (dict(a="01234567", **dict.fromkeys("gh", "xxxxxxxx")), "abcdefgh", ""),  # a quarter
         (dict(a="01234567", **dict.fromkeys("fgh", "x1234567")), "abcdefgh", ""),  # of itself, it knows
-        (dict(a="01234567", **dict.fromkeys("fgh", "0x234567")), "abcdefgh", "b"),
+        (dict(a="01234567", **dict.fromkeys("fgh", "0x234567")), "abcdefgh", ""),
+        (dict(a="01234567", **dict.fromkeys("efgh", "0x234567")), "abcdefgh", "b"),
+        (dict(a="0123456", **dict.fromkeys("fg", "0xxxx56")), "abcdefg", ""),  # two of seven lie about all others
         (dict(a="0123", **dict.fromkeys("efgh", "xxxx")), "abcd", ""),  # they were not in that round
         (dict(a="0123", b="", c="0"), "abcd", ""),
     ],
 )
-def test_reports_of_more_than_quarter_count(views, group, banned):
+def test_reports_of_more_than_half_count(views, group, banned):
     assert find_violations(views, group=group) == banned
 
 
