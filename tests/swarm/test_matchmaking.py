@@ -361,7 +361,7 @@ async def test_unknown_group_is_refused_in_time():
     uplink = SimpleNamespace(timeouts=SimpleNamespace(request=0.1))
     averager, context = SimpleNamespace(_running_groups={}, dht=SimpleNamespace(uplink=uplink)), SimpleNamespace()
     averager._pending_groups_registered = asyncio.Event()  # this peer still searches
-    averager._matchmaking = SimpleNamespace(group_id=b"")
+    averager.matchmaking = SimpleNamespace(group_id=b"")
     request = as_aiter(averaging_pb2.AveragingData(group_id=b"unknown"))
     [answer] = [it async for it in VerifyingAverager.rpc_aggregate_part(averager, request, context)]
     assert answer.code == averaging_pb2.BAD_GROUP_ID
