@@ -69,7 +69,7 @@ class SwarmArguments(FlagGroup):
         None, "On a closed run's monitor: file of the key that signs credentials.", requires="experiment_prefix NAME"
     )
     username: str | None = flag(None, "Name on dashboards; in a closed run, the name in --invite. Default: a number.")
-    client_mode: bool = flag(False, "Accept no connections (a trainer or aux peer must); automatic if unreachable.")
+    client_mode: bool = flag(False, "Accept no connections (one trainer or aux peer must); automatic if unreachable.")
     identity_path: str | None = flag(
         None, "File with this peer's private key, created if missing: keeps its id and address across restarts."
     )

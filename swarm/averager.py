@@ -6,9 +6,7 @@ import ctypes
 import math
 import multiprocessing
 import time
-from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from typing import AsyncIterator, NamedTuple  # noqa: UP035 (hivemind does not know that of collections.abc)
 
 import hivemind
@@ -23,14 +21,12 @@ from common.console import format_number
 from common.memory import collect_garbage
 from swarm import logger
 from swarm.allreduce import FailFastAllReduceRunner, choose_fractions, count_bits, has_partition_changed, plan_allreduce
-from swarm.dht import ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import DIGEST_BYTES, EarlyStartMatchmaking, parse_gathered
 from swarm.patches import install_in_averager_process
+from swarm.round_watch import PeersSilentError, RoundWatch
 from swarm.trust import RoundTrust
 
-MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
-CHECK_INTERVAL = 0.5  # seconds between two checks of a running round
 MAX_SLOWNESS = 3.0  # of a round, relative to its plan; a sender that holds up a slower one counts as late
 Parts = AsyncIterator[averaging_pb2.AveragingData]
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
@@ -45,13 +41,6 @@ class StateDivergedError(AllreduceException):
 
 class PeersBehindError(AllreduceException):
     """The error that no other peer of the group has the chosen state, which is this peer's."""
-
-
-class PeersSilentError(AllreduceException):
-    """The round has failed because some peers send no data and do not answer pings. Argument: their ids (bytes)."""
-
-    def __str__(self) -> str:
-        return f"no answer from {', '.join(str(PeerID(peer_id)) for peer_id in self.args[0])}"
 
 
 class RoundResult(NamedTuple):
@@ -159,7 +148,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         group_info = group_info if self.are_parameters else self.select_group(group_info)
         running = self._running_groups[group_info.group_id]
         running.finalize = lambda cancel: ()  # hivemind's shutdown calls it (note 88)
-        watch = asyncio.create_task(self._abort_on_peer_failure(running))
+        watch = asyncio.create_task(self._watch(running))
         try:
             async with asyncio.timeout(self.dht.uplink.timeouts.averaging) as self._limit:
                 await super()._aggregate_with_group(group_info, **kwargs)
@@ -209,7 +198,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=plan.part_bytes, prefetch=PREFETCH, has_uplink_slowed=has_uplink_slowed)
-        kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `_abort_on_peer_failure`
+        kwargs |= dict(sender_timeout=uplink.timeouts.next_chunk, reducer_timeout=None)  # see `RoundWatch`
         runner = FailFastAllReduceRunner(tensors=tensors, uplink=uplink, settings=settings, **kwargs)
         runner.leader = self.matchmaking.leader
         runner.essential = self.matchmaking.find_essential(group_info.peer_ids)
@@ -228,50 +217,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         uplink.expect_round(min(time.monotonic() - started, late_after), own_seconds)
         self._partition_index = (self._partition_index + 1) % self._num_partitions
 
-    async def _abort_on_peer_failure(self, running: asyncio.Future) -> None:
-        """End the round if a peer is silent or keeps others waiting (note 22), or if this peer's uplink has slowed."""
-        runner: FailFastAllReduceRunner = await asyncio.shield(running)
-        owing = runner.sender_peer_ids if runner.tensor_part_reducer.num_parts else ()  # averages may wait for others
-        timeouts = self.dht.uplink.timeouts
-        ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
-        max_step = CHECK_INTERVAL + 2 * timeouts.silence_in_round  # of the clock: a frozen peer blames no other for it
-        elapsed = 0.0
-        checked_at = time.monotonic()
-        # since the last message, by peer and its message count
-        pauses = Counter()  # seconds
-        pings = Counter()
-        while not runner._future.done():
-            await asyncio.wait({runner._future}, timeout=CHECK_INTERVAL)
-            if runner.has_uplink_slowed():  # a new plan is faster for all peers
-                return runner.end(self.peer_id, AllreduceException("this peer's uplink has become slower"))
-            step = min(time.monotonic() - checked_at, max_step)
-            checked_at = time.monotonic()
-            elapsed += step
-            allowed = timeouts.next_chunk + 2 * timeouts.round_seconds + runner.progress * timeouts.slow_round
-            allowed = min(allowed, timeouts.longest_round)
-            awaited = {peer: runner.arrived[peer] for peer in runner.list_awaited_peers()}  # with its message count
-            pauses.update(dict.fromkeys(awaited.items(), step))
-            # a reducer that waits for a sender itself gives it up in half of that, or has more time to report it
-            stalled = [peer for peer, count in awaited.items() if pauses[peer, count] > 2 * timeouts.next_chunk]
-            late = runner.list_stragglers()
-            if elapsed - step <= runner.settings.late_after < elapsed and 2 * len(late) < runner.group_size:
-                runner.late = late  # at the first look: later, others may wait behind them
-            stragglers = [p for p in stalled if p in owing and not awaited[p]] or (late if elapsed > allowed else [])
-            if 0 < 2 * len(stragglers) < runner.group_size:  # otherwise, this peer's own uplink is slow
-                runner.violations |= dict.fromkeys(stragglers, "kept a round waiting")
-                return runner.end(stragglers[0], MaliciousPeersError(runner.violations))
-            # no proof: a reducer may wait for others, and after a change of address, pings use another connection
-            is_late = elapsed > allowed + timeouts.next_chunk and 2 * len(awaited) < runner.group_size
-            if causes := stalled or (list(awaited) if is_late else []):
-                return runner.end(causes[0], AllreduceException(f"peer {causes[0]} keeps this peer waiting"))
-            quiet = [it for it in awaited.items() if pauses[it] > ping_delay * (1 + pings[it])]
-            if to_ping := {peer.to_bytes(): peer for peer, _ in quiet if peer not in runner.clients}:
-                pings.update((peer, awaited[peer]) for peer in to_ping.values())
-                ping = partial(ping_peers, peer_ids=[*to_ping], patience=timeouts.silence_in_round)
-                unanswered = to_ping.keys() - await self.dht.run_coroutine(ping, return_future=True)
-                if silent := [it for it in unanswered if runner.arrived[to_ping[it]] == awaited[to_ping[it]]]:
-                    runner.silent = silent
-                    return runner.end(PeerID(silent[0]), PeersSilentError(silent))
+    async def _watch(self, running: asyncio.Future) -> None:
+        """End the round if it cannot succeed in time, once it runs."""
+        await RoundWatch(await asyncio.shield(running), self.dht).run()
 
     # --- the verdict on a round; swarm/trust.py has the rules
 

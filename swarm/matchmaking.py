@@ -291,8 +291,8 @@ class EarlyStartMatchmaking(Matchmaking):
         known = self.contributors
         there = [peer for peer, state in states.items() if state and state.epoch >= known.get(peer, math.inf)]
         if 3 * (1 + len(there)) < 2 * (1 + len(known)):
-            logger.info(f"peer {leader} leads a group without most known contributors: not joining it")
-            raise AllreduceException("most known contributors are not in the group")
+            logger.info(f"peer {leader} leads too few of the known contributors: not joining its group")
+            raise AllreduceException("less than two thirds of the known contributors are in the group")
         self.leader = leader
         return await super().follower_assemble_group(leader, message)
 

@@ -16,11 +16,11 @@ from hivemind.utils import get_dht_time
 
 from common.signals import STOP_REQUESTED
 from swarm import logger
-from swarm.averager import PeersSilentError
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.optimizer_state import StateAverager
 from swarm.progress import PeerTracker
+from swarm.round_watch import PeersSilentError
 from utils import MAX_WORKERS
 
 POLL_INTERVAL = 0.02  # seconds; while nothing happens, each pause is 2 % longer
@@ -155,7 +155,7 @@ class Rounds:
             result = next(iter(group.values()))
             self.tracker.ban(result.violations)
             if self.is_synchronous() and not self.tracker.is_majority([*map(PeerID.to_bytes, group)]):
-                raise AllreduceException("most known contributors were not in it")
+                raise AllreduceException("less than two thirds of the known contributors were in it")
             self.stats.record_step(self.grad_averager.finish(result), group_size=len(group))
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)

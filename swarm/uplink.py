@@ -1,5 +1,5 @@
-"""The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does. All data of averagers
-passes one pacer, so that the queue stays here, where the next message can overtake it (note 43)."""
+"""The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does. All data of rounds,
+states and updates passes one pacer, so that the queue stays here, where the next message can overtake it (note 43)."""
 
 import asyncio
 import contextlib

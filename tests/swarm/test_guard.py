@@ -19,10 +19,10 @@ from swarms import epochs, list_joint_rounds, start_peer, stop
 
 from swarm import guard
 from swarm.allreduce import FailFastAllReduceRunner
-from swarm.averager import VerifyingAverager
 from swarm.guard import SKETCH_SIZE, ProtocolViolation, VerifyingContainer, compute_sketch, find_outliers
 from swarm.log_records import unpack
 from swarm.matchmaking import RoundState, sign_round_state
+from swarm.round_watch import RoundWatch
 from swarm.trust import REVERSED_AVERAGE
 from swarm.uplink import Uplink
 
@@ -82,12 +82,10 @@ def test_silent_peer_is_banned_if_it_owes_gradients(num_parts, arrived, is_banne
         runner.sender_peer_ids, runner.arrived = runner.ordered_peer_ids, Counter({silent: arrived})
         runner.tensor_part_reducer, runner.violations = SimpleNamespace(num_parts=num_parts), {}
         runner.list_awaited_peers, runner.list_stragglers = (lambda: [silent]), lambda: []
-        runner.settings = guard.RoundSettings()
+        runner.settings, runner.cause = guard.RoundSettings(), None
         runner.has_uplink_slowed, runner.progress, runner._future = (lambda: False), 0.0, asyncio.Future()
-        runner.end = lambda *cause: ended.append((*cause, runner.violations))
-        (running := asyncio.Future()).set_result(runner)
-        peer = SimpleNamespace(dht=SimpleNamespace(uplink=uplink, run_coroutine=answer), peer_id=own)
-        await asyncio.wait_for(VerifyingAverager._abort_on_peer_failure(peer, running), 20)
+        runner.end = lambda *cause: runner._future.set_result(ended.append((*cause, runner.violations)))
+        await asyncio.wait_for(RoundWatch(runner, SimpleNamespace(uplink=uplink, run_coroutine=answer)).run(), 20)
 
     asyncio.run(watch())
     [(cause, _, violations)] = ended

@@ -16,10 +16,11 @@ from processes import wait_until
 from records import run_dhts, run_trackers
 
 import swarm.trust
-from swarm.averager import PeersSilentError, RoundResult, VerifyingAverager
+from swarm.averager import RoundResult, VerifyingAverager
 from swarm.epoch import SYNC_RETRY_PERIOD
 from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.progress import WAIT_RETRY_EPOCHS
+from swarm.round_watch import PeersSilentError
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
 from swarm.trust import (
