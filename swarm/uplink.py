@@ -91,7 +91,7 @@ class RoundTimeouts:
         self.request = min(2 * self.response, self.matchmaking_time / 2 or MAX_REQUEST_TIMEOUT)
         #: the wait for other peers when a group forms
         share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
-        self.matchmaking = self.matchmaking_time or max(5.0, 2.5 * self.request, share)
+        self.matchmaking = self.matchmaking_time or max(2.5 * self.request, share)
         #: the end of a search for a group: the same for all peers, because the one that began first leads (note 82)
         self.group_search = 2 * (self.matchmaking_time or MAX_MATCHMAKING)
         #: the longest duration of a round that makes progress: a connection that loses packets may carry a tenth. The
@@ -106,6 +106,9 @@ class RoundTimeouts:
         self.silence_in_round = max(self.response, self.round_seconds / 8)
         #: the time for which most of a swarm may be missing until the others continue without them
         self.partition_grace = min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
+
+
+Answers = dict[PeerID, tuple[float, float]]  # to pings, see `Uplink.measure_delay`
 
 
 class Uplink:
@@ -134,6 +137,8 @@ class Uplink:
         self._settling = 0
         self._rates = deque(maxlen=4)
         self._lost = 0.0
+        self._shortest: dict[PeerID, float] = {}  # the shortest delay of each peer, see `measure_delay`
+        self._next_warning = 0.0
 
     # --- rate
 
@@ -237,12 +242,11 @@ class Uplink:
 
     async def watch(self, node: DHTNode) -> None:
         """Measure RTTs, and keep the queue short by the rate (LEDBAT, RFC 6817). Runs forever, in the DHT's process."""
-        shortest: dict[PeerID, float] = {}
         pings: dict[PeerID, asyncio.Task] = {}
         delays = deque([0.0] * HELD_BACK_POLLS, maxlen=HELD_BACK_POLLS)  # in seconds, at the last polls
         sent = self._sent.value
         polled = time.monotonic()
-        peak = next_warning = 0.0  # the highest share since `empty`
+        peak = 0.0  # the highest share since `empty`
         empty = sent, polled  # when there was no queue
         while True:
             await asyncio.sleep(POLL_INTERVAL)
@@ -263,17 +267,8 @@ class Uplink:
             patience = max(POLL_INTERVAL, 1.5 * min((it for _, it in self._rtts), default=0.0))
             lag, _ = await asyncio.gather(measure_lag(node), asyncio.wait(pings.values(), timeout=patience))
             answers = {peer: ping.result() for peer, ping in fresh.items() if ping.done() and ping.result()}
-            if answers and now >= next_warning:
-                ahead = get_dht_time() - time.monotonic() - statistics.median(delay for delay, _ in answers.values())
-                if abs(ahead) > MAX_CLOCK_ERROR:  # records would expire too early or too late for others
-                    next_warning = now + CLOCK_WARNING_INTERVAL
-                    text = f"this machine's clock is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} most"
-                    logger.warning(f"{text} peers': synchronize it, e.g. sudo timedatectl set-ntp true")
-            for peer, (delay, rtt) in answers.items():
-                last = shortest.get(peer, delay)
-                # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
-                shortest[peer] = delay if delay > last + rtt else min(delay, last + 0.01 * (delay - last))
-            excess = min((delay - shortest[peer] for peer, (delay, _) in answers.items()), default=POLL_INTERVAL)
+            self._check_clock(answers)
+            excess = self._find_excess(answers)
             if has_traffic:
                 delays.append(max(0.0, excess - lag))  # busy cores are no queue
                 queue = min(delays[-2], delays[-1])  # a lost packet makes one answer late
@@ -290,6 +285,25 @@ class Uplink:
             if not has_traffic or delays[-1] < LOW_QUEUE_DELAY:
                 empty = (sent, polled)
                 peak = 0.0
+
+    def _check_clock(self, answers: Answers) -> None:
+        """Warn if this machine's clock is wrong: records would expire too early or too late for others."""
+        now = time.monotonic()
+        if not answers or now < self._next_warning:
+            return
+        ahead = get_dht_time() - now - statistics.median(delay for delay, _ in answers.values())
+        if abs(ahead) > MAX_CLOCK_ERROR:
+            self._next_warning = now + CLOCK_WARNING_INTERVAL
+            text = f"this machine's clock is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} most peers'"
+            logger.warning(f"{text}: synchronize it, e.g. sudo timedatectl set-ntp true")
+
+    def _find_excess(self, answers: Answers) -> float:
+        """Return the seconds by which the ping with the least delay took longer than that peer's shortest one."""
+        for peer, (delay, rtt) in answers.items():
+            last = self._shortest.get(peer, delay)
+            # a longer route is learned in a minute; if the delay grows by more than the RTT, a clock was set
+            self._shortest[peer] = delay if delay > last + rtt else min(delay, last + 0.01 * (delay - last))
+        return min((delay - self._shortest[peer] for peer, (delay, _) in answers.items()), default=POLL_INTERVAL)
 
     def adjust(self, queue: float, share: float) -> None:
         """Raise or lower the rate after a poll, by the queueing delay, the seconds that the last pings took beyond the
