@@ -117,11 +117,45 @@ class NonBlockingKeyManager(GroupKeyManager):
         return await super().get_averagers(group_key, only_active)
 
 
+class LeaderBackoff:
+    """When each leader may be asked again: one that led to no round less and less, and unknown ones one by one."""
+
+    def __init__(self, rounds_with: Counter):
+        """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
+        self.rounds_with = rounds_with
+        #: for each useless leader, the requests in a row that led to no round, and when to ask again
+        self.useless: dict[PeerID, tuple[int, float]] = {}
+        self.ask_unknown_at = 0.0  # when a leader with which there was no round may be asked again
+
+    def find_time(self, leader: PeerID, is_redirect: bool) -> float:
+        """Return when this leader may be asked, also if it has declared itself again; or if another one names it."""
+        _, not_before = self.useless.get(leader, (0, 0.0))
+        if self.rounds_with[leader] or is_redirect:
+            return not_before
+        return max(not_before, self.ask_unknown_at)  # new keys cost nothing
+
+    def record(self, leader: PeerID, seconds: float, timeout: float, num_useless: int | None) -> float:
+        """Record a request that took these seconds and led to no round, and return the seconds until the next one.
+
+        :param timeout: of a request that no leader has accepted
+        :param num_useless: the useless requests before this one in a row; None if this one was not the leader's fault
+        """
+        now = time.monotonic()
+        # no peer can join this one during a request: these take at most a third of the time
+        pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), timeout)
+        if num_useless is not None:  # up to some minutes, or 128 times the wait for a round
+            pause = max(pause, 2 * (seconds - timeout)) * 2 ** min(num_useless, 6)
+            self.useless[leader] = num_useless + 1, now + pause
+        if seconds < 2 * timeout:  # otherwise, it has accepted this peer
+            self.ask_unknown_at = now + min(2 * seconds, timeout)
+        return pause
+
+
 class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts once the leader's epoch is over, and all expected peers are there (notes 11 and 22)."""
 
     def __init__(self, *args, rounds_with: Counter, **kwargs):
-        """:param rounds_with: the number of rounds with each peer so far, by PeerID; the averager counts them"""
+        """:param rounds_with: see LeaderBackoff"""
         #: the other peers that should join (ids in bytes), and excluded ones; see `set_expected_peers`
         self.expected: dict[bytes, float] = {}
         self.excluded = frozenset()
@@ -133,10 +167,7 @@ class EarlyStartMatchmaking(Matchmaking):
         self.group_id = b""  # of the last search, if it has found a group
         self.request_limit: asyncio.Timeout | None = None
         self.num_redirects = 0
-        #: for each useless leader, the requests in a row that led to no round, and when to ask again
-        self.useless: dict[PeerID, tuple[int, float]] = {}
-        self.rounds_with = rounds_with
-        self.ask_unknown_at = 0.0  # when a leader with which there was no round may be asked again
+        self.backoff = LeaderBackoff(rounds_with)
         super().__init__(*args, **kwargs)
         # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
@@ -206,17 +237,15 @@ class EarlyStartMatchmaking(Matchmaking):
         """Ask to join a leader's group; return None if it is excluded (note 70) or useless, or if no group forms."""
         is_redirect = self.requested_leader is not None  # hivemind's request follows the leader to its own leader
         self.num_redirects = self.num_redirects + 1 if is_redirect else 0
-        num_useless, not_before = self.useless.get(leader, (0, 0.0))  # also if it has declared itself again
-        if not (self.rounds_with[leader] or is_redirect):  # new keys cost nothing
-            not_before = max(not_before, self.ask_unknown_at)
         loop = asyncio.get_running_loop()
         started = time.monotonic()
+        not_before = self.backoff.find_time(leader, is_redirect)
         if started < not_before:
             loop.call_later(not_before - started, self.allow_to_ask, leader)
             return None
         if leader.to_bytes() in self.excluded or self.num_redirects > MAX_REDIRECTS:
             return None
-        self.useless.pop(leader, None)
+        num_useless, _ = self.backoff.useless.pop(leader, (0, 0.0))
         self.requested_leader = leader
         is_useless = False
         try:
@@ -231,15 +260,8 @@ class EarlyStartMatchmaking(Matchmaking):
         finally:
             unanswered.cancel()
             self.requested_leader = None
-        # no peer can join this one during a request: these take at most a third of the time
-        now = time.monotonic()
         seconds = time.monotonic() - started
-        pause = min(max(ASK_AGAIN_AFTER, 2 * seconds), self.request_timeout)
-        if is_useless:  # up to some minutes, or 128 times the wait for a round
-            pause = max(pause, 2 * (seconds - self.request_timeout)) * 2 ** min(num_useless, 6)
-            self.useless[leader] = num_useless + 1, now + pause
-        if seconds < 2 * self.request_timeout:  # otherwise, it has accepted this peer
-            self.ask_unknown_at = now + min(2 * seconds, self.request_timeout)
+        pause = self.backoff.record(leader, seconds, self.request_timeout, num_useless if is_useless else None)
         loop.call_later(pause, self.allow_to_ask, leader)
 
     @property
@@ -328,8 +350,13 @@ class EarlyStartMatchmaking(Matchmaking):
             data = parse_gathered(request.gather)
         except ValueError as e:
             # new keys cost nothing
-            is_awaited = self.is_looking_for_group and peer_id.to_bytes() in self.expected and self.rounds_with[peer_id]
-            if is_awaited and self.current_leader is None and not self.assembled_group.done():
+            is_awaited = peer_id.to_bytes() in self.expected and self.backoff.rounds_with[peer_id]
+            if (
+                is_awaited
+                and self.is_looking_for_group
+                and self.current_leader is None
+                and not self.assembled_group.done()
+            ):
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
             return False

@@ -126,7 +126,7 @@ async def test_leader_without_round_is_asked_less_and_less(monkeypatch):
     """Each time after twice the pause, but never for good, because an honest one may have been cut off."""
     leader, clock, asked_at = UselessLeader(), [1000.0], []
     follower = make_matchmaking(leader)
-    follower.rounds_with[LEADER] = 1
+    follower.backoff.rounds_with[LEADER] = 1
     monkeypatch.setattr(swarm.matchmaking, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     for _ in range(60):
         requests, before = leader.requests, clock[0]
@@ -157,7 +157,7 @@ async def test_client_stays_with_its_only_leader(others, is_left):
         await asyncio.sleep(0.05)
         await follower.avoid_leader()
         await asyncio.wait([request], timeout=0.2)
-        assert request.done() == is_left == (LEADER in follower.useless)
+        assert request.done() == is_left == (LEADER in follower.backoff.useless)
         request.cancel()
 
 
@@ -171,10 +171,10 @@ async def test_silent_leader_is_asked_less_and_less(monkeypatch, kind):
         for number in range(1, 4):
             for _ in range(5):  # it has declared itself again
                 assert await follower._request_join_group(LEADER) is None
-            count, until = follower.useless[LEADER]
+            count, until = follower.backoff.useless[LEADER]
             assert leader.requests == count == number
             pauses.append(until - clock())
-            follower.useless[LEADER], follower.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
+            follower.backoff.useless[LEADER], follower.backoff.ask_unknown_at = (count, 0.0), 0.0  # the pauses are over
     assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.4)
 
 
@@ -185,11 +185,11 @@ async def test_silent_strangers_share_half_of_time(monkeypatch):
     monkeypatch.setattr(swarm.matchmaking, "time", SimpleNamespace(monotonic=clock))
     leader, partner = UselessLeader("silent"), PeerID(b"partner")
     async with search_quickly(leader) as follower:
-        follower.rounds_with[partner] = 1
+        follower.backoff.rounds_with[partner] = 1
         for number in range(6):
             assert await follower._request_join_group(PeerID(b"key%d" % number)) is None
         assert leader.requests == 1
-        assert follower.ask_unknown_at - clock() == pytest.approx(0.5, abs=0.4)
+        assert follower.backoff.ask_unknown_at - clock() == pytest.approx(0.5, abs=0.4)
         assert await follower._request_join_group(partner) is None and leader.requests == 2
 
 
@@ -294,7 +294,7 @@ async def test_group_with_uninvited_peer_is_refused(monkeypatch, closed_run, epo
         leader.group[follower.peer_id] = follower.step_control.data_for_gather
         follower.set_expected_peers({}, 1, frozenset())
         group = await follower._request_join_group(LEADER)
-        assert (group is None) == bool(fault) == (LEADER in follower.useless)
+        assert (group is None) == bool(fault) == (LEADER in follower.backoff.useless)
 
 
 @pytest.mark.parametrize("gather", [b"", 5])
@@ -337,7 +337,7 @@ async def test_group_without_most_contributors_is_not_joined(monkeypatch, epochs
         leader.group[follower.peer_id] = follower.step_control.data_for_gather
         follower.set_expected_peers(epochs, 1, frozenset())
         group = await follower._request_join_group(LEADER)
-        assert (group is not None) == is_joined == (LEADER not in follower.useless)
+        assert (group is not None) == is_joined == (LEADER not in follower.backoff.useless)
         assert is_joined or not follower.assembled_group.done(), "the search goes on"
 
 

@@ -27,7 +27,7 @@ from arguments import AveragingArguments
 from swarm.allreduce import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.config import AveragingConfig, make_config
 from swarm.guard import SKETCH_SIZE, MaliciousPeersError
-from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, parse_gathered, sign_round_state
+from swarm.matchmaking import MAX_GATHERED, EarlyStartMatchmaking, LeaderBackoff, parse_gathered, sign_round_state
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, RoundTimeouts, Uplink, choose_peers
 from utils import find_peer_id
 
@@ -639,7 +639,7 @@ def test_invalid_data_of_new_key_ends_no_search(rounds, is_end):
     async def request() -> bool:
         matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
         peer, matchmaking.assembled_group = PeerID(b"new"), asyncio.get_running_loop().create_future()
-        matchmaking.rounds_with, matchmaking.expected = Counter({peer: rounds}), frozenset([b"new"])
+        matchmaking.backoff, matchmaking.expected = LeaderBackoff(Counter({peer: rounds})), {b"new": 5.0}
         matchmaking.current_leader, matchmaking.lock_looking_for_group = None, asyncio.Lock()
         async with matchmaking.lock_looking_for_group:  # as during a search
             assert not matchmaking.is_acceptable(averaging_pb2.JoinRequest(gather=b"invalid"), peer)
