@@ -51,6 +51,7 @@ MAX_GIVEN = 128 * 1024  # of these bytes, those to the peer: updates wait for me
 STATUS_BYTES = 8 * 1024  # as which a status counts at least, for the time that its check takes
 RECORD_BYTES = 2 * 1024  # the same of another record
 RESERVED_OFFERS = 12  # of a commit, for voters
+MOST_JUDGES = 10  # of the places in a list: a part of many voters may choose when to be there together
 MAX_OWED = 8  # offers, first in turn, of which a list must have the late ones
 MAX_POOL = 16  # offers of peers that are not expected to have one
 MAX_VOTES = 8  # of one voter that are kept, promises included
@@ -119,8 +120,10 @@ class State:
 
     @property
     def suspended(self) -> set[bytes]:
-        """The owners whose updates do not count, because most voters have opposed one of the last of them."""
-        return {peer for peers in self.opposed for peer in peers}
+        """The owners whose updates do not count, because most voters have opposed one of the last of them. If these are
+        half of the voters, all updates count: after a noisy step, honest updates may point back against it."""
+        owners = {peer for peers in self.opposed for peer in peers}
+        return owners if 2 * len(owners & {*self.voters}) < len(self.voters) else set()
 
     @property
     def participants(self) -> set[bytes]:
@@ -143,16 +146,22 @@ class State:
         digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
-    def is_quorum(self, peers: Iterable[bytes], limit: int = log_records.MAX_VOTERS) -> bool:
-        """Return whether these are more than half of the voters, or of `limit` voters if there are more. The first
-        commit takes two thirds (two of three): the leader may have shown each half of the others another first state,
-        and vote with both."""
+    def is_quorum(self, peers: Iterable[bytes]) -> bool:
+        """Return whether these are more than half of the voters. The first commit takes two thirds (two of three): the
+        leader may have shown each half of the others another first state, and vote with both."""
         least = 1 / 2 if self.counted else 0.66
-        return len({*peers} & {*self.voters}) > least * min(len(self.voters), limit)
+        return len({*peers} & {*self.voters}) > least * len(self.voters)
 
-    def has_quorum(self, records: Iterable[Vote | Offer], limit: int = log_records.MAX_VOTERS) -> bool:
+    def has_quorum(self, records: Iterable[Vote]) -> bool:
         """Return whether a quorum has one of these records; see `is_quorum`."""
-        return self.is_quorum((record.peer for record in records), limit)
+        return self.is_quorum(record.peer for record in records)
+
+    def has_most_turns(self, records: Iterable[Offer | Leave]) -> bool:
+        """Return whether a quorum has one of these records, or of more voters than places, most that have a turn: as
+        many others could end each epoch early."""
+        peers = {record.peer for record in records}
+        turns = {*self.list_turns()[0]} if len(self.voters) > self.places else set()
+        return self.is_quorum(peers) or len(peers & turns) > len(turns) * (1 / 2 if self.counted else 0.66)
 
     def has_most_voters(self, commit: Commit) -> bool:
         """Return whether most voters have an offer in this list, or leave. Weights depend on the list alone, so the few
@@ -208,7 +217,7 @@ class State:
         owners = tuple(tuple(sorted(set(peers) - out)) for peers in (*self.owners[1:], current))
         judges = [it for it in commit.offers if it.base == self.head and it.peer in self.voters]
         votes = Counter(peer for judge in judges for peer in {*judge.opposed} & {*self.owners[-1]})
-        opposed = sorted(peer for peer in votes if 2 * votes[peer] > min(len(self.voters), MAX_OFFERS))
+        opposed = sorted(peer for peer in votes if votes[peer] > min(len(self.voters) / 2, MOST_JUDGES))
         counts = Counter(peer for peers in owners for peer in peers)
         present = [peer for peer in self.voters if peer not in banned | out]
         # a log without voters would end, so the last ones stay
@@ -525,6 +534,7 @@ class Log:
         #: when this peer knew a voter's offer, had most voters' updates, had all that a list waits for, last promised
         self.first_time = self.most_time = self.ready_time = self.promise_time = math.inf
         self.half_tick = math.inf  # since which it knows offers of half of the voters
+        self.asked_time = math.inf  # since which this peer would make an offer if it had a turn
         turns = {it.peer: self.turns.get(it.peer, state.epoch - 1) for it in self.select(Offer) if self.holds(it.blob)}
         turns |= {peer: epoch for epoch, peers in enumerate(state.owners, state.epoch + 1 - WINDOW) for peer in peers}
         self.returned += [offer for offer in self.own.values() if not state.fits(offer)]
@@ -658,10 +668,13 @@ class Log:
         return self.timeout + LATE_SHARE * statistics.median_low(self.spans or (0.0,))
 
     def has_turn(self) -> bool:
-        """Return whether this peer should make an offer now. Voters wait for their turn, unless too few others come."""
+        """Return whether this peer should make an offer, at the end of its epoch. Voters wait for their turn, unless
+        too few others have come some time after the first call."""
         is_back = self.me in {leave.peer for leave in self.select_leaves()}  # without an offer, it would lose its vote
-        is_needed = self.first_time + self.patience < self.now < self.most_time
-        return self.me not in self.state.voters or self.me in self.state.in_turn or is_back or is_needed
+        if self.me not in self.state.voters or self.me in self.state.in_turn or is_back:
+            return True
+        self.asked_time = min(self.asked_time, self.now)
+        return self.asked_time + self.patience < self.now < self.most_time
 
     def update_ready_time(self) -> None:
         """Set `ready_time`, from which this peer proposes or votes in attempt 0: once it has the updates of most voters
@@ -674,7 +687,7 @@ class Log:
             self.owed = {it.key for it in self.select(Offer) if it.base == self.state.parent and self.holds(it.blob)}
         if 2 * len(current) >= min(len(self.state.voters), MAX_OFFERS):
             self.half_tick = min(self.half_tick, self.num_ticks)
-        if self.state.has_quorum(settled, MAX_OFFERS):
+        if self.state.has_most_turns(settled):
             self.most_time = min(self.most_time, self.now)
         has_all = self.most_time <= self.now and {it.peer for it in settled} >= self.state.awaited
         if has_all or self.now >= self.most_time + self.patience:

@@ -26,7 +26,7 @@ from swarm.epoch import EpochState
 from swarm.guard import MAX_PARAM_DEVIATION
 from swarm.local_steps import list_momenta
 from swarm.log import State, make_genesis
-from swarm.log_records import MAX_OFFERS, Commit, Leave, Offer
+from swarm.log_records import Commit, Leave, Offer
 from swarm.log_rounds import NEWEST, TICK, LogRounds
 from swarm.optimizer_state import list_params
 from swarm.rounds import ANNOUNCE_INTERVAL
@@ -320,7 +320,7 @@ class LogSteps:
         if self._offered[0] == head or not self.optimizer.grad_averager.samples or time.monotonic() < self._next_offer:
             return
         log = self.rounds.log
-        has_most_offers = log.state.head == head and log.state.has_quorum(log.select_current(), MAX_OFFERS)
+        has_most_offers = log.state.head == head and log.state.has_most_turns(log.select_current())
         # just after a commit, `seconds_left` is not known
         left = min(self.tracker.seconds_left, self.tracker.dht.uplink.timeouts.epoch_seconds or math.inf)
         # an evaluation makes one step longer, not two
@@ -389,6 +389,8 @@ class LogSteps:
             return False
         suspended = before.advance(commit).suspended
         samples = {it.peer: it.samples for it in commit.offers if it.peer not in suspended}
+        if samples.keys().isdisjoint(before.voters):  # peers without a vote must not decide
+            samples = {it.peer: it.samples for it in commit.offers}
         contributions = [
             Contribution(it.peer, samples.get(it.peer, 0), it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)

@@ -140,7 +140,8 @@ def test_list_waits_for_all_voters_in_turn():
     few peers come that have a turn, the others make offers, too."""
     state = make_genesis("run", 0, DIGEST, tuple(PEERS[:30]))
     state = advance(advance(state, state.in_turn), PEERS[14:30])
-    turns = sorted(state.in_turn)
+    usual, missed = state.list_turns()
+    turns = usual + missed
     log = make_log(state=state, index=int(turns[0][4:]))
     for peer in turns[1:]:
         log.receive(1e6, peer, encode(make_offer(peer, state.head)))
@@ -158,6 +159,18 @@ def test_list_waits_for_all_voters_in_turn():
             waiting.receive(1e6, peer, encode(make_offer(peer, state.head)))
         waiting.tick(1e6 + seconds)
         assert waiting.has_turn() is has_turn, number
+    # the offers of others do not begin the choice, nor end the wait, unless they are of most voters
+    early = make_log(state=state, index=int(waiting.me[4:]))
+    others = [peer for peer in state.voters if peer not in turns and peer != early.me]
+    for peer in others[:9]:
+        early.receive(1e6, peer, encode(make_offer(peer, state.head)))
+    early.tick(1e6 + TIMEOUT + 1)
+    assert not early.has_turn() and early.most_time == math.inf
+    early.tick(1e6 + 2 * TIMEOUT + 2)
+    assert early.has_turn(), "none with a turn has made an offer"
+    for peer in others[9:] + missed + usual[:3]:
+        early.receive(1e6 + 2 * TIMEOUT + 2, peer, encode(make_offer(peer, state.head)))
+    assert early.most_time == 1e6 + 2 * TIMEOUT + 2 and not early.has_turn()
 
 
 def test_owner_that_most_voters_oppose_is_suspended():
@@ -183,6 +196,20 @@ def test_owner_that_most_voters_oppose_is_suspended():
     after = state.advance(replace(make_commit(state, ()), offers=tuple(offers)))
     assert [advance(after, PEERS[:5], times=n).suspended for n in (WINDOW - 1, WINDOW)] == [{victim}, set()]
     assert victim in after.voters
+    # half of the voters are too many, because the rest would decide alone
+    for victims, suspended in ((PEERS[:2], {*PEERS[:2]}), (PEERS[:3], set())):
+        assert replace(state, opposed=(*state.opposed[1:], tuple(victims))).suspended == suspended
+
+
+def test_part_of_many_voters_suspends_no_owner():
+    """Nine of 64 voters let a turn pass, and then judge together."""
+    state = make_genesis("run", 0, DIGEST, tuple(PEERS[:30]))
+    state = advance(advance(state, state.in_turn), PEERS[14:30])
+    for num_judges, suspended in ((10, set()), (11, {PEERS[29]})):
+        offers = [make_offer(peer, state.head, opposed=(PEERS[29],)) for peer in PEERS[:num_judges]]
+        offers += [make_offer(peer, state.head) for peer in PEERS[num_judges:16]]
+        commit = replace(make_commit(state, ()), offers=tuple(sorted(offers, key=lambda it: it.key)))
+        assert state.advance(commit).suspended == suspended
 
 
 def test_clients_lead_if_reachable_voter_does_not():
