@@ -79,6 +79,7 @@ def test_clients_average_through_aux_peers(start, prefix):
     stop(*trainers, other_aux)
 
 
+@pytest.mark.slow
 def test_aux_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data, prefix):
     """It stops before its start if there are trainers, otherwise once the first trainers have joined."""
     own = {name: TRAINER[name] for name in SHARED} | {"--experiment_prefix": prefix, "--target_batch_size": 9}

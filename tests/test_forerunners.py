@@ -148,6 +148,7 @@ def test_guide_commands_form_one_swarm(start, tmp_path, tiny_data, model):
         assert re.search(line, seen), line
 
 
+@pytest.mark.slow
 def test_netmind_command_starts_joinable_run(start, tmp_path, model):
     """The second peer joins by the command that the first one logs."""
     own = flags(TRAINER, {"--max_sequence_length": 64, "--dataset_cache_dir": tmp_path / "cache"})

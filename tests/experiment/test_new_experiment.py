@@ -134,7 +134,7 @@ MUON = "muon, beta 0.9 0.999, epsilon 1e-06, decay 0.5, clip 1"
     "optim, rate, terms, kinds",
     [
         ("adamw", 0.1, "sgd, momentum 0.9, decay 0.5, clip 1", {"momentum_buffer": 32}),  # by the recipe
-        ("muon", 0.01, MUON, {"momentum_buffer": 10, "exp_avg": 22}),
+        pytest.param("muon", 0.01, MUON, {"momentum_buffer": 10, "exp_avg": 22}, marks=pytest.mark.slow),
     ],
 )
 def test_recipe_optimizer_trains_and_transfers(copy, optim, rate, terms, kinds):

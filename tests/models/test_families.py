@@ -342,7 +342,8 @@ def test_missing_head_depends_on_seed(minilm):
 LEARNING = ("bert", "roberta", "distilbert", "modernbert", "fnet", "albert", "lean_albert", "llama")
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in LEARNING)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", *LEARNING])
 def test_swarm_checkpoint_opens_in_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers, and an auxiliary peer that archives."""
     data = text_data if name in CAUSAL else tiny_data

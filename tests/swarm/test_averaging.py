@@ -211,6 +211,7 @@ def test_peer_counting_fewer_samples_joins_round(start, prefix):
     stop(first, second)
 
 
+@pytest.mark.slow
 def test_peer_dying_between_answers_leaves_no_difference(start):
     """A survivor has all averages, and steps; the other loads this step, or on busy processors the state after it."""
     prefix, flags = make_prefix(), ("--group_size", 3, "--others", 2)
@@ -318,6 +319,7 @@ def test_client_alone_ahead_loads_state(start, prefix):
     stop(public, client)
 
 
+@pytest.mark.slow
 def test_leading_peer_continues_without_straggler(start, prefix):
     """A peer one epoch behind loads the next state. There is none if the other one waits for it in each round."""
     ahead = start_peer(start, "ahead", prefix, gradient=1.0, batch_size=16, flags=("--others", 1, "--leap_at", 2))
@@ -359,6 +361,7 @@ def test_invalid_state_is_refused_and_retried(start, prefix):
     wait_until(lambda: not bad.left_processes(), 60, "no process left")
 
 
+@pytest.mark.slow
 def test_new_peer_too_slow_logs_reason(start):
     """Its state is behind the swarm's as soon as it has arrived."""
     prefix, quick = make_prefix(), ("--numbers", 4_000_000, "--step_seconds", 0.05, "--target_batch_size", 16)

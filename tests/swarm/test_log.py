@@ -400,7 +400,7 @@ class EvictingLog(Log):
         return commit
 
 
-@pytest.mark.parametrize("num_peers", [4, 5, 7])
+@pytest.mark.parametrize("num_peers", [4, 5])
 def test_leader_that_omits_voters_cannot_end_their_votes(num_peers):
     """All peers offer at about the same time, because one that is often late may lose its vote."""
     network = Network(1, num_peers, pace=1.5)
@@ -486,7 +486,7 @@ class ForkingLog(Log):
         return None
 
 
-@pytest.mark.parametrize(("seed", "gang"), [*((seed, (0, 2)) for seed in range(4)), (1, (0,)), (3, (0,))])
+@pytest.mark.parametrize(("seed", "gang"), [(0, (0, 2)), (1, (0, 2)), (1, (0,))])
 def test_fork_by_liars_of_five_ends_their_votes(seed, gang):
     """A single liar can fork a log of five as well, with two honest voters for each list."""
     network, gang = Network(seed, 5, pace=8.0), [PEERS[index] for index in gang]
@@ -699,9 +699,7 @@ def test_log_of_many_members_has_bounded_state():
     assert make_genesis("run", 3, bytes(32), members[::-1]) == state  # an auxiliary peer knows only the voters
 
 
-@pytest.mark.parametrize(
-    ("seed", "options"), [(0, ()), (1, ()), (2, ()), (1, ("has_liar",)), (1, ("withholds",)), (1, ("forgets",))]
-)
+@pytest.mark.parametrize(("seed", "options"), [(0, ()), (1, ("has_liar",)), (1, ("withholds",)), (1, ("forgets",))])
 def test_log_with_faults_stays_one(seed, options):
     run_schedule(seed, **dict.fromkeys(options, True))
 

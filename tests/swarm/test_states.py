@@ -129,6 +129,7 @@ def test_known_contributors_state_wins(start):
     assert taker.text.count("differs from others' of the same epoch") == 2 and max(map(sent, donors.all[1:3])) < 1e5
 
 
+@pytest.mark.slow
 def test_similar_states_confirm_each_other(start):
     """Peers that do not step together have a lineage each. A fourth contributor has a later state of its own."""
     each = [{"lineage": f"group {number}", "epoch": 3 + number, "noise": 0.01} for number in range(3)]

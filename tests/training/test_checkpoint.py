@@ -316,6 +316,7 @@ def test_insufficient_disk_is_error_before_joining(small_disk, tiny_data, prefix
     assert not list(disk.iterdir())
 
 
+@pytest.mark.slow
 def test_full_disk_does_not_end_training(start, small_disk, tiny_data):
     disk = small_disk(20_000)
     # the disk must be full before the first of these files is due

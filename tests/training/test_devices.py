@@ -117,6 +117,7 @@ def test_killed_data_worker_keeps_state(tmp_path, start, words):
     assert_saved_in_order(script, 2, "lower --dataloader_num_workers (now 1)", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path, start, words):
     script, processes = start_until_epoch_2(start, *words, "--num_devices", 2)
     stop(script)
@@ -325,6 +326,7 @@ def test_gpu_memory_is_read_by_old_torch(monkeypatch):
     assert devices.measure_memory(torch.device("cuda", 0)) == 0.75
 
 
+@pytest.mark.slow
 def test_failing_compiler_is_one_line(trial):
     model, batch = trial
     broken = torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler"), "force_disable_caches": True})
