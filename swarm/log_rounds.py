@@ -195,7 +195,7 @@ class LogRounds:
             return (commit, self.log.chain[head].state) if commit else None
 
     def count_pending(self) -> int:
-        """Return the samples of this peer's offers that the model lacks, and that have not ended an epoch before."""
+        """Return the samples of this peer's offers that the next commit, or one that the model lacks, may contain."""
         with self._lock:
             if (log := self.log) is None:
                 return 0

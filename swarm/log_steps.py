@@ -69,6 +69,7 @@ class LogSteps:
         self.tracker = optimizer.tracker
         self.rounds = LogRounds(self.tracker, Numbers(list_params(optimizer.opt)), codec, folder)
         self._offered = b"", b""  # the base of the last offer, and the digest of the state there
+        self._offered_old = 0  # the samples in it that have ended an epoch before
         self._passed = b"", 0  # the commit after which this peer had no turn, and its samples at the end of that epoch
         self.exists = False  # whether this peer takes part in a log, or other peers do
         self._ended = b"", b""  # the log that has ended for this peer, perhaps not yet for others, and its last commit
@@ -88,6 +89,11 @@ class LogSteps:
     def is_open(self) -> bool:
         """Whether this peer takes part in a log."""
         return self.rounds.log is not None
+
+    def count_pending(self) -> int:
+        """Return the samples of this peer's offers that the model lacks, and that have not ended an epoch before."""
+        old = self._offered_old if self._offered[0] == self.head else 0
+        return max(0, self.rounds.count_pending() - old)
 
     @property
     def head(self) -> bytes:
@@ -352,6 +358,7 @@ class LogSteps:
         try:
             self.rounds.add_offer(head, digest, grad_averager.samples, blocks, self._find_opposed(head, blocks))
             self._offered = head, digest
+            self._offered_old = grad_averager.old_samples
             self._passed = b"", 0
             grad_averager.samples = grad_averager.old_samples = 0
         except OSError as e:

@@ -120,7 +120,7 @@ class CollaborativeOptimizer:
         """This peer's samples that no step has used yet, those in its offers included. In local steps, those that have
         ended an epoch, but missed its commit, end no further one."""
         fresh = self.grad_averager.samples - self.grad_averager.old_samples
-        return fresh + (self.log_steps.rounds.count_pending() if self.log_steps else 0)
+        return fresh + (self.log_steps.count_pending() if self.log_steps else 0)
 
     @property
     def param_groups(self) -> list[dict]:

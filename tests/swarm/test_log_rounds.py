@@ -240,6 +240,11 @@ def test_samples_end_one_epoch_only(monkeypatch):
     log.has_turn = lambda: True
     steps.offer()
     assert made == [steps.head]
+    steps.rounds.count_pending = lambda: 37
+    steps._offered, steps._offered_old = (steps.head, b""), 7
+    assert steps.count_pending() == 30
+    steps.averager.lineage = "cd" * 32
+    assert steps.count_pending() == 37
 
 
 def test_pending_samples_have_ended_no_epoch_before():
