@@ -45,11 +45,11 @@ import hostile_strangers
 import processes
 import psutil
 import torch
+from chaos import measure_processes
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
-from soak import measure_processes
 
 from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches

@@ -43,7 +43,6 @@ import netlab
 import psutil
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
-from soak import measure_processes
 
 FAULTS = ["kill", "stop", "partition", "main"]
 RESTART_AFTER, FAULT_SECONDS = 5.0, 20.0
@@ -54,6 +53,32 @@ TRAINER = (
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0 "
     "--metadata_expiration 30"
 ).split()
+
+
+def measure_processes(script: Script) -> dict[str, tuple[float, int, float, int]]:
+    """Return the PSS in MB, the open files, the own memory and the threads of each process of a role, by its task.
+
+    PSS, the proportional set size, divides shared pages among processes, so that the sum is the role's real memory.
+    The own memory in MB consists of all anonymous pages and the share of shared memory. Its level counts forked pages
+    twice, but only the process itself changes it: the PSS rises if another program ends, and shares no more pages.
+    """
+    # in the order in which a role forks them
+    helpers = iter(["DHT", "state averager", "gradient averager"])
+    measured = {}
+    for process in sorted(script.processes(), key=lambda process: process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            if process.pid == script.session:
+                name = "main"
+            elif process.ppid() == script.session and process.cmdline() == psutil.Process(script.session).cmdline():
+                name = next(helpers, "other")
+            else:
+                name = "p2pd" if process.name() == "p2pd" else "other"
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = {line.split()[0]: int(line.split()[1]) / 2**10 for line in rollup}
+            own = sizes["Anonymous:"] + sizes["Pss_Shmem:"]
+            values = sizes["Pss:"], process.num_fds(), own, process.num_threads()
+            measured[name] = tuple(map(sum, zip(measured.get(name, (0.0, 0, 0.0, 0)), values, strict=True)))
+    return measured
 
 
 class Trainer:

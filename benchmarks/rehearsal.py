@@ -57,9 +57,8 @@ import netlab
 import numpy as np
 import processes
 import psutil
-from chaos import Trainer, gains, largest_difference, overlap
+from chaos import Trainer, gains, largest_difference, measure_processes, overlap
 from processes import LOOPBACK, Script, make_prefix, wait_until
-from soak import measure_processes
 
 from monitoring.curves import make_panels, save_figure
 from swarm.credentials import Authority
@@ -457,7 +456,7 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
 
 def measure_growth(rehearsal: Rehearsal) -> dict[str, dict[str, float]]:
     """Return the growth of each role that runs for 15 minutes, from its minute 10 on: of its own memory as a share of
-    its PSS at that time (see soak.py), and of its open files and threads."""
+    its PSS at that time (see measure_processes), and of its open files and threads."""
     growth = {}
     for log, values in rehearsal.memory.items():
         steady = [used.values() for moment, used in values if moment > values[0][0] + 600]
