@@ -321,7 +321,7 @@ class HalvesLeader(TwoFacedLeader):
 
     @property
     def is_honest(self) -> bool:
-        return max(self.rounds_with.values(), default=0) < 2
+        return max(self.backoff.rounds_with.values(), default=0) < 2
 
     def list_half(self) -> set[PeerID]:
         others = sorted(self.expected)
