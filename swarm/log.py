@@ -125,6 +125,13 @@ class State:
         owners = {peer for peers in self.opposed for peer in peers}
         return owners if 2 * len(owners & {*self.voters}) < len(self.voters) else set()
 
+    def find_suspended(self, commit: Commit) -> set[bytes]:
+        """Return the owners whose updates do not count in the next commit; none if its voters all are, because peers
+        without a vote must not decide."""
+        suspended = self.advance(commit).suspended
+        voters = {offer.peer for offer in commit.offers} & {*self.voters}
+        return set() if voters <= suspended else suspended
+
     @property
     def participants(self) -> set[bytes]:
         """The voters, and the owners of counted offers in the last commits."""
@@ -146,22 +153,25 @@ class State:
         digests = Counter(it.digest for it in commit.offers if it.base == self.head and it.peer in self.voters)
         return next((digest for digest in digests if 2 * digests[digest] > min(len(self.voters), MAX_OFFERS)), b"")
 
-    def is_quorum(self, peers: Iterable[bytes]) -> bool:
-        """Return whether these are more than half of the voters. The first commit takes two thirds (two of three): the
+    def is_most(self, peers: Collection[bytes], of: Collection[bytes]) -> bool:
+        """Return whether these are more than half of some voters. The first commit takes two thirds (two of three): the
         leader may have shown each half of the others another first state, and vote with both."""
-        least = 1 / 2 if self.counted else 0.66
-        return len({*peers} & {*self.voters}) > least * len(self.voters)
+        return len({*peers} & {*of}) > len(of) * (1 / 2 if self.counted else 0.66)
+
+    def is_quorum(self, peers: Collection[bytes]) -> bool:
+        """Return whether these are most voters, see `is_most`."""
+        return self.is_most(peers, self.voters)
 
     def has_quorum(self, records: Iterable[Vote]) -> bool:
         """Return whether a quorum has one of these records; see `is_quorum`."""
-        return self.is_quorum(record.peer for record in records)
+        return self.is_quorum({record.peer for record in records})
 
     def has_most_turns(self, records: Iterable[Offer | Leave]) -> bool:
         """Return whether a quorum has one of these records, or of more voters than places, most that have a turn: as
         many others could end each epoch early."""
         peers = {record.peer for record in records}
-        turns = {*self.list_turns()[0]} if len(self.voters) > self.places else set()
-        return self.is_quorum(peers) or len(peers & turns) > len(turns) * (1 / 2 if self.counted else 0.66)
+        turns = self.list_turns()[0] if len(self.voters) > self.places else ()
+        return self.is_quorum(peers) or self.is_most(peers, turns)
 
     def has_most_voters(self, commit: Commit) -> bool:
         """Return whether most voters have an offer in this list, or leave. Weights depend on the list alone, so the few

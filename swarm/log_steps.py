@@ -394,10 +394,8 @@ class LogSteps:
         except KeyError:
             self._load_state(f"the updates of epoch {commit.epoch} are no longer on disk")
             return False
-        suspended = before.advance(commit).suspended
+        suspended = before.find_suspended(commit)
         samples = {it.peer: it.samples for it in commit.offers if it.peer not in suspended}
-        if samples.keys().isdisjoint(before.voters):  # peers without a vote must not decide
-            samples = {it.peer: it.samples for it in commit.offers}
         contributions = [
             Contribution(it.peer, samples.get(it.peer, 0), it.base != commit.parent, blob, it.peer in before.voters)
             for it, blob in zip(commit.offers, blobs, strict=True)

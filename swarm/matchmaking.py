@@ -214,6 +214,11 @@ class EarlyStartMatchmaking(Matchmaking):
             if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))
 
+    @property
+    def contributors(self) -> dict[PeerID, float]:
+        """The known contributors that a group should contain, and their epochs."""
+        return {PeerID(peer_id): epoch for peer_id, epoch in self.expected.items() if epoch < math.inf}
+
     def set_expected_peers(self, expected: dict[bytes, float], min_peers: int, excluded: frozenset[bytes]) -> None:
         """Set the peers that a group should contain, see VerifyingAverager; excluded ones are not asked to lead."""
         if excluded != self.excluded:
@@ -263,11 +268,6 @@ class EarlyStartMatchmaking(Matchmaking):
         seconds = time.monotonic() - started
         pause = self.backoff.record(leader, seconds, self.request_timeout, num_useless if is_useless else None)
         loop.call_later(pause, self.allow_to_ask, leader)
-
-    @property
-    def contributors(self) -> dict[PeerID, float]:
-        """The known contributors that a group should contain, and their epochs."""
-        return {PeerID(peer_id): epoch for peer_id, epoch in self.expected.items() if epoch < math.inf}
 
     def end_unanswered(self, request_limit: asyncio.Timeout) -> None:
         """End a request that no leader has accepted; hivemind's own limit begins once there is a connection."""
@@ -351,12 +351,8 @@ class EarlyStartMatchmaking(Matchmaking):
         except ValueError as e:
             # new keys cost nothing
             is_awaited = peer_id.to_bytes() in self.expected and self.backoff.rounds_with[peer_id]
-            if (
-                is_awaited
-                and self.is_looking_for_group
-                and self.current_leader is None
-                and not self.assembled_group.done()
-            ):
+            is_leading = self.is_looking_for_group and self.current_leader is None and not self.assembled_group.done()
+            if is_awaited and is_leading:
                 # the optimizer bans the peer, and the next search does not wait for it
                 self.assembled_group.set_exception(MaliciousPeersError({peer_id: str(e)}))
             return False

@@ -52,12 +52,10 @@ OTHERS = {
     "sandwich with biases": dict(sandwich_norm=True, out_proj_bias=True),
     "another rotary base": dict(rotary_embedding_base=100),
 }
+OPTIONS = OTHERS | {f"{block}, {sharing}": BLOCKS[block] | SHARING[sharing] for block in BLOCKS for sharing in SHARING}
 # each block with one kind of sharing, and each kind of sharing with the simplest and the largest block
-OPTIONS = OTHERS | {
-    f"{block}, {sharing}": BLOCKS[block] | SHARING[sharing]
-    for block, sharing in itertools.product(BLOCKS, SHARING)
-    if sharing == "shared with adapters" or block in ("rotary", "rotary gated sandwich")
-}
+QUICK = {name for name in OPTIONS if re.search("^rotary, |^rotary gated sandwich, |, shared with adapters$", name)}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(OPTIONS.keys() - OTHERS.keys() - QUICK)]
 
 
 def make_inputs(length: int = LONG, padding: bool = True) -> dict[str, torch.Tensor]:
@@ -186,7 +184,7 @@ def assert_same(model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: fl
         compare(name, outputs[name], expected[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OTHERS, *sorted(QUICK), *SLOW])
 def test_lean_albert_matches_plain_implementation(name):
     model = make_model_of(OPTIONS[name])
     for checkpointing in (False, True):

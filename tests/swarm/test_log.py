@@ -199,10 +199,14 @@ def test_owner_that_most_voters_oppose_is_suspended():
     # half of the voters are too many, because the rest would decide alone
     for victims, suspended in ((PEERS[:2], {*PEERS[:2]}), (PEERS[:3], set())):
         assert replace(state, opposed=(*state.opposed[1:], tuple(victims))).suspended == suspended
+    # the voters of a list are all suspended, and a peer without a vote has an offer in it
+    opposed = replace(state, opposed=(*state.opposed[1:], tuple(PEERS[:2])))
+    assert opposed.find_suspended(make_commit(opposed, [*PEERS[:3], PEERS[7]])) == {*PEERS[:2]}
+    assert opposed.find_suspended(make_commit(opposed, [*PEERS[:2], PEERS[7]])) == set()
 
 
 def test_part_of_many_voters_suspends_no_owner():
-    """Nine of 64 voters let a turn pass, and then judge together."""
+    """Voters that let a turn pass may judge together later."""
     state = make_genesis("run", 0, DIGEST, tuple(PEERS[:30]))
     state = advance(advance(state, state.in_turn), PEERS[14:30])
     for num_judges, suspended in ((10, set()), (11, {PEERS[29]})):
@@ -400,7 +404,7 @@ class EvictingLog(Log):
         return commit
 
 
-@pytest.mark.parametrize("num_peers", [4, 5])
+@pytest.mark.parametrize("num_peers", [4, 5, pytest.param(7, marks=pytest.mark.slow)])
 def test_leader_that_omits_voters_cannot_end_their_votes(num_peers):
     """All peers offer at about the same time, because one that is often late may lose its vote."""
     network = Network(1, num_peers, pace=1.5)
@@ -486,7 +490,10 @@ class ForkingLog(Log):
         return None
 
 
-@pytest.mark.parametrize(("seed", "gang"), [(0, (0, 2)), (1, (0, 2)), (1, (0,))])
+MORE_FORKS = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, (0, 2)), (3, (0, 2)), (3, (0,)))]
+
+
+@pytest.mark.parametrize(("seed", "gang"), [(0, (0, 2)), (1, (0, 2)), (1, (0,)), *MORE_FORKS])
 def test_fork_by_liars_of_five_ends_their_votes(seed, gang):
     """A single liar can fork a log of five as well, with two honest voters for each list."""
     network, gang = Network(seed, 5, pace=8.0), [PEERS[index] for index in gang]
@@ -699,7 +706,12 @@ def test_log_of_many_members_has_bounded_state():
     assert make_genesis("run", 3, bytes(32), members[::-1]) == state  # an auxiliary peer knows only the voters
 
 
-@pytest.mark.parametrize(("seed", "options"), [(0, ()), (1, ("has_liar",)), (1, ("withholds",)), (1, ("forgets",))])
+MORE_FAULTS = [pytest.param(seed, (), marks=pytest.mark.slow) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"), [(0, ()), (1, ("has_liar",)), (1, ("withholds",)), (1, ("forgets",)), *MORE_FAULTS]
+)
 def test_log_with_faults_stays_one(seed, options):
     run_schedule(seed, **dict.fromkeys(options, True))
 
